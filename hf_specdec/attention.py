@@ -1,0 +1,75 @@
+"""Attention over a `RaggedCache`, registered with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from . import ops
+from .cache import RaggedCache
+
+ATTENTION_NAME = "hf_specdec"
+
+
+def ragged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface over a `RaggedCache`.
+
+    `attention_mask` carries the positions of the queries, `[B, 1, n, 1]` int64: a 4-D mask reaches every layer
+    untouched, sliding ones included, and visibility is a function of positions alone.
+    """
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    out = ops.attention(
+        query,
+        key,
+        value,
+        positions=attention_mask[:, 0, :, 0],
+        scaling=scaling,
+        window=sliding_window,
+        sinks=s_aux,
+        softcap=softcap,
+    )
+    return out, None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
+
+
+def cached_attend(cache: RaggedCache, positions: torch.Tensor):
+    """An `Attend` (see `drafters.layers`) that stores keys and values in `cache` and attends to its live slots."""
+
+    def attend(layer_idx, query, key, value, window):
+        keys, values = cache.update(key, value, layer_idx)
+        return ops.attention(query, keys, values, positions, scaling=query.shape[-1] ** -0.5, window=window)
+
+    return attend
+
+
+@contextmanager
+def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
+    """Within the context `target` runs `ragged_attention_forward`; afterwards what it ran before."""
+    configs = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = ATTENTION_NAME
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name

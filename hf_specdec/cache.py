@@ -1,0 +1,73 @@
+"""The ragged static KV cache: every row has its own length, and slot == position."""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from . import ops
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer, `[B, slots, kv_heads, head_dim]`, allocated at the first write."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, cache: RaggedCache):
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        slots = self._cache.slots
+        self.dtype, self.device = key_states.dtype, key_states.device
+        # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
+        self.keys, self.values = (
+            states.new_zeros(states.shape[0], slots, states.shape[1], states.shape[3])
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new states at the cache's `positions`; return all live keys and values, `[B, kv_heads, live, D]`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        positions, live = self._cache.positions, self._cache.live
+        ops.write_kv(self.keys, key_states, positions)
+        ops.write_kv(self.values, value_states, positions)
+        return self.keys[:, :live].transpose(1, 2), self.values[:, :live].transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.live, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._cache.slots
+
+
+class RaggedCache(Cache):
+    """A preallocated cache in which row b's token at position t lives in slot t, whatever the other rows do.
+
+    Nothing is ever rolled back: a rejected token's slot is overwritten by the next round, and a slot is visible only
+    to queries at its position or later. The last slot, `scrap`, takes what belongs nowhere: padding, finished rows,
+    positions past the length limit. No live query ever sees it.
+
+    Attributes:
+        positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
+        live: how many leading slots the next forward pass may need, a bound the host knows without asking the device.
+    """
+
+    def __init__(self, num_layers: int, slots: int):
+        self.slots = slots
+        self.live = slots
+        self.positions: torch.Tensor | None = None
+        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+
+    def advance(self, positions: torch.Tensor, live: int) -> None:
+        """Say where the next forward pass writes, and how many slots it may read."""
+        self.positions = positions
+        self.live = min(live, self.slots)

@@ -1,0 +1,148 @@
+"""Drafter configurations: the one normal form that every published dialect is read into and that is saved."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+DEFAULT_ROPE_THETA = 10000.0
+
+
+def default_taps(num_layers: int) -> list[int]:
+    """Boundaries tapped by EAGLE-3 when a checkpoint names none: 2, n // 2 and n - 3, ascending, without repeats.
+
+    Boundary `b` is the residual stream that enters layer `b` (0-based) of a target with `num_layers` layers.
+    """
+    return sorted({min(max(boundary, 0), num_layers) for boundary in (2, num_layers // 2, num_layers - 3)})
+
+
+class DrafterConfig(PreTrainedConfig):
+    """What every drafter has, whatever its family.
+
+    Args:
+        vocab_size: size of the target's vocabulary; `generate()` compares it with the target's.
+        draft_vocab_size: number of tokens the draft head scores; at most `vocab_size`.
+        num_assistant_tokens: draft tokens a round (K) unless `generate()` is told otherwise.
+        dialect: publisher whose layout the checkpoint was read from; `"hf_specdec"` for our own.
+        target_name_or_path: name of the target the drafter was trained for, if the checkpoint says.
+    """
+
+    model_type = "hf_specdec"
+    family = "base"
+
+    vocab_size: int = 32000
+    draft_vocab_size: int | None = None
+    num_assistant_tokens: int = 5
+    dialect: str = "hf_specdec"
+    target_name_or_path: str | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size = {self.vocab_size}."
+            )
+        check_num_assistant_tokens(self.num_assistant_tokens)
+        super().__post_init__(**kwargs)
+
+
+class Eagle3Config(DrafterConfig):
+    """EAGLE-3 drafter (arXiv 2503.01840): decoder layers over tapped hidden states of the target.
+
+    Args:
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+            hidden_act, rms_norm_eps, attention_bias, mlp_bias: the draft layers, named as in `LlamaConfig`.
+        qk_norm: Qwen3-style RMSNorm on every query and key head.
+        rope_parameters: RoPE in transformers 5's form, `{"rope_type": ..., "rope_theta": ...}`.
+        max_position_embeddings: read by some RoPE types; never clamps a position.
+        sliding_window: window of the layers that `layer_types` calls `"sliding_attention"`.
+        layer_types: one of `"full_attention"`, `"sliding_attention"` a layer; all full when None.
+        target_hidden_size: width of a tap.
+        taps: tapped boundaries in ascending order (see `default_taps`); the boundary after the last layer is the
+            stream *before* the final norm. None: `default_taps` of the target, settled by `bind`.
+        use_aux_hidden_state: False for heads that read the target's last hidden state, after the final norm, and
+            have no `fc`.
+        norm_before_residual: the first layer's residual is the normed hidden state instead of the raw one.
+        norm_before_fc: one RMSNorm over the concatenated taps before `fc`.
+        fc_norm: one RMSNorm a tap before `fc`.
+        fc_bias: bias on `fc`.
+        norm_output: the hidden state fed back to the next draft step is taken after the final norm (EAGLE 3.1).
+        final_norm: whether a norm precedes the draft head.
+        logit_scale: factor on the draft logits.
+        own_embedding, own_head: whether the checkpoint holds an embedding and a head; otherwise `bind` borrows the
+            target's. A borrowed head is restricted to the draft vocabulary.
+    """
+
+    model_type = "hf_specdec_eagle3"
+    family = "eagle3"
+
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    initializer_range: float = 0.02
+
+    target_hidden_size: int | None = None
+    taps: list[int] | None = None
+    use_aux_hidden_state: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    fc_bias: bool = False
+    norm_output: bool = False
+    final_norm: bool = True
+    logit_scale: float = 1.0
+    own_embedding: bool = True
+    own_head: bool = True
+    num_taps: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.taps is not None:
+            self.taps = sorted(set(self.taps))
+            self.num_taps = len(self.taps)
+        elif self.num_taps is None:
+            self.num_taps = 3
+        if not self.use_aux_hidden_state and self.target_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"use_aux_hidden_state is False, so the drafter reads the target's hidden states as they are, but "
+                f"hidden_size is {self.hidden_size} and target_hidden_size is {self.target_hidden_size}."
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both set; a checkpoint has at most one of them.")
+        super().__post_init__(**kwargs)
+
+    @property
+    def tap_width(self) -> int:
+        """Width of what the drafter reads at one position: all taps side by side, or one hidden state."""
+        return (self.num_taps if self.use_aux_hidden_state else 1) * self.target_hidden_size
+
+
+def check_num_assistant_tokens(value: int) -> int:
+    """Return `value` if it can be a number of draft tokens a round, else raise `ValueError`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"num_assistant_tokens is {value!r}; expected an integer of at least 1 (draft tokens a round)."
+        )
+    return value

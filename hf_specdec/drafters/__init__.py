@@ -1,0 +1,6 @@
+"""Drafter families; importing a module registers its family."""
+
+from .base import Drafter, Proposal, register_drafter
+from .eagle3 import Eagle3Drafter
+
+__all__ = ["Drafter", "Eagle3Drafter", "Proposal", "register_drafter"]

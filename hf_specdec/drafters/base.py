@@ -1,0 +1,175 @@
+"""What a drafter is: the contract of a family, and the registry of families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import DrafterConfig, check_num_assistant_tokens
+
+if TYPE_CHECKING:
+    from ..sampling import Verdict
+    from ..state import DecodeState
+
+ENGINES = ("auto", "static", "stock")
+
+
+class Proposal(NamedTuple):
+    """Draft tokens of one round.
+
+    Attributes:
+        tokens: `[B, K]` int64, in the target's vocabulary.
+        probs: `[B, K, vocab_size]` float32, the distributions q that the tokens were drawn from; None for
+            deterministic drafts, i.e. point masses.
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+
+
+class Drafter(PreTrainedModel):
+    """A model that proposes draft tokens for a target.
+
+    A family subclasses it, names its config class and implements four verbs. A drafter holds weights and settings,
+    never the state of a generation: that lives in `DecodeState`, so one drafter serves several calls and threads.
+
+        bind(target)                    check that the drafter fits, borrow what the checkpoint lacks, settle the taps
+        new_memory(state)               allocate what must live through one generation (the drafter's cache)
+        prefill(state, taps, positions) consume a chunk of the prompt
+        propose(state, taps, verdict)   draft K tokens after the committed ones
+
+    `propose` runs inside the round: no host read, fixed shapes. There is no separate verb for the first round: after
+    prefill the state is as if a round had just committed the last token of the prompt.
+    """
+
+    config_class = DrafterConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self._target_config: Any = None
+        self._last_stats: Any = None
+        self.num_assistant_tokens = config.num_assistant_tokens
+        self.draft_probs: bool | str = "auto"
+        self.engine = "auto"
+
+    @property
+    def stats(self):
+        """`SpeculationStats` of the last `generate()` call with this drafter; None before the first."""
+        return self._last_stats
+
+    @property
+    def tap_boundaries(self) -> list[int]:
+        """Boundaries of the target that this drafter reads (see `TapRecorder`)."""
+        return []
+
+    @property
+    def taps_last_hidden_state(self) -> bool:
+        """Whether the drafter reads the target's last hidden state, after the final norm, instead of boundaries."""
+        return False
+
+    @property
+    def is_bound(self) -> bool:
+        return self._target_config is not None
+
+    def configure(
+        self,
+        num_assistant_tokens: int | None = None,
+        draft_probs: bool | str | None = None,
+        engine: str | None = None,
+    ) -> Drafter:
+        """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
+
+        Args:
+            num_assistant_tokens: draft tokens a round, at least 1.
+            draft_probs: True to draw drafts from the drafter's distribution when sampling, False for its most likely
+                tokens, `"auto"` to decide by temperature (see `hf_specdec.decoding.DRAFT_PROBS_TEMPERATURE`).
+            engine: `"auto"`, `"static"` or `"stock"`.
+        """
+        if num_assistant_tokens is not None:
+            self.num_assistant_tokens = check_num_assistant_tokens(num_assistant_tokens)
+        if draft_probs is not None:
+            if draft_probs not in (True, False, "auto"):
+                raise ValueError(f'draft_probs is {draft_probs!r}; expected True, False or "auto".')
+            self.draft_probs = draft_probs
+        if engine is not None:
+            if engine not in ENGINES:
+                raise ValueError(f"engine is {engine!r}; expected one of {', '.join(map(repr, ENGINES))}.")
+            self.engine = engine
+        return self
+
+    def bind(self, target: PreTrainedModel) -> None:
+        """Tie the drafter to `target`: check that it fits, borrow what the checkpoint lacks.
+
+        Either binds completely or raises `ValueError` and leaves drafter and target as they were.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement bind().")
+
+    def check_bound_to(self, target: PreTrainedModel) -> None:
+        """Raise `ValueError` unless the drafter was bound to `target`."""
+        if not self.is_bound:
+            raise ValueError(
+                f"This {type(self).__name__} is not bound to a target; load it with "
+                "AutoDrafter.from_pretrained(..., target=model) or call drafter.bind(model)."
+            )
+        if self._target_config is not target.config:
+            raise ValueError(
+                f"This {type(self).__name__} is bound to another target than the one that generates; "
+                "call drafter.bind(model) first."
+            )
+
+    def new_memory(self, state: DecodeState) -> Any:
+        """What the drafter keeps through one generation; stored as `state.memory`."""
+        return None
+
+    def prefill(self, state: DecodeState, taps: torch.Tensor | None, positions: torch.Tensor) -> None:
+        """Consume one chunk of the prompt.
+
+        Args:
+            state: holds the committed tokens.
+            taps: `[B, n, width]` hidden states of the target at `positions`, or None.
+            positions: `[B, n]` int64; `state.scrap` where a row has no token in this chunk.
+        """
+
+    def propose(self, state: DecodeState, taps: torch.Tensor | None, verdict: Verdict) -> Proposal:
+        """Draft `state.num_draft_tokens` tokens after the last committed token of each row.
+
+        Args:
+            state: after `commit`; `state.lengths` counts the new tokens already.
+            taps: `[B, K + 1, width]` hidden states of the round's verified block, or None.
+            verdict: of the round; the first `verdict.committed[b]` rows of the block are valid.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
+
+
+_FAMILIES: dict[str, type[Drafter]] = {}
+
+
+def register_drafter(cls: type[Drafter]) -> type[Drafter]:
+    """Class decorator: make a `Drafter` subclass known to `AutoDrafter` under its config's `model_type`.
+
+    Raises:
+        TypeError: not a `Drafter` subclass with a `DrafterConfig` subclass as `config_class`.
+        ValueError: the model type is taken by another class.
+    """
+    config_class = getattr(cls, "config_class", None)
+    if not (isinstance(cls, type) and issubclass(cls, Drafter)):
+        raise TypeError(f"register_drafter got {cls!r}; expected a subclass of hf_specdec.Drafter.")
+    if not (isinstance(config_class, type) and issubclass(config_class, DrafterConfig)):
+        raise TypeError(f"{cls.__name__}.config_class is {config_class!r}; expected a subclass of DrafterConfig.")
+    taken = _FAMILIES.get(config_class.model_type)
+    if taken is not None and taken is not cls:
+        raise ValueError(
+            f"The model type {config_class.model_type!r} of {cls.__name__} is already registered for {taken.__name__}."
+        )
+    _FAMILIES[config_class.model_type] = cls
+    return cls
+
+
+def registered_drafters() -> dict[str, type[Drafter]]:
+    """Registered drafter classes by the `model_type` of their configs."""
+    return dict(_FAMILIES)

@@ -1,0 +1,241 @@
+"""EAGLE-3 (arXiv 2503.01840): one or more decoder layers over tapped hidden states of the target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ..attention import cached_attend
+from ..cache import RaggedCache
+from ..config import Eagle3Config, default_taps
+from ..sampling import draw_draft
+from ..taps import decoder_layers
+from .base import Drafter, Proposal, register_drafter
+from .layers import Attend, DraftDecoderLayer, UnrolledAttention, rotary_embedding
+
+if TYPE_CHECKING:
+    from ..sampling import Verdict
+    from ..state import DecodeState
+
+
+@register_drafter
+class Eagle3Drafter(Drafter):
+    """EAGLE-3 drafter.
+
+    Slot p pairs the embedding of the token at position p + 1 with the target's taps at position p, has RoPE position
+    p, and predicts the token at position p + 2. After the slots whose taps the target has computed, every draft token
+    adds a slot that reads the drafter's own previous output in place of taps. Such slots are overwritten with true
+    ones in the next round.
+    """
+
+    config_class = Eagle3Config
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        width, tap = config.hidden_size, config.target_hidden_size
+        taps = config.num_taps if config.use_aux_hidden_state else 0
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        self.input_norm = LlamaRMSNorm(taps * tap, config.rms_norm_eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList([LlamaRMSNorm(tap, config.rms_norm_eps) for _ in range(taps)]) if config.fc_norm else None
+        )
+        self.fc = nn.Linear(taps * tap, width, bias=config.fc_bias) if config.use_aux_hidden_state else None
+        self.layers = nn.ModuleList([DraftDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(width, config.rms_norm_eps) if config.final_norm else nn.Identity()
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
+        self.rotary_emb = rotary_embedding(config)
+        # Token t of the draft vocabulary is token t + d2t[t] of the target's.
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        else:
+            self.d2t = None
+        self._taps = config.taps
+        self._borrowed: dict[str, torch.Tensor] = {}
+        self.post_init()
+
+    @property
+    def tap_boundaries(self) -> list[int]:
+        return list(self._taps) if self._taps is not None and self.config.use_aux_hidden_state else []
+
+    @property
+    def taps_last_hidden_state(self) -> bool:
+        return not self.config.use_aux_hidden_state
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """`[V_d]` int64 ids in the target's vocabulary of the draft vocabulary's tokens; None if they are the same."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def bind(self, target: PreTrainedModel) -> None:
+        config, text = self.config, target.config.get_text_config()
+        name = f"{type(self).__name__} ({config.name_or_path or 'unnamed'})"
+        num_layers = len(decoder_layers(target))
+        if text.hidden_size != config.target_hidden_size:
+            raise ValueError(
+                f"{name} was made for a target with hidden_size {config.target_hidden_size}, but "
+                f"{type(target).__name__} has hidden_size {text.hidden_size}: it is a drafter for another model."
+            )
+        if text.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"{name} was made for a vocabulary of {config.vocab_size} tokens, but {type(target).__name__} has "
+                f"{text.vocab_size}: it is a drafter for another model."
+            )
+        taps = config.taps if config.taps is not None else default_taps(num_layers)
+        if config.use_aux_hidden_state and (taps[-1] > num_layers or taps[0] < 0):
+            raise ValueError(
+                f"{name} taps the boundaries {taps}, but {type(target).__name__} has {num_layers} layers, so boundaries "
+                f"0 to {num_layers}: it is a drafter for another model, or `taps=` must be given."
+            )
+        if config.use_aux_hidden_state and len(taps) != config.num_taps:
+            raise ValueError(
+                f"{name} reads {config.num_taps} taps, but the rule for {num_layers} layers gives the boundaries {taps}; "
+                f"pass `taps=` with {config.num_taps} different boundaries."
+            )
+        borrowed = {}
+        if self.embed_tokens is None:
+            borrowed["embedding"] = self._borrow(target.get_input_embeddings(), "embedding", name)
+        if self.lm_head is None:
+            head = self._borrow(target.get_output_embeddings(), "head", name)
+            borrowed["head"] = head if self.d2t is None else head.detach()[self.target_ids.to(head.device)]
+        self._borrowed = borrowed
+        self._taps = taps
+        self._target_config = target.config
+
+    def _borrow(self, module: nn.Module | None, what: str, name: str) -> torch.Tensor:
+        weight = getattr(module, "weight", None)
+        if weight is None or not weight.is_floating_point():
+            raise ValueError(
+                f"{name} has no {what} of its own and must borrow the target's, but the target's is "
+                f"{type(module).__name__}; expected a module with a floating-point `weight`."
+            )
+        if weight.shape[1] != self.config.hidden_size:
+            raise ValueError(
+                f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
+                f"{self.config.hidden_size}, so it cannot be borrowed."
+            )
+        return weight
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`[...]` int64 target tokens to `[..., H]`."""
+        weight = self.embed_tokens.weight if self.embed_tokens is not None else self._borrowed["embedding"]
+        return F.embedding(tokens, weight).to(self.dtype)
+
+    def combine(self, taps: torch.Tensor) -> torch.Tensor:
+        """`[..., tap_width]` taps of the target, ascending boundaries side by side, to `[..., H]`."""
+        taps = taps.to(self.dtype)
+        if self.fc is None:
+            return taps
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            chunks = taps.split(self.config.target_hidden_size, dim=-1)
+            taps = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(taps)
+
+    def run(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the layers over `[B, n]` slots.
+
+        Args:
+            tokens: `[B, n]` int64, the token after each slot's position.
+            hidden: `[B, n, H]`, combined taps or the previous step's feedback.
+            positions: `[B, n]` int64 RoPE positions.
+            attend: where keys and values go and come from.
+
+        Returns:
+            what the head reads and what the next draft step reads, both `[B, n, H]`.
+        """
+        embeds = self.embed(tokens)
+        rotary = self.rotary_emb(embeds, positions)
+        for layer in self.layers:
+            hidden = layer(embeds, hidden, rotary, attend)
+        normed = self.norm(hidden)
+        return normed, normed if self.config.norm_output else hidden
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """`[..., H]` after the final norm to `[..., V_d]`."""
+        weight = self.lm_head.weight if self.lm_head is not None else self._borrowed["head"].to(normed.dtype)
+        logits = F.linear(normed, weight)
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+    def new_memory(self, state: DecodeState) -> RaggedCache:
+        return RaggedCache(len(self.layers), state.slots)
+
+    def prefill(self, state: DecodeState, taps: torch.Tensor, positions: torch.Tensor) -> None:
+        self._extend(state, self.combine(taps), positions)
+
+    def propose(self, state: DecodeState, taps: torch.Tensor, verdict: Verdict) -> Proposal:
+        batch, width = taps.shape[:2]
+        rows = torch.arange(batch, device=taps.device)
+        offsets = torch.arange(width, device=taps.device)
+        start = state.lengths - 1 - verdict.committed
+        is_true = offsets < verdict.committed[:, None]
+        positions = torch.where(is_true, start[:, None] + offsets, state.scrap)
+        normed, feedback = self._extend(state, self.combine(taps), positions)
+        last = (verdict.committed - 1).clamp(min=0)
+        normed, feedback = normed[rows, last, None], feedback[rows, last, None]
+
+        tokens, probs = [], []
+        for step in range(state.num_draft_tokens):
+            if step > 0:
+                positions = state.slot_of(state.lengths - 2 + step)[:, None]
+                normed, feedback = self._extend(state, feedback, positions, tokens[-1][:, None])
+            token, distribution = self._draw(state, self.logits(normed[:, 0]), state.lengths + step)
+            tokens.append(token)
+            probs.append(distribution)
+        return Proposal(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if state.draft_probs else None)
+
+    def _extend(
+        self, state: DecodeState, hidden: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run slots at `positions`; their tokens are the committed ones unless given."""
+        if tokens is None:
+            tokens = state.tokens.gather(1, (positions + 1).clamp(max=state.scrap))
+        state.memory.advance(positions, state.live)
+        return self.run(tokens, hidden, state.position_ids(positions), cached_attend(state.memory, positions))
+
+    def _draw(
+        self, state: DecodeState, logits: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One draft token a row, `[B]` in the target's vocabulary, and its distribution over that if wanted."""
+        target_ids = self.target_ids
+        if not state.draft_probs:
+            index = logits.argmax(dim=-1)
+            return (index if target_ids is None else target_ids[index]), None
+        index, probs = draw_draft(logits, state.temperature, state.seeds, positions)
+        if target_ids is None:
+            return index, probs
+        full = probs.new_zeros(probs.shape[0], self.config.vocab_size)
+        return target_ids[index], full.index_copy_(1, target_ids, probs)
+
+    def forward(self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int = 1) -> list[torch.Tensor]:
+        """Draft from every position of whole sequences at once, `num_steps` tokens deep: training-time test.
+
+        Step s at slot p reads the tokens up to p + 1 + s as committed, and the chain of drafts' hidden states that
+        begins at p. It predicts the token at position p + 2 + s, so it is to be compared with the target's
+        distribution at position p + 1 + s.
+
+        Args:
+            input_ids: `[B, S]` int64, without padding inside a row; a padded tail is harmless to what precedes it.
+            taps: `[B, S, tap_width]` hidden states of the target.
+            num_steps: depth of the unrolled chain.
+
+        Returns:
+            `num_steps` tensors of logits `[B, S, V_d]`; at step s the last s + 1 slots of a row have no token to read
+            and are meaningless.
+        """
+        attend = UnrolledAttention()
+        hidden = self.combine(taps)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        tokens, logits = input_ids, []
+        for step in range(num_steps):
+            tokens = F.pad(tokens[:, 1:], (0, 1))
+            normed, hidden = self.run(tokens, hidden, positions + step, attend)
+            logits.append(self.logits(normed))
+        return logits

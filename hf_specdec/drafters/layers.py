@@ -1,0 +1,151 @@
+"""The decoder layer that drafters share, and the attention it runs when a drafter is trained."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from ..config import Eagle3Config
+
+
+class Attend(Protocol):
+    """How a layer's queries meet its keys: through a cache when drafting, over a whole sequence when training.
+
+    Called with the layer's index and its new query, key and value states, `[B, heads, n, head_dim]` after RoPE, and
+    the layer's sliding window or None. Returns `[B, n, heads, head_dim]`.
+    """
+
+    def __call__(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> torch.Tensor: ...
+
+
+def rotary_embedding(config: Eagle3Config) -> LlamaRotaryEmbedding:
+    """transformers' rotary embedding for the draft layers, of any RoPE type that it knows."""
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config.num_attention_heads * config.head_dim,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+    )
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention whose input may be wider than the layer (EAGLE-3's first layer reads 2H)."""
+
+    def __init__(self, config: Eagle3Config, layer_idx: int, input_size: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        heads = (*hidden.shape[:2], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden).view(heads)).transpose(1, 2)
+        value = self.v_proj(hidden).view(heads).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        return self.o_proj(attend(self.layer_idx, query, key, value, self.window).flatten(2))
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DraftDecoderLayer(nn.Module):
+    """Decoder layer of an EAGLE-3 drafter.
+
+    The first layer reads `[input_layernorm(embedding) | hidden_norm(hidden)]`, later layers their normed input.
+    """
+
+    def __init__(self, config: Eagle3Config, layer_idx: int):
+        super().__init__()
+        width = config.hidden_size
+        self.is_first = layer_idx == 0
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
+        if self.is_first:
+            self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config, layer_idx, input_size=2 * width if self.is_first else width)
+        self.post_attention_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.mlp = DraftMLP(config)
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        if self.is_first:
+            normed = self.hidden_norm(hidden)
+            residual = normed if self.norm_before_residual else hidden
+            inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        else:
+            residual = hidden
+            inputs = self.input_layernorm(hidden)
+        hidden = residual + self.self_attn(inputs, rotary, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class UnrolledAttention:
+    """Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): every slot drafts its own chain.
+
+    In step 0 the queries attend causally to all slots. In step s the query of slot p attends to step 0's keys of the
+    slots up to p and to the keys its own chain wrote in steps 1..s, which is what a draft step sees in its cache.
+    One instance serves one unrolled forward pass; `next_step` follows each step.
+    """
+
+    def __init__(self) -> None:
+        self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def __call__(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        written = self._written.setdefault(layer_idx, [])
+        written.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
+        (base_key, base_value), chain = written[0], written[1:]
+        scale = query.shape[-1] ** -0.5
+        length = query.shape[2]
+
+        slot = torch.arange(length, device=query.device)
+        distance = slot[:, None] + len(chain) - slot[None, :]
+        visible = slot[:, None] >= slot[None, :]
+        if window is not None:
+            visible &= distance < window
+        scores = (query @ base_key.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
+        if not chain:
+            return (scores.softmax(-1) @ base_value).transpose(1, 2)
+        own = torch.stack([(query * step_key).sum(-1) * scale for step_key, _ in chain], dim=-1)
+        if window is not None:
+            own[..., : max(len(chain) - window, 0)] = float("-inf")
+        weights = torch.cat([scores, own], dim=-1).softmax(-1)
+        out = weights[..., :length] @ base_value
+        for step, (_, step_value) in enumerate(chain):
+            out = out + weights[..., length + step, None] * step_value
+        return out.transpose(1, 2)

@@ -1,0 +1,82 @@
+"""Reading hidden states of a target while it runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers, first to last.
+
+    Raises:
+        ValueError: the target keeps them somewhere else than `get_decoder().layers`.
+    """
+    layers = getattr(target.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+        raise ValueError(
+            f"{type(target).__name__} has no `get_decoder().layers`, so its hidden states cannot be tapped; "
+            "expected a decoder-only model of transformers."
+        )
+    return layers
+
+
+class TapRecorder:
+    """Context in which every forward pass of `target` leaves its tapped hidden states in `taps`.
+
+    Args:
+        target: the model to listen to.
+        boundaries: what to record, ascending. Boundary b is the residual stream that enters layer b; boundary n, of n
+            layers, is the stream that leaves the last layer, *before* the final norm.
+        last_hidden_state: record the decoder's output, after the final norm, instead.
+
+    After a forward pass over `[B, n]` tokens `taps` is `[B, n, width]`: the boundaries side by side. Hooks are removed
+    on exit.
+    """
+
+    def __init__(self, target: PreTrainedModel, boundaries: list[int], last_hidden_state: bool = False):
+        self._target = target
+        self._boundaries = boundaries
+        self._last_hidden_state = last_hidden_state
+        self._recorded: dict[int, torch.Tensor] = {}
+        self._handles: list = []
+
+    @property
+    def taps(self) -> torch.Tensor | None:
+        if not self._recorded:
+            return None
+        recorded = [self._recorded[key] for key in sorted(self._recorded)]
+        if len({tap.device for tap in recorded}) > 1:
+            recorded = [tap.to(recorded[-1].device) for tap in recorded]
+        return torch.cat(recorded, dim=-1) if len(recorded) > 1 else recorded[0]
+
+    def __enter__(self) -> TapRecorder:
+        if self._last_hidden_state:
+            decoder = self._target.get_decoder()
+            self._handles.append(decoder.register_forward_hook(self._keep_last))
+        else:
+            layers = decoder_layers(self._target)
+            for boundary in self._boundaries:
+                self._handles.append(self._listen(layers, boundary))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._recorded.clear()
+
+    def _listen(self, layers: nn.ModuleList, boundary: int):
+        def keep_input(module, args, kwargs):
+            self._recorded[boundary] = args[0] if args else kwargs["hidden_states"]
+
+        def keep_output(module, args, output):
+            self._recorded[boundary] = output[0] if isinstance(output, tuple) else output
+
+        if boundary == 0:
+            return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+        return layers[boundary - 1].register_forward_hook(keep_output)
+
+    def _keep_last(self, module, args, output) -> None:
+        self._recorded[0] = output[0] if isinstance(output, tuple) else output.last_hidden_state

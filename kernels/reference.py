@@ -1,0 +1,117 @@
+"""Plain torch references of every kernel, with the kernels' signatures and their full ragged contract.
+
+They run wherever there is no Triton kernel for the device, and they are what the Triton kernels are tested against.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+_WORD = 0xFFFFFFFF
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention over a cache whose slot is the position: slot s is visible to the query at position t iff s <= t.
+
+    Args:
+        query: `[B, heads, n, D]`.
+        key: `[B, kv_heads, slots, D]`; the row's own new keys are already in it.
+        value: `[B, kv_heads, slots, Dv]`.
+        positions: `[B, n]` int64, the slot of each query; rows are ragged, no order is assumed.
+        scaling: factor on the scores.
+        window: if given, slot s is visible only if t - s < window.
+        sinks: `[heads]` logits that take part in the softmax and carry no value (gpt-oss).
+        softcap: if given, scores become softcap * tanh(scores / softcap).
+
+    Returns:
+        `[B, n, heads, Dv]` in the query's dtype; accumulation in float32 where sinks or softcap are given, as the
+        framework's fused attention does it otherwise.
+    """
+    slots = torch.arange(key.shape[2], device=key.device)
+    visible = slots <= positions[:, None, :, None]
+    if window is not None:
+        visible &= slots > positions[:, None, :, None] - window
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    if sinks is None and softcap is None:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+        return out.transpose(1, 2)
+    scores = (query @ key.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    return (weights @ value).transpose(1, 2)
+
+
+def write_kv(cache: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> None:
+    """Store `states` `[B, kv_heads, n, D]` into `cache` `[B, slots, kv_heads, D]` at `positions` `[B, n]`, in place.
+
+    Where a row names a slot twice, which of the two is kept is not defined; only the scrap slot is named twice.
+    """
+    rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
+    cache[rows, positions] = states.transpose(1, 2).to(cache.dtype)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: int) -> torch.Tensor:
+    """Uniform float32 numbers in (0, 1), a pure function of their arguments: Philox4x32-10 (Salmon et al., SC 2011).
+
+    Args:
+        seeds: int64, the key: low word and high word.
+        positions: int64, second word of the counter.
+        tokens: int64, first word of the counter.
+        stream: third word of the counter; keeps numbers for different purposes apart.
+
+    The tensors broadcast against each other. Never 0 and never 1: (word + 0.5) / 2**32, with what rounds to 1 lowered
+    to the largest float32 below it.
+    """
+    key = [seeds & _WORD, (seeds >> 32) & _WORD]
+    counter = [tokens & _WORD, positions & _WORD, torch.full_like(positions, stream), torch.zeros_like(positions)]
+    for _ in range(10):
+        even, odd = counter[0] * _PHILOX_MULTIPLIERS[0], counter[2] * _PHILOX_MULTIPLIERS[1]
+        counter = [
+            ((odd >> 32) & _WORD) ^ counter[1] ^ key[0],
+            odd & _WORD,
+            ((even >> 32) & _WORD) ^ counter[3] ^ key[1],
+            even & _WORD,
+        ]
+        key = [(word + step) & _WORD for word, step in zip(key, _PHILOX_KEY_STEPS, strict=True)]
+    numbers = (counter[0].to(torch.float32) + 0.5) * 2.0**-32
+    return numbers.clamp(max=1.0 - 2.0**-24)
+
+
+def race(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    """Draw one token a row with probability proportional to `weights`, by an exponential race.
+
+    Token v arrives after an exponential time with rate weights[v]; the first to arrive is drawn. A token of weight 0
+    never wins unless all weights are 0, when token 0 is returned.
+
+    Args:
+        weights: `[B, V]` float32, at least 0.
+        seeds: `[B]` int64.
+        positions: `[B]` int64, the position that the drawn token will take.
+        stream: see `uniform`.
+
+    Returns:
+        `[B]` int64.
+    """
+    tokens = torch.arange(weights.shape[-1], device=weights.device)
+    numbers = uniform(seeds[:, None], positions[:, None], tokens[None, :], stream)
+    return (weights / -torch.log(numbers)).argmax(dim=-1)
