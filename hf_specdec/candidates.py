@@ -62,10 +62,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._start = 0.0
 
     def get_candidates(
-        self, input_ids: torch.LongTensor, n_last_matches: int = 0, **kwargs
+        self, input_ids: torch.LongTensor, is_first_iteration: bool = False, n_last_matches: int = 0, **kwargs
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Candidates `[1, length + n]` for `input_ids` `[1, length]`, and logits `[1, n, V]` of their distribution."""
-        if self._recorder.taps is None:
+        if is_first_iteration:
             return input_ids, None
         if self._state is None:
             self._begin(input_ids)
@@ -107,7 +107,8 @@ class DrafterCandidateGenerator(CandidateGenerator):
     def _begin(self, input_ids: torch.Tensor) -> None:
         # A cache that came filled holds tokens whose hidden states nobody recorded: the drafter starts after them.
         taps = self._recorder.taps
-        tokens = input_ids[0, input_ids.shape[1] - 1 - taps.shape[1] :].to(taps.device)
+        num_seen = input_ids.shape[1] - 1 if taps is None else taps.shape[1]
+        tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
         self._state = state = DecodeState.allocate(
             [tokens],
             max_new_tokens=self._config.max_length - input_ids.shape[1] + self._num_draft_tokens + 1,
@@ -121,21 +122,22 @@ class DrafterCandidateGenerator(CandidateGenerator):
         )
         state.live = state.slots
         self._start = time.perf_counter()
-        self._drafter.prefill(state, taps, torch.arange(taps.shape[1], device=taps.device)[None])
-        self._propose(taps[:, -1:])
+        self._drafter.prefill(state, taps, torch.arange(num_seen, device=tokens.device)[None])
+        self._propose(1, None if taps is None else taps[:, -1:])
 
     def _follow(self, input_ids: torch.Tensor, num_matches: int) -> None:
         committed = num_matches + 1
         length = int(self._state.lengths)
         self._state.tokens[:, length : length + committed] = input_ids[:, -committed:]
         self._state.lengths += committed
-        self._propose(self._recorder.taps[:, :committed])
+        self._propose(committed, self._recorder.taps)
 
-    def _propose(self, taps: torch.Tensor) -> None:
-        """Draft after a block of which the rows `taps` `[1, n, width]` were committed."""
-        committed = taps.shape[1]
-        window = taps.new_zeros(1, self._num_draft_tokens + 1, taps.shape[-1])
-        window[:, :committed] = taps
+    def _propose(self, committed: int, taps: torch.Tensor | None) -> None:
+        """Draft after a block of which the first `committed` rows, with `taps` `[1, n, width]`, were committed."""
+        window = None
+        if taps is not None:
+            window = taps.new_zeros(1, self._num_draft_tokens + 1, taps.shape[-1])
+            window[:, :committed] = taps[:, :committed]
         count = torch.full_like(self._state.lengths, committed)
         verdict = Verdict(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
         self._state.proposal = self._drafter.propose(self._state, window, verdict)
