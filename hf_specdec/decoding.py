@@ -161,7 +161,7 @@ def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(ragged_attention(model))
-        stack.enter_context(ops.narrow_products(model.device))
+        stack.enter_context(ops.narrow_products(model, drafter))
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
         yield Target(model, recorder, HiddenStates() if keep_hidden_states else None)
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from .. import ops
 from ..attention import cached_attend
 from ..cache import RaggedCache
 from ..config import Eagle3Config, default_taps
@@ -161,7 +162,7 @@ class Eagle3Drafter(Drafter):
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V_d]`."""
         weight = self.lm_head.weight if self.lm_head is not None else self._borrowed["head"].to(normed.dtype)
-        logits = F.linear(normed, weight)
+        logits = ops.linear(normed, weight)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def new_memory(self, state: DecodeState) -> RaggedCache:
