@@ -150,7 +150,7 @@ def _generate(
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
     engine, reason = _choose_engine(drafter, obstacle)
-    logger.info("hf_specdec runs the %s engine: %s", engine, reason)
+    _log_engine(engine, reason)
     if engine == "static":
         return decode(
             model,
@@ -178,6 +178,13 @@ def _generate(
         inputs_tensor=inputs_tensor,
         **model_kwargs,
     )
+
+
+@functools.cache
+def _log_engine(engine: str, reason: str) -> None:
+    """Say once which engine runs and why; loudly if it is the slow one and nobody asked for it."""
+    level = logging.WARNING if engine == "stock" and not reason.startswith("forced") else logging.INFO
+    logger.log(level, "hf_specdec runs the %s engine: %s", engine, reason)
 
 
 def _choose_engine(drafter: Drafter, obstacle: str | None) -> tuple[str, str]:
