@@ -39,6 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--target", default="smollm2", help="Hub id or folder of a chat model, or 'smollm2'")
+    add("--target-name", default=None, help="what the model card calls the target, if not by --target's own name")
     add("--data", type=Path, default=Path("runs/data"), help="folder of the training data, written or read")
     add("--out", type=Path, default=Path("runs/drafter"), help="folder of the trained drafter")
     add("--repo-id", default=None, help="name on the Hub that the model card uses; by default the folder's")
@@ -127,7 +128,7 @@ def new_drafter(args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Te
         norm_output=args.norm_output,
         own_embedding=False,
         own_head=False,
-        target_name_or_path=target.config.name_or_path,
+        target_name_or_path=args.target_name or target.config.name_or_path,
     )
     drafter = Eagle3Drafter(config)
     if drafter.d2t is not None:
@@ -242,8 +243,10 @@ class Trainer:
         """How much of the budget is spent, the same on all processes."""
         if self.args.steps is not None:
             return self.progress.step / self.args.steps
-        share = torch.tensor(self.progress.seconds / (60 * self.args.minutes), device=self.accelerator.device)
-        return float(broadcast(share)) if self.accelerator.num_processes > 1 else share.item()
+        share = self.progress.seconds / (60 * self.args.minutes)
+        if self.accelerator.num_processes == 1:
+            return share
+        return broadcast(torch.tensor(share, device=self.accelerator.device)).item()
 
     def batches(self):
         """Endless batches for this process, beginning where the progress says."""
@@ -325,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     drafter = new_drafter(args, target, d2t)
     about = {
-        "target": target.config.name_or_path,
+        "target": drafter.config.target_name_or_path,
         "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
         "draft_vocab_size": len(d2t),
         "coverage": coverage,
