@@ -287,9 +287,8 @@ class Trainer:
         self.accelerator.save_state(str(self.args.out / "checkpoint"))
         if self.accelerator.is_main_process:
             save_drafter(self.drafter, self.args.out)
-            arguments = {
-                key: str(value) if isinstance(value, Path) else value for key, value in vars(self.args).items()
-            }
+            places = ("target", "data", "out")
+            arguments = {key: value for key, value in vars(self.args).items() if key not in places}
             arguments["held_out_prompts"] = [path.name for path in self.args.held_out_prompts]
             report = {**self.about, "arguments": arguments, "curve": self.progress.curve}
             (self.args.out / "training.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
