@@ -49,7 +49,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     data = parser.add_argument_group("data")
     add = data.add_argument
     add("--tokens", type=float, default=30e6, help="tokens to write, over all processes")
-    add("--write-minutes", type=float, default=math.inf, help="stop writing after this time")
+    add("--write-minutes", type=float, default=None, help="stop writing after this time")
     add("--write-only", action="store_true", help="write data and stop")
     add("--held-out-prompts", type=Path, nargs="*", default=sorted(PROMPTS.glob("*.jsonl")))
     for name in ("prompts_per_round", "batch_size", "max_prompt_tokens", "max_answer_tokens"):
@@ -104,7 +104,8 @@ def write_own_data(
     held_out = PromptFilter(prompt["prompt"] for path in args.held_out_prompts for prompt in load_prompts(path))
     writer = Writer(target, tokenizer, options, held_out)
     share = math.ceil(args.tokens / accelerator.num_processes)
-    write_data(args.data, writer, share, 60 * args.write_minutes, accelerator.process_index, log=tqdm.write)
+    seconds = math.inf if args.write_minutes is None else 60 * args.write_minutes
+    write_data(args.data, writer, share, seconds, accelerator.process_index, log=tqdm.write)
 
 
 def new_drafter(args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor) -> Eagle3Drafter:
@@ -286,9 +287,8 @@ class Trainer:
         self.accelerator.save_state(str(self.args.out / "checkpoint"))
         if self.accelerator.is_main_process:
             save_drafter(self.drafter, self.args.out)
-            arguments = {
-                key: str(value) if isinstance(value, Path) else value for key, value in vars(self.args).items()
-            }
+            places = ("target", "data", "out")
+            arguments = {key: value for key, value in vars(self.args).items() if key not in places}
             arguments["held_out_prompts"] = [path.name for path in self.args.held_out_prompts]
             report = {**self.about, "arguments": arguments, "curve": self.progress.curve}
             (self.args.out / "training.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
