@@ -31,13 +31,17 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new states at the cache's `positions`; return all live keys and values, `[B, kv_heads, live, D]`."""
+        """Store the new states at the cache's `positions`; return the live keys and values, `[B, kv_heads, live, D]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         positions, live = self._cache.positions, self._cache.live
         ops.write_kv(self.keys, key_states, positions)
         ops.write_kv(self.values, value_states, positions)
         return self.keys[:, :live].transpose(1, 2), self.values[:, :live].transpose(1, 2)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the rows `indices` `[n]` int64."""
+        self.keys, self.values = self.keys[indices], self.values[indices]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.live, 0

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .kernels.reference import attention, race, uniform, write_kv
+from .kernels import reference
+from .kernels.reference import race, uniform, write_kv
 
 __all__ = ["attention", "linear", "narrow_products", "race", "uniform", "write_kv"]
 
 _NARROW_ROWS = 16
+_DECODE_QUERIES = 64
+
+
+@functools.cache
+def _decode_attention() -> Callable[..., torch.Tensor]:
+    from .kernels.attention import attention as decode_attention
+
+    return decode_attention
+
+
+def attention(query: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """`kernels.reference.attention`; on a GPU in Triton for the few queries a row of a round."""
+    if query.is_cuda and query.shape[2] <= _DECODE_QUERIES:
+        return _decode_attention()(query, *args, **kwargs)
+    return reference.attention(query, *args, **kwargs)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,7 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.attention import ragged_attention
+from hf_specdec.cache import RaggedCache
+from hf_specdec.taps import decoder_layers
 
 from .prompts import PromptFilter, random_opening
 from .repetition import is_degenerate, trimmed_length
@@ -87,42 +91,52 @@ def generate(
     min_p: float,
     generator: torch.Generator,
 ) -> list[list[int]]:
-    """Continue `prompts`, each at its own temperature; rows that have stopped leave the batch.
+    """Continue `prompts`, each at its own temperature, on a ragged cache; rows that have stopped leave the batch.
 
     Returns:
         the new tokens of each row, up to and including the first of `stop_ids`.
     """
     device, batch = model.device, len(prompts)
-    length = max(map(len, prompts))
-    mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-    inputs = torch.tensor([[0] * (length - len(ids)) + ids for ids in prompts], device=device)
-    is_padded = not bool(mask.all())
+    longest = max(map(len, prompts))
+    cache = RaggedCache(len(decoder_layers(model)), longest + max_new_tokens + 1)
+    scrap = cache.slots - 1
+
+    def run(tokens: torch.Tensor, slots: torch.Tensor, live: int) -> torch.Tensor:
+        cache.advance(slots, live)
+        return model(
+            input_ids=tokens,
+            attention_mask=slots[:, None, :, None],
+            position_ids=slots.clamp(max=scrap - 1),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=device)
+    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     temperature = torch.tensor(temperatures, device=device)
     stops = torch.tensor(stop_ids, device=device)
     rows = torch.arange(batch, device=device)
     done = torch.zeros(batch, dtype=torch.bool, device=device)
     written = torch.full((batch, max_new_tokens), stop_ids[0], device=device)
-    cache = DynamicCache(config=model.config)
-    for step in range(max_new_tokens):
-        padding = {}
-        if is_padded:
-            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
-            padding = {"attention_mask": mask, "position_ids": positions}
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
-        tokens = sample(output.logits[:, -1], temperature, min_p, generator)
-        written[rows, step] = tokens
-        done |= torch.isin(tokens, stops)
-        inputs = tokens[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        if step % COMPACT_EVERY == COMPACT_EVERY - 1:
-            kept = (~done).nonzero()[:, 0]
-            if len(kept) == 0:
-                break
-            if len(kept) < 0.8 * len(rows):
-                cache.batch_select_indices(kept)
-                rows, done, temperature, inputs, mask = (
-                    tensor[kept] for tensor in (rows, done, temperature, inputs, mask)
-                )
+    with ragged_attention(model):
+        columns = torch.arange(longest, device=device)
+        run(padded, torch.where(columns < lengths[:, None] - 1, columns, scrap), longest)
+        tokens = padded.gather(1, lengths[:, None] - 1)[:, 0]
+        for step in range(max_new_tokens):
+            logits = run(tokens[:, None], (lengths - 1 + step)[:, None], longest + step)
+            tokens = sample(logits, temperature, min_p, generator)
+            written[rows, step] = tokens
+            done |= torch.isin(tokens, stops)
+            if step % COMPACT_EVERY == COMPACT_EVERY - 1:
+                kept = (~done).nonzero()[:, 0]
+                if len(kept) == 0:
+                    break
+                if len(kept) < 0.8 * len(rows):
+                    cache.batch_select_indices(kept)
+                    rows, done, temperature, tokens, lengths = (
+                        tensor[kept] for tensor in (rows, done, temperature, tokens, lengths)
+                    )
     return [up_to_stop(row, stop_ids) for row in written.tolist()]
 
 
@@ -141,16 +155,10 @@ def up_to_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
 
 
 def length_batches(rows: list[list[int]], batch_size: int) -> Iterator[list[int]]:
-    """Indices of `rows` in batches of one length, so that nothing is padded; of mixed lengths where rows are few."""
-    batch: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
-        is_longer = bool(batch) and len(rows[index]) > len(rows[batch[-1]])
-        if len(batch) == batch_size or (is_longer and len(batch) >= batch_size // 2):
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+    """Indices of `rows` in batches of like length."""
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]
 
 
 class Writer:
