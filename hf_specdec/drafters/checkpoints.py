@@ -91,9 +91,14 @@ def _fetch(
     repo: str | Path, filename: str, subfolder: str, revision: str | None, hub: Mapping[str, Any]
 ) -> Path | None:
     """The file on this machine, or None if the repository has none of that name."""
-    found = cached_file(
-        repo, filename, subfolder=subfolder, revision=revision, _raise_exceptions_for_missing_entries=False, **hub
-    )
+    try:
+        found = cached_file(
+            repo, filename, subfolder=subfolder, revision=revision, _raise_exceptions_for_missing_entries=False, **hub
+        )
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # The client's transport errors share no base class across its versions.
+        raise OSError(f"Could not fetch {filename} of {repo}: {error}. Try again to resume the download.") from error
     return None if found is None else Path(found)
 
 
