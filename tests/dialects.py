@@ -45,7 +45,9 @@ class Spec:
     maps_vocabulary: bool = True
 
 
-def tiny_target(spec: Spec, seed: int = 0, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+def tiny_target(
+    spec: Spec, seed: int = 0, dtype: torch.dtype = torch.float64, initializer_range: float = 0.15
+) -> LlamaForCausalLM:
     """A random Llama whose layers all matter."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -56,7 +58,7 @@ def tiny_target(spec: Spec, seed: int = 0, dtype: torch.dtype = torch.float64) -
         num_key_value_heads=2,
         vocab_size=spec.vocab_size,
         max_position_embeddings=512,
-        initializer_range=0.15,
+        initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
