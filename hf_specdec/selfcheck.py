@@ -134,7 +134,7 @@ def self_check(
         input_ids: `[1, n]` int64 prompt.
         num_new_tokens: length of the continuation.
     """
-    text = target.generate(input_ids, max_new_tokens=num_new_tokens, do_sample=False)
+    text = target.generate(input_ids.to(target.device), max_new_tokens=num_new_tokens, do_sample=False)
     num_layers = len(decoder_layers(target))
     target_rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
     target_theta = float(target_rope.get("rope_theta", DEFAULT_ROPE_THETA))
