@@ -227,6 +227,8 @@ class _Eagle3Reader:
             rule = f"rows of {source}" if tensor else "the target's vocabulary, since the file has no head and no d2t"
             self._settle("draft_vocab_size", draft_vocab_size, f"not in config.json; {rule}")
         width = self._setting("target_hidden_size")
+        if width is None and self.target is not None and self.target.hidden_size == layers["hidden_size"]:
+            width = layers["hidden_size"]
         if "fc.weight" not in self.tensors:
             return {"draft_vocab_size": draft_vocab_size, "target_hidden_size": width, "num_taps": None}
         total = self.tensors["fc.weight"].shape[1]
