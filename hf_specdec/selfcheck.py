@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .config import DEFAULT_ROPE_THETA, Eagle3Config
+from .drafters.dialects import SPECFORGE
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.layers import rotary_embedding
 from .taps import TapRecorder, decoder_layers
@@ -24,6 +25,7 @@ class Reading(NamedTuple):
     taps: tuple[int, ...] | None
     norm_before_residual: bool
     norm_output: bool
+    final_norm: bool
     rope_theta: float
 
     def __str__(self) -> str:
@@ -101,7 +103,9 @@ def readings_of(config: Eagle3Config, taps: list[int], num_layers: int, target_t
     thetas = dict.fromkeys((config.rope_parameters["rope_theta"], DEFAULT_ROPE_THETA, target_theta))
     residuals = (config.norm_before_residual, not config.norm_before_residual)
     feedbacks = (config.norm_output, not config.norm_output)
-    for reading in product(boundaries, residuals, feedbacks, thetas):
+    # Only SpecForge's files may hold a final norm that is not to be applied.
+    finals = (True, False) if config.final_norm and config.dialect == SPECFORGE else (config.final_norm,)
+    for reading in product(boundaries, residuals, feedbacks, finals, thetas):
         yield Reading(*reading)
 
 
@@ -113,7 +117,8 @@ def reread(drafter: Eagle3Drafter, target: PreTrainedModel, reading: Reading) ->
     config = Eagle3Config.from_dict(settings)
     with torch.device("meta"):
         other = Eagle3Drafter(config)
-    other.load_state_dict(drafter.state_dict(), assign=True)
+    weights = drafter.state_dict()
+    other.load_state_dict({name: weights[name] for name in other.state_dict()}, assign=True)
     other.rotary_emb = rotary_embedding(config).to(drafter.device)
     other.bind(target)
     return other.eval()
@@ -134,7 +139,10 @@ def self_check(
         input_ids: `[1, n]` int64 prompt.
         num_new_tokens: length of the continuation.
     """
-    text = target.generate(input_ids.to(target.device), max_new_tokens=num_new_tokens, do_sample=False)
+    input_ids = input_ids.to(target.device)
+    text = target.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=num_new_tokens, do_sample=False
+    )
     num_layers = len(decoder_layers(target))
     target_rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
     target_theta = float(target_rope.get("rope_theta", DEFAULT_ROPE_THETA))

@@ -220,6 +220,8 @@ def test_arguments(target, tmp_path):
     refuse(folder, target, "unexpected keyword argument 'tap'", tap=[1], error=TypeError)
     with pytest.raises(TypeError, match="target"):
         AutoDrafter.from_pretrained(folder)
+    with pytest.raises(TypeError, match="target is None"):
+        AutoDrafter.from_pretrained(folder, None)
 
 
 def test_normal_form_that_lost_a_tensor(target, tmp_path):

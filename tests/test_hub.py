@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,15 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from dialects import Spec, make_weights, tiny_target, write
 from hub_server import Hub, serve
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
+from hf_specdec.cli import main
 from hf_specdec.drafters.auto import AutoDrafter
 
 SPEC = Spec()
@@ -28,6 +35,7 @@ def hub(monkeypatch, tmp_path) -> Hub:
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + TEMPLATE)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
         monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
         yield hub
 
@@ -93,13 +101,16 @@ def test_private_repository(hub, target, cache, tmp_path):
     assert torch.equal(head(drafter), expected_head(1))
 
 
-def test_sharded_then_offline(hub, target, cache, tmp_path):
+@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
+def test_sharded_then_offline(how, hub, target, cache, tmp_path, monkeypatch):
     folder = checkpoint(tmp_path / "one", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     hub.add("org/sharded", folder)
     online = AutoDrafter.from_pretrained("org/sharded", target, cache_dir=cache)
     hub.requests.clear()
-    offline = AutoDrafter.from_pretrained("org/sharded", target, cache_dir=cache, local_files_only=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", how == "HF_HUB_OFFLINE")
+    options = {"local_files_only": True} if how == "local_files_only" else {}
+    offline = AutoDrafter.from_pretrained("org/sharded", target, cache_dir=cache, **options)
     assert hub.requests == []
     for name, tensor in online.state_dict().items():
         assert torch.equal(tensor, offline.state_dict()[name])
@@ -129,6 +140,27 @@ def test_push_to_hub(hub, target, cache, tmp_path):
     again = AutoDrafter.from_pretrained("me/pushed", target, cache_dir=cache)
     assert again.config.dialect == "speculators" and again.num_assistant_tokens == 3
     assert torch.equal(head(again), expected_head(1))
+
+
+@pytest.mark.parametrize("chat_template", [None, "{{ messages[0].content }} 7"])
+def test_inspect_with_self_check(chat_template, hub, tmp_path, capsys, monkeypatch):
+    """Drafter, target and tokenizer from the Hub, the drafter from a subfolder of a revision."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    tiny_target(SPEC, dtype=torch.float32).save_pretrained(tmp_path / "target")
+    vocabulary = {str(number): number for number in range(SPEC.vocab_size)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0", chat_template=chat_template)
+    fast.save_pretrained(tmp_path / "target")
+    hub.add("org/target", tmp_path / "target", token=TOKEN)
+    hub.add("org/drafter", checkpoint(tmp_path / "one"), revision="v2", prefix="inside/", token=TOKEN)
+    where = ["--revision", "v2", "--subfolder", "inside", "--token", TOKEN]
+    assert main(["inspect", "org/drafter", "--target", "org/target", "--self-check", "--json", *where]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["checkpoint"] == "org/drafter/inside" and report["target"]["fits"]
+    # Three tap conventions, two residuals, two feedbacks, one RoPE base, and whether SpecForge's norm is applied.
+    assert len(report["self_check"]["scores"]) == 24
+    assert any(request.startswith("GET /api/models/org/target") for request in hub.requests)
 
 
 def test_endpoint_variable(hub, cache, tmp_path):

@@ -94,7 +94,7 @@ def test_errors_are_one_line(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3}))
     torch.save({}, tmp_path / "pytorch_model.bin")
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "is Medusa heads" in capsys.readouterr().err
+    assert "Medusa heads" in capsys.readouterr().err
 
 
 def test_usage():

@@ -294,3 +294,21 @@ def test_long_positions_are_not_clamped(tmp_path):
     drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
     cos, _ = drafter.rotary_emb(torch.zeros(1), torch.tensor([[3, 4, 5000]]))
     torch.testing.assert_close(cos[0, :, 0], torch.tensor([3.0, 4.0, 5000.0]).cos())
+
+
+def test_logit_scale(tmp_path):
+    target = tiny_target(SPEC)
+    plain = AutoDrafter.from_pretrained(write("safeailab", tmp_path / "a", SPEC, make_weights(SPEC)), target)
+    folder = write("safeailab", tmp_path / "b", SPEC, make_weights(SPEC), logit_scale=0.25)
+    scaled = AutoDrafter.from_pretrained(folder, target)
+    hidden = torch.randn(3, SPEC.hidden_size, dtype=torch.float64)
+    assert torch.equal(scaled.logits(hidden), plain.logits(hidden) * 0.25)
+
+
+def test_tied_embeddings_are_never_tied(tmp_path):
+    """Head and embedding have as many rows as draft and target vocabulary, whatever tie_word_embeddings says."""
+    weights = make_weights(replace(SPEC, own_embedding=True))
+    folder = write("safeailab", tmp_path, SPEC, weights, tie_word_embeddings=True)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC, dtype=torch.float32))
+    assert torch.equal(drafter.lm_head.weight, weights["lm_head.weight"])
+    assert torch.equal(drafter.embed_tokens.weight, weights["embed_tokens.weight"])

@@ -21,7 +21,7 @@ from hf_specdec.selfcheck import Reading, SelfCheck, reread, self_check
 from hf_specdec.taps import TapRecorder
 
 SPEC = Spec(vocab_size=64, draft_vocab_size=64, maps_vocabulary=False, own_embedding=True)
-TRUTH = Reading(taps=(2, 4, 5), norm_before_residual=False, norm_output=True, rope_theta=10000.0)
+TRUTH = Reading((2, 4, 5), norm_before_residual=False, norm_output=True, final_norm=True, rope_theta=10000.0)
 NUM_NEW_TOKENS = 8
 
 
@@ -49,6 +49,7 @@ def fit(target, spec: Spec, truth: Reading, text: torch.Tensor, steps: int = 60)
         taps=list(truth.taps),
         norm_before_residual=truth.norm_before_residual,
         norm_output=truth.norm_output,
+        final_norm=truth.final_norm,
         initializer_range=0.2,
     )
     drafter = Eagle3Drafter(config)
@@ -114,11 +115,26 @@ def test_reread_copies_no_weight(fitted):
     assert fitted.drafter.config.norm_output and not other.config.norm_output
 
 
+def test_specforge_norm_that_is_not_applied(fitted):
+    """Before its pull request 879 SpecForge's norm_output False meant that the norm in the file is not applied."""
+    text = fitted.target.generate(fitted.prompt, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
+    truth = TRUTH._replace(norm_output=False, final_norm=False)
+    drafter = fit(fitted.target, SPEC, truth, text, steps=90)
+    config = Eagle3Config.from_dict(drafter.config.to_dict() | {"final_norm": True, "dialect": "SpecForge"})
+    written = Eagle3Drafter(config)
+    generator = torch.Generator().manual_seed(0)
+    never_trained = 1 + torch.randn(SPEC.hidden_size, generator=generator)
+    written.load_state_dict(drafter.state_dict() | {"norm.weight": never_trained})
+    written.bind(fitted.target)
+    result = fitted.check(written)
+    assert not result.best.reading.final_norm and "final_norm=False" in result.verdict
+
+
 @pytest.mark.core
 def test_inspect_finds_ids_that_look_like_layer_outputs(fitted, tmp_path, capsys):
     """Ids that equal the layer-output default and yet are boundaries, as in one of NVIDIA's gpt-oss-120b heads."""
     spec = replace(SPEC, taps=(1, 3, 4))
-    truth = Reading(taps=(1, 3, 4), norm_before_residual=False, norm_output=False, rope_theta=10000.0)
+    truth = TRUTH._replace(taps=(1, 3, 4), norm_output=False)
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(SPEC.vocab_size, (1, 16), generator=generator)

@@ -126,7 +126,10 @@ class AutoDrafter:
         Raises:
             OSError: no such repository, no access, or a file is missing.
             ValueError: not a drafter that can be run, not a drafter for this target, or damaged files.
+            TypeError: an unknown keyword, or a target that is no model.
         """
+        if not isinstance(target, nn.Module):
+            raise TypeError(f"target is {target!r}; expected the model that is to be sped up.")
         overrides = {
             "taps": taps,
             "norm_before_residual": norm_before_residual,

@@ -137,7 +137,7 @@ def check_family(name: str, config: Mapping[str, Any], tensors: Collection[str])
     names = architectures(config)
     for refusal in REFUSALS:
         if refusal.matches(config, names, tensors):
-            raise ValueError(f"{name} is {refusal.family}: {refusal.advice}.")
+            raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
     if is_eagle3(config, tensors):
         return EAGLE3
     raise ValueError(
