@@ -45,6 +45,7 @@ def add_inspect(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="load both models and score every reading of the checkpoint on one prompt",
     )
+    parser.add_argument("--device", help="where the self-check runs; a GPU if there is one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_inspect)
 
@@ -115,7 +116,9 @@ def describe_fit(found: CheckpointReading, target: PreTrainedConfig, name: str) 
 
 def run_self_check(arguments: argparse.Namespace) -> SelfCheck:
     """Load drafter and target as `arguments` say and score the readings."""
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", token=arguments.token).eval()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", token=arguments.token)
+    target = target.to(device).eval()
     drafter = AutoDrafter.from_pretrained(
         arguments.repo,
         target,

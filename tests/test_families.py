@@ -87,3 +87,12 @@ def test_tensors_alone_tell_eagle3(target, tmp_path):
     folder = write("safeailab", tmp_path, SPEC, make_weights(SPEC), draft_vocab_size=...)
     drafter = AutoDrafter.from_pretrained(folder, target)
     assert drafter.config.draft_vocab_size == SPEC.draft_vocab_size
+
+
+@pytest.mark.core
+def test_normal_form_of_a_newer_version(target, tmp_path):
+    config = EAGLE3 | {"model_type": "hf_specdec_of_tomorrow"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'hf_specdec_of_tomorrow', which is not registered"):
+        AutoDrafter.from_pretrained(tmp_path, target)

@@ -220,6 +220,6 @@ def _log(name: str, found: CheckpointReading) -> None:
     if doubtful:
         logger.warning(
             f"{name} leaves open how it is to be read: {'; '.join(map(str, doubtful))}. If few drafts are accepted, "
-            f"run `hf-specdec inspect {name} --target ... --self-check`, and pass what it finds by keyword "
+            "run `hf-specdec inspect --self-check` on it and its target, and pass what that finds by keyword "
             f"({', '.join(decision.name for decision in doubtful)})."
         )

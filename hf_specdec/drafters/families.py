@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from ..config import DrafterConfig
+
 EAGLE3 = "EAGLE-3"
 _NOT_YET = "this version does not run that family yet"
 
@@ -134,7 +136,12 @@ REFUSALS = (
 
 def check_family(name: str, config: Mapping[str, Any], tensors: Collection[str]) -> str:
     """Return `EAGLE3`, or raise `ValueError` that names the family, or what was looked for if there is none."""
-    names = architectures(config)
+    names, model_type = architectures(config), config.get("model_type") or ""
+    if model_type.startswith(DrafterConfig.model_type):
+        raise ValueError(
+            f"{name} is of the family {model_type!r}, which is not registered: it was saved by a newer hf_specdec, or "
+            "its class was not passed to register_drafter."
+        )
     for refusal in REFUSALS:
         if refusal.matches(config, names, tensors):
             raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
