@@ -1,1 +1,22 @@
-"""Speculative decoding for transformers' own `generate()`."""
+"""Speculative decoding for transformers' own `generate()`.
+
+drafter = AutoDrafter.from_pretrained(repo, target=model)
+model.generate(**inputs, assistant_model=drafter)
+"""
+
+from .config import DrafterConfig
+from .drafters import AutoDrafter, Drafter, register_drafter
+from .integration import install, uninstall
+from .stats import SpeculationStats
+
+__all__ = [
+    "AutoDrafter",
+    "Drafter",
+    "DrafterConfig",
+    "SpeculationStats",
+    "install",
+    "register_drafter",
+    "uninstall",
+]
+
+install()

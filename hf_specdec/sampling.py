@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from . import ops
+
+if TYPE_CHECKING:
+    from .state import DecodeState
 
 
 class Stream(IntEnum):
@@ -107,3 +126,89 @@ def draw_draft(
     """
     probs = (logits.float() / temperature).softmax(dim=-1)
     return ops.race(probs, seeds, positions, Stream.DRAFT), probs
+
+
+# Processors whose result for a token does not depend on the tokens before it, so that all K + 1 positions of a block
+# can be processed as independent rows. Exact types: a subclass may do something else.
+POINTWISE_PROCESSORS = frozenset(
+    {
+        EpsilonLogitsWarper,
+        EtaLogitsWarper,
+        InfNanRemoveLogitsProcessor,
+        LogitNormalization,
+        MinPLogitsWarper,
+        SuppressTokensLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopHLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        TypicalLogitsWarper,
+    }
+)
+
+# Processors that remember earlier calls, so they cannot be asked about drafts that may be rejected.
+STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+
+
+class BlockProcessor:
+    """Applies `generate()`'s logits processors to every position of a round's block.
+
+    A processor sees what plain `generate()` would show it: the whole batch, prompts with their padding, and at each
+    position the tokens before it, drafts included. It must be a function of what it is shown.
+
+    Args:
+        processors: as prepared by `generate()`.
+        prompts: `[B, P]` int64, left-padded.
+        padding: padding tokens of each row.
+
+    Raises:
+        ValueError: a processor is known to keep state between calls.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, prompts: torch.Tensor, padding: list[int]):
+        for processor in processors:
+            if isinstance(processor, STATEFUL_PROCESSORS):
+                raise ValueError(
+                    f"{type(processor).__name__} keeps state from one token to the next and cannot judge draft tokens; "
+                    "expected processors that are functions of their arguments. Generate without a drafter, or "
+                    "without the option that adds it."
+                )
+        self._processors = processors
+        self._prompts = prompts
+        self._padding = padding
+        self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
+
+    def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
+        """Scores `[B, K + 1, V]` float32 of `logits` `[B, K + 1, V]` at the tokens `block` `[B, K + 1]`."""
+        scores = logits.float()
+        if not self._processors:
+            return scores
+        if self._is_pointwise:
+            tokens = block.reshape(-1, 1)
+            return self._processors(tokens, scores.flatten(0, 1).clone()).view_as(scores)
+        return self._one_length_at_a_time(scores.clone(), block, state)
+
+    def _one_length_at_a_time(self, scores: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
+        # Rows stand at different lengths, but a processor is shown a rectangle: one call for each length that occurs
+        # somewhere in the batch, of which every row uses the calls that match its own positions. This path reads the
+        # lengths on the host, so it is not part of a captured round.
+        batch, width = block.shape
+        lengths, finished = state.lengths.tolist(), state.finished.tolist()
+        shown = self._prompts.new_zeros(batch, max(self._padding) + state.slots + width)
+        first = {}
+        for row, (length, pad) in enumerate(zip(lengths, self._padding, strict=True)):
+            shown[row, :pad] = self._prompts[row, :pad]
+            shown[row, pad : pad + length] = state.tokens[row, :length]
+            shown[row, pad + length : pad + length + width - 1] = block[row, 1:]
+            if not finished[row]:
+                first[row] = pad + length
+        for length in range(min(first.values(), default=0), max(first.values(), default=-width) + width):
+            steps = {row: length - start for row, start in first.items() if 0 <= length - start < width}
+            if not steps:
+                continue
+            rows = torch.tensor(list(steps), device=scores.device)
+            at = torch.tensor(list(steps.values()), device=scores.device)
+            batch_scores = scores[:, 0].clone()
+            batch_scores[rows] = scores[rows, at]
+            scores[rows, at] = self._processors(shown[:, :length], batch_scores)[rows]
+        return scores

@@ -39,26 +39,28 @@ def attention(
         `[B, n, heads, Dv]` in the query's dtype; accumulation in float32 where sinks or softcap are given, as the
         framework's fused attention does it otherwise.
     """
-    slots = torch.arange(key.shape[2], device=key.device)
+    batch, heads, num_queries, _ = query.shape
+    kv_heads, num_slots = key.shape[1:3]
+    groups = heads // kv_heads
+    # The query heads of a group become further queries of their key head: no copy of the keys and values.
+    query = query.reshape(batch, kv_heads, groups * num_queries, query.shape[-1])
+    slots = torch.arange(num_slots, device=key.device)
     visible = slots <= positions[:, None, :, None]
     if window is not None:
         visible &= slots > positions[:, None, :, None] - window
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key = key.repeat_interleave(groups, dim=1)
-        value = value.repeat_interleave(groups, dim=1)
+    visible = visible.repeat(1, 1, groups, 1)
     if sinks is None and softcap is None:
         out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
-        return out.transpose(1, 2)
-    scores = (query @ key.transpose(-1, -2)).float() * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is not None:
-        sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    return (weights @ value).transpose(1, 2)
+    else:
+        scores = (query @ key.transpose(-1, -2)).float() * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float().view(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, num_queries, 1)
+            scores = torch.cat([scores, sink.reshape(batch, kv_heads, -1, 1)], dim=-1)
+        out = scores.softmax(-1)[..., :num_slots].to(value.dtype) @ value
+    return out.reshape(batch, heads, num_queries, -1).transpose(1, 2)
 
 
 def write_kv(cache: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> None:

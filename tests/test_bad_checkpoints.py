@@ -12,7 +12,7 @@ import torch
 from dialects import Spec, make_weights, tiny_target, write
 from safetensors.torch import save_file
 
-from hf_specdec.drafters.auto import AutoDrafter
+from hf_specdec import AutoDrafter
 
 SPEC = Spec()
 NESTED = "eagle_aux_hidden_state_layer_ids"

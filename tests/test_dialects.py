@@ -9,7 +9,7 @@ import torch
 from dialects import DIALECTS, Spec, make_weights, tiny_target, write
 from straightline import propose, read_tensors, target_taps
 
-from hf_specdec.drafters.auto import AutoDrafter
+from hf_specdec import AutoDrafter
 
 PLAIN = Spec()
 VARIANTS = {
@@ -54,3 +54,14 @@ def test_drafts_match_straight_line(dialect, variant, tmp_path):
     torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), rtol=1e-4, atol=1e-4)
     assert drafter.tap_boundaries == list(spec.taps)
     assert drafter.dtype == target.dtype and not drafter.training and drafter.is_bound
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_generate_with_a_published_checkpoint(dialect, tmp_path):
+    target = tiny_target(PLAIN, dtype=torch.float32)
+    drafter = AutoDrafter.from_pretrained(write(dialect, tmp_path, PLAIN, make_weights(PLAIN)), target=target)
+    expected = target.generate(PROMPT[None], max_new_tokens=24, do_sample=False)
+    found = target.generate(PROMPT[None], max_new_tokens=24, do_sample=False, assistant_model=drafter)
+    assert torch.equal(found, expected)
+    assert drafter.stats.drafted > 0

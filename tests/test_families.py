@@ -9,7 +9,7 @@ import torch
 from dialects import Spec, make_weights, tiny_target, write
 from safetensors.torch import save_file
 
-from hf_specdec.drafters.auto import AutoDrafter
+from hf_specdec import AutoDrafter
 
 SPEC = Spec()
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 128}

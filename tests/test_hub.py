@@ -19,8 +19,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from hf_specdec import AutoDrafter
 from hf_specdec.cli import main
-from hf_specdec.drafters.auto import AutoDrafter
 
 SPEC = Spec()
 TOKEN = "hf_loopback"

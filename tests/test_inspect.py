@@ -8,8 +8,8 @@ import pytest
 import torch
 from dialects import Spec, make_weights, tiny_target, write
 
+from hf_specdec import AutoDrafter
 from hf_specdec.cli import build_parser, main
-from hf_specdec.drafters.auto import AutoDrafter
 
 SPEC = Spec()
 

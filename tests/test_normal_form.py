@@ -10,8 +10,8 @@ import torch
 from dialects import DIALECTS, Spec, make_weights, tiny_target, write
 from safetensors.torch import load_file
 
+from hf_specdec import AutoDrafter
 from hf_specdec.config import Eagle3Config
-from hf_specdec.drafters.auto import AutoDrafter
 from hf_specdec.drafters.base import Drafter, register_drafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 
@@ -80,7 +80,7 @@ def test_sharing_can_be_forced(target, tmp_path):
     drafter = AutoDrafter.from_pretrained(folder, target, share_embedding=True, share_head=True)
     assert drafter.embed_tokens is None and drafter.lm_head is None
     rows = target.get_output_embeddings().weight[drafter.target_ids]
-    assert torch.equal(drafter.logits(rows[:1]), rows[:1] @ rows.T)
+    torch.testing.assert_close(drafter.logits(rows[:1]), rows[:1] @ rows.T)
 
 
 def test_sharing_what_is_not_there(target, tmp_path):
@@ -96,7 +96,7 @@ def test_head_absent_is_borrowed(target, tmp_path):
     del weights["lm_head.weight"]
     drafter = AutoDrafter.from_pretrained(write("modelopt", tmp_path, spec, weights), target)
     rows = target.get_output_embeddings().weight[drafter.target_ids]
-    assert torch.equal(drafter.logits(rows[:1]), rows[:1] @ rows.T)
+    torch.testing.assert_close(drafter.logits(rows[:1]), rows[:1] @ rows.T)
 
 
 @pytest.mark.core

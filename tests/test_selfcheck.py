@@ -13,9 +13,9 @@ import torch
 from dialects import Spec, tiny_target, write
 from torch.nn import functional as F
 
+from hf_specdec import AutoDrafter
 from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config
-from hf_specdec.drafters.auto import AutoDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.selfcheck import Reading, SelfCheck, reread, self_check
 from hf_specdec.taps import TapRecorder

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from .. import ops
 from ..attention import cached_attend
 from ..cache import RaggedCache
 from ..config import Eagle3Config, default_taps
@@ -171,10 +172,14 @@ class Eagle3Drafter(Drafter):
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """`[V_d, H]` of the draft head, its own or the target's rows."""
+        return self.lm_head.weight if self.lm_head is not None else self._borrowed["head"]
+
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V_d]`."""
-        weight = self.lm_head.weight if self.lm_head is not None else self._borrowed["head"].to(normed.dtype)
-        logits = F.linear(normed, weight)
+        logits = ops.linear(normed, self.head_weight.to(normed.dtype))
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def new_memory(self, state: DecodeState) -> RaggedCache:
@@ -243,12 +248,16 @@ class Eagle3Drafter(Drafter):
             `num_steps` tensors of logits `[B, S, V_d]`; at step s the last s + 1 slots of a row have no token to read
             and are meaningless.
         """
+        return [self.logits(normed) for normed in self.unroll(input_ids, taps, num_steps)]
+
+    def unroll(self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+        """What the head reads in each step of `forward`: `num_steps` tensors `[B, S, H]`, after the final norm."""
         attend = UnrolledAttention()
         hidden = self.combine(taps)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        tokens, logits = input_ids, []
+        tokens, outputs = input_ids, []
         for step in range(num_steps):
             tokens = F.pad(tokens[:, 1:], (0, 1))
             normed, hidden = self.run(tokens, hidden, positions + step, attend)
-            logits.append(self.logits(normed))
-        return logits
+            outputs.append(normed)
+        return outputs

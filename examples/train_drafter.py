@@ -1,0 +1,343 @@
+"""Train an EAGLE-3 drafter for any chat model, on text that the model writes itself.
+
+    accelerate launch examples/train_drafter.py --target smollm2 --data runs/data --out runs/drafter --minutes 20
+
+First the target writes prompts and answers into `--data`, unless that holds `--tokens` already; then the drafter is
+trained for `--minutes`, or for `--steps`. `--out` becomes a folder that is ready for the Hub. On several GPUs every
+process writes a share of the data and trains on a share of each step's batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, set_seed
+from tqdm import tqdm
+from training.card import write_card
+from training.data import Documents, WriteOptions, Writer, draft_vocabulary, shard_counts, write_data
+from training.objective import DraftObjective, Teacher, compile_elementwise, summarize
+from training.prompts import PromptFilter, load_prompts
+from training.targets import load_target
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.config import Eagle3Config, default_taps
+from hf_specdec.drafters import Eagle3Drafter
+from hf_specdec.taps import decoder_layers
+
+PROMPTS = Path(__file__).parent / "prompts"
+WARMUP, FINAL_LR = 0.02, 0.02
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", default="smollm2", help="Hub id or folder of a chat model, or 'smollm2'")
+    add("--target-name", default=None, help="what the model card calls the target, if not by --target's own name")
+    add("--data", type=Path, default=Path("runs/data"), help="folder of the training data, written or read")
+    add("--out", type=Path, default=Path("runs/drafter"), help="folder of the trained drafter")
+    add("--repo-id", default=None, help="name on the Hub that the model card uses; by default the folder's")
+    add("--seed", type=int, default=0)
+    add("--mixed-precision", choices=("no", "bf16"), default="bf16" if torch.cuda.is_available() else "no")
+
+    data = parser.add_argument_group("data")
+    add = data.add_argument
+    add("--tokens", type=float, default=30e6, help="tokens to write, over all processes")
+    add("--write-minutes", type=float, default=math.inf, help="stop writing after this time")
+    add("--write-only", action="store_true", help="write data and stop")
+    add("--held-out-prompts", type=Path, nargs="*", default=sorted(PROMPTS.glob("*.jsonl")))
+    for name in ("prompts_per_round", "batch_size", "max_prompt_tokens", "max_answer_tokens"):
+        add(f"--{name.replace('_', '-')}", type=int, default=getattr(WriteOptions, name))
+    for name in ("prompt_temperature", "min_p"):
+        add(f"--{name.replace('_', '-')}", type=float, default=getattr(WriteOptions, name))
+    add("--answer-temperatures", type=float, nargs="+", default=list(WriteOptions.answer_temperatures))
+
+    model = parser.add_argument_group("drafter")
+    add = model.add_argument
+    add("--draft-vocab-size", type=int, default=16384)
+    add("--layers", type=int, default=1)
+    add("--intermediate-size", type=int, default=None, help="by default the target's")
+    switch = argparse.BooleanOptionalAction
+    add("--fc-norm", action=switch, default=True, help="norm every tap: some targets' streams have huge outliers")
+    add("--norm-output", action=switch, default=True, help="feed the normed output to the next draft step")
+
+    training = parser.add_argument_group("training")
+    add = training.add_argument
+    add("--minutes", type=float, default=None, help="train for this time; the schedule follows the clock")
+    add("--steps", type=int, default=None, help="train for this many optimizer steps")
+    add("--num-steps", type=int, default=7, help="depth of training-time test")
+    add("--step-decay", type=float, default=0.9, help="loss weight of step s is this to the power of s")
+    add("--tokens-per-batch", type=int, default=32768, help="padded tokens a step and process")
+    add("--max-length", type=int, default=512, help="documents are cut to this length")
+    add("--lr", type=float, default=1e-3)
+    add("--weight-decay", type=float, default=0.01)
+    add("--held-out", type=int, default=512, help="documents kept for measuring")
+    add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--compile", action="store_true", help="compile norms, MLPs and the loss")
+    args = parser.parse_args(arguments)
+    if (args.minutes is None) == (args.steps is None) and not args.write_only:
+        parser.error("give either --minutes or --steps")
+    args.repo_id = args.repo_id or args.out.name
+    return args
+
+
+def write_own_data(
+    args: argparse.Namespace, accelerator: Accelerator, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    options = WriteOptions(
+        args.prompts_per_round,
+        args.batch_size,
+        args.max_prompt_tokens,
+        args.max_answer_tokens,
+        args.prompt_temperature,
+        tuple(args.answer_temperatures),
+        args.min_p,
+        seed=args.seed,
+    )
+    held_out = PromptFilter(prompt["prompt"] for path in args.held_out_prompts for prompt in load_prompts(path))
+    writer = Writer(target, tokenizer, options, held_out)
+    share = math.ceil(args.tokens / accelerator.num_processes)
+    write_data(args.data, writer, share, 60 * args.write_minutes, accelerator.process_index, log=tqdm.write)
+
+
+def new_drafter(args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor) -> Eagle3Drafter:
+    """An untrained drafter, shaped like a layer of the target, that borrows the target's embedding and head."""
+    text = target.config.get_text_config()
+    config = Eagle3Config(
+        vocab_size=text.vocab_size,
+        draft_vocab_size=len(d2t),
+        hidden_size=text.hidden_size,
+        target_hidden_size=text.hidden_size,
+        intermediate_size=args.intermediate_size or text.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None),
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        max_position_embeddings=text.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(text)},
+        taps=default_taps(len(decoder_layers(target))),
+        fc_norm=args.fc_norm,
+        norm_output=args.norm_output,
+        own_embedding=False,
+        own_head=False,
+        target_name_or_path=args.target_name or target.config.name_or_path,
+    )
+    drafter = Eagle3Drafter(config)
+    if drafter.d2t is not None:
+        drafter.d2t.copy_(d2t)
+    drafter.to(target.device)
+    drafter.bind(target)
+    final_norm = getattr(target.get_decoder(), "norm", None)
+    if type(final_norm).__name__.endswith("RMSNorm"):  # The borrowed head expects the scale of the norm before it.
+        ones = torch.ones(1, text.hidden_size, dtype=target.dtype, device=target.device)
+        drafter.norm.weight.data.copy_(final_norm(ones)[0])
+    return drafter
+
+
+def rope_theta(text) -> float:
+    """The target's RoPE base; of its full-attention layers where it has several kinds."""
+    parameters = text.rope_parameters or {}
+    parameters = parameters.get("full_attention", parameters)
+    return parameters.get("rope_theta", 10000.0)
+
+
+class Progress:
+    """How far training is; saved in checkpoints."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.curve: list[dict] = []
+
+    def state_dict(self) -> dict:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict) -> None:
+        vars(self).update(state)
+
+
+class Trainer:
+    """The loop: batches, schedule, measurements, checkpoints.
+
+    Args:
+        args: of the command line.
+        accelerator: tells processes and devices apart.
+        target: frozen.
+        drafter: bound to it.
+        documents: training data.
+        about: what `training.json` says besides the arguments and the curve.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        accelerator: Accelerator,
+        target: PreTrainedModel,
+        drafter: Eagle3Drafter,
+        documents: Documents,
+        about: dict,
+    ):
+        self.args, self.accelerator, self.documents, self.about = args, accelerator, documents, about
+        self.drafter = drafter
+        self.teacher = Teacher(target, drafter)
+        objective = DraftObjective(drafter, args.num_steps, args.step_decay)
+        if args.compile:
+            objective.compile_parts()
+            compile_elementwise(target)
+        optimizer = torch.optim.AdamW(
+            drafter.parameters(),
+            lr=args.lr,
+            betas=(0.9, 0.95),
+            weight_decay=args.weight_decay,
+            fused=accelerator.device.type == "cuda",
+        )
+        self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
+        self.train_indices, self.held_out_indices = documents.split(min(args.held_out, len(documents) // 2), args.seed)
+        self.progress = Progress()
+        accelerator.register_for_checkpointing(self.progress)
+        if args.resume:
+            accelerator.load_state(str(args.out / "checkpoint"))
+
+    def train(self) -> None:
+        bar = tqdm(desc="train", unit="step", initial=self.progress.step, disable=not self.accelerator.is_main_process)
+        batches, counts = self.batches(), None
+        before = self.progress.seconds
+        start = time.monotonic()
+        while (share := self.share_done()) < 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.args.lr * schedule(share)
+            self.objective.train()
+            batch = next(batches)
+            loss, counted = self.objective(self.teacher.read(batch))
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.objective.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+            counts = counted if counts is None else counts + counted
+            self.progress.step += 1
+            self.progress.tokens += batch.input_ids.numel() * self.accelerator.num_processes
+            self.progress.seconds = before + time.monotonic() - start
+            bar.update()
+            if self.progress.step % 20 == 0:
+                rate = self.progress.tokens / self.progress.seconds
+                bar.set_postfix(loss=f"{loss.item():.3f}", tokens_per_second=f"{rate:.0f}")
+            if self.progress.step % self.args.save_every == 0:
+                self.measure(counts)
+                self.save()
+                counts = None
+        if counts is not None:
+            self.measure(counts)
+        self.save()
+
+    def share_done(self) -> float:
+        """How much of the budget is spent, the same on all processes."""
+        if self.args.steps is not None:
+            return self.progress.step / self.args.steps
+        share = self.progress.seconds / (60 * self.args.minutes)
+        if self.accelerator.num_processes == 1:
+            return share
+        return broadcast(torch.tensor(share, device=self.accelerator.device)).item()
+
+    def batches(self):
+        """Endless batches for this process, beginning where the progress says."""
+        processes, step = self.accelerator.num_processes, 0
+        for epoch in range(1_000_000):
+            order = self.documents.epoch(self.train_indices, self.args.tokens_per_batch, self.args.seed + epoch)
+            order = order + order[: -len(order) % processes]
+            for group in range(0, len(order), processes):
+                if step >= self.progress.step:
+                    indices = order[group + self.accelerator.process_index]
+                    yield self.documents.batch(indices).to(self.accelerator.device)
+                step += 1
+
+    @torch.no_grad()
+    def measure(self, train_counts: torch.Tensor) -> None:
+        """Add a point to the curve: the metrics since the last one, and on held-out documents."""
+        self.objective.eval()
+        order = self.documents.epoch(self.held_out_indices, self.args.tokens_per_batch, self.args.seed)
+        held_out_counts = torch.zeros_like(train_counts)
+        for indices in order[self.accelerator.process_index :: self.accelerator.num_processes]:
+            batch = self.documents.batch(indices).to(self.accelerator.device)
+            held_out_counts += self.drafter_objective(self.teacher.read(batch))[1]
+        train, held_out = (
+            summarize(self.accelerator.reduce(counts, "sum")) for counts in (train_counts, held_out_counts)
+        )
+        point = {"step": self.progress.step, "tokens": self.progress.tokens, "seconds": round(self.progress.seconds, 1)}
+        self.progress.curve.append({**point, "train": train, "held_out": held_out})
+        if self.accelerator.is_main_process:
+            tqdm.write(f"step {self.progress.step}: train loss {train['loss'][0]}, held out {json.dumps(held_out)}")
+
+    @property
+    def drafter_objective(self) -> DraftObjective:
+        return self.accelerator.unwrap_model(self.objective)
+
+    def save(self) -> None:
+        """Write a checkpoint to resume from, and the drafter as it is."""
+        self.accelerator.save_state(str(self.args.out / "checkpoint"))
+        if self.accelerator.is_main_process:
+            save_drafter(self.drafter, self.args.out)
+            arguments = {
+                key: str(value) if isinstance(value, Path) else value for key, value in vars(self.args).items()
+            }
+            arguments["held_out_prompts"] = [path.name for path in self.args.held_out_prompts]
+            report = {**self.about, "arguments": arguments, "curve": self.progress.curve}
+            (self.args.out / "training.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+            write_card(self.args.out)
+
+
+def schedule(share: float) -> float:
+    """Learning rate, relative to its peak, when `share` of the budget is spent: short warm-up, then a cosine."""
+    if share < WARMUP:
+        return (share + 1e-3) / (WARMUP + 1e-3)
+    return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP))) / 2
+
+
+def save_drafter(drafter: Eagle3Drafter, folder: Path) -> None:
+    """Save in bfloat16, in the normal form."""
+    saved = Eagle3Drafter(copy.deepcopy(drafter.config))
+    saved.load_state_dict(drafter.state_dict())
+    saved.to(torch.bfloat16).save_pretrained(folder)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    set_seed(args.seed)
+    dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+    target, tokenizer = load_target(args.target, dtype, accelerator.device)
+
+    write_own_data(args, accelerator, target, tokenizer)
+    accelerator.wait_for_everyone()
+    if args.write_only:
+        return
+    documents = Documents.load(args.data, args.max_length)
+    vocab_size = target.config.get_text_config().vocab_size
+    stop_ids = [tokenizer.eos_token_id]
+    d2t, coverage = draft_vocabulary(
+        documents.answer_counts(vocab_size), min(args.draft_vocab_size, vocab_size), stop_ids
+    )
+    drafter = new_drafter(args, target, d2t)
+    about = {
+        "target": drafter.config.target_name_or_path,
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "draft_vocab_size": len(d2t),
+        "coverage": coverage,
+        "data": {"documents": len(documents), "tokens": len(documents.tokens), **shard_counts(args.data)},
+    }
+    accelerator.print(json.dumps(about))
+    Trainer(args, accelerator, target, drafter, documents, about).train()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

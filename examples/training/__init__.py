@@ -1,0 +1,1 @@
+"""Parts of `train_drafter.py` and `evaluate_drafter.py`."""

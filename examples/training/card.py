@@ -1,0 +1,145 @@
+"""What makes a trained drafter a Hub repository: model card and `custom_generate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+HUB_SOURCE = Path(__file__).parent / "hub" / "generate.py"
+
+CARD = """---
+base_model: {base_model}
+base_model_relation: adapter
+library_name: hf-specdec
+license: apache-2.0
+pipeline_tag: text-generation
+tags:
+- speculative-decoding
+- eagle3
+- drafter
+- custom_generate
+---
+
+# {repo_id}
+
+An [EAGLE-3](https://arxiv.org/abs/2503.01840) drafter for
+[{base_model}](https://huggingface.co/{base_model}): it drafts tokens that the model then verifies, so
+`generate()` gives the same greedy text in fewer passes. {parameters:.1f} M parameters; embedding and head are the
+target's.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_specdec import AutoDrafter
+
+model = AutoModelForCausalLM.from_pretrained("{base_model}")
+tokenizer = AutoTokenizer.from_pretrained("{base_model}")
+drafter = AutoDrafter.from_pretrained("{repo_id}", target=model)
+
+inputs = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": "Why is the sky blue?"}}],
+    add_generation_prompt=True, return_tensors="pt", return_dict=True,
+)
+output = model.generate(**inputs, assistant_model=drafter, max_new_tokens=128)
+print(tokenizer.decode(output[0]), drafter.stats)
+```
+
+Or without importing anything, where `hf-specdec` is installed:
+
+```python
+output = model.generate(**inputs, custom_generate="{repo_id}", trust_remote_code=True, max_new_tokens=128)
+```
+
+## Acceptance
+
+{acceptance}
+
+## Training
+
+The target wrote its own prompts and answers; no data set was used. Prompts: {prompts:,} (openings of many kinds,
+completed by the target at temperature {prompt_temperature}); answers: each at a temperature drawn from
+{answer_temperatures}, at most {max_answer_tokens} tokens, loops cut. Prompts similar to the measured ones were
+dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
+
+Training-time test over {num_steps} steps with weights {step_decay}^step; cross-entropy against the target's
+distribution over the draft vocabulary of {draft_vocab_size:,} tokens, which covers {coverage:.2%} of the tokens of the
+answers. {steps:,} steps in {minutes:.0f} minutes, {tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr},
+cosine schedule.
+
+Top-1 agreement with the target on held-out documents of the same kind, by step, after correct drafts of greedy text:
+
+| step | {step_names} |
+|---|{step_rule}|
+| agreement | {step_shares} |
+"""
+
+MEASURED = """Greedy, {max_new_tokens} new tokens, {dtype}, prompts that training never saw. Acceptance length: tokens
+committed a round, drafts and the target's own. "Without repetition" leaves out texts that {degenerate_rule}.
+
+{tables}"""
+
+
+def write_card(folder: Path) -> None:
+    """(Re)write README.md and `custom_generate/` of `folder` from its training.json and, if there, acceptance.json."""
+    training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    arguments, data, last = training["arguments"], training["data"], training["curve"][-1]
+    shares = last["held_out"]["acceptance"]
+    text = CARD.format(
+        base_model=training["target"],
+        repo_id=arguments["repo_id"],
+        parameters=training["parameters"] / 1e6,
+        acceptance=acceptance_section(folder / "acceptance.json"),
+        prompts=data["prompts"],
+        prompt_temperature=arguments["prompt_temperature"],
+        answer_temperatures=", ".join(map(str, arguments["answer_temperatures"])),
+        max_answer_tokens=arguments["max_answer_tokens"],
+        held_out_overlap=data["held_out_overlap"],
+        data_tokens=data["tokens"] / 1e6,
+        num_steps=arguments["num_steps"],
+        step_decay=arguments["step_decay"],
+        draft_vocab_size=training["draft_vocab_size"],
+        coverage=training["coverage"],
+        steps=last["step"],
+        minutes=last["seconds"] / 60,
+        tokens_seen=last["tokens"] / 1e6,
+        lr=arguments["lr"],
+        step_names=" | ".join(str(step + 1) for step in range(len(shares))),
+        step_rule="|".join(["---"] * len(shares)),
+        step_shares=" | ".join(f"{share:.2f}" for share in shares),
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    custom = folder / "custom_generate"
+    custom.mkdir(exist_ok=True)
+    source = HUB_SOURCE.read_text(encoding="utf-8").replace("REPO_ID", arguments["repo_id"])
+    (custom / "generate.py").write_text(source, encoding="utf-8")
+    (custom / "requirements.txt").write_text("hf-specdec\n", encoding="utf-8")
+
+
+def acceptance_section(path: Path) -> str:
+    """The measured tables in markdown, from the JSON of `evaluate_drafter.py`."""
+    if not path.exists():
+        return "Not measured; `examples/evaluate_drafter.py` fills this section."
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    tables = [prompts_table(name, result) for name, result in measured["prompts"].items()]
+    return MEASURED.format(
+        max_new_tokens=measured["max_new_tokens"],
+        dtype=measured["dtype"],
+        degenerate_rule=measured["degenerate_rule"],
+        tables="\n\n".join(tables),
+    )
+
+
+def prompts_table(name: str, result: dict) -> str:
+    lines = [
+        f"{name}: {result['count']} prompts, {result['degenerate']} of them with texts that degenerate.",
+        "",
+        "| K | acceptance length | … without repetition | accepted at position 1, 2, … | … without repetition |",
+        "|---|---|---|---|---|",
+    ]
+    for num_drafts, groups in result["by_k"].items():
+        every, coherent = groups["all"], groups["without_repetition"]
+        positions = [" ".join(f"{share:.2f}" for share in group["per_position"]) for group in (every, coherent)]
+        lines.append(
+            f"| {num_drafts} | {every['acceptance_length']:.2f} | {coherent['acceptance_length']:.2f} | "
+            f"{positions[0]} | {positions[1]} |"
+        )
+    return "\n".join(lines)

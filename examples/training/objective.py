@@ -1,0 +1,215 @@
+"""Training-time test: the drafter drafts from every position, and each step is compared with the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_specdec.drafters import Eagle3Drafter
+from hf_specdec.taps import TapRecorder
+
+from .data import Batch
+
+CHUNK_LOGITS = 2**28
+
+
+@dataclass
+class Lesson:
+    """What the target says about a batch.
+
+    Attributes:
+        input_ids: `[B, S]`.
+        taps: `[B, S, width]`.
+        places: `[N]` indices into `[B * S]` of the positions whose next token belongs to an answer.
+        depths: `[N]`, how far each place lies into its answer; step s has a draft for it if that is at least s.
+        probs: `[N, V_d]` the target's distribution at the places, over the draft vocabulary.
+        best: `[N]` the target's most likely tokens at the places.
+        covered: `[N]` whether those are in the draft vocabulary.
+        is_greedy: `[B * S]` whether the token after a position is the target's most likely one; places only.
+    """
+
+    input_ids: torch.Tensor
+    taps: torch.Tensor
+    places: torch.Tensor
+    depths: torch.Tensor
+    probs: torch.Tensor
+    best: torch.Tensor
+    covered: torch.Tensor
+    is_greedy: torch.Tensor
+
+
+class Teacher:
+    """Runs the frozen target over batches for `drafter`."""
+
+    def __init__(self, target: PreTrainedModel, drafter: Eagle3Drafter):
+        self.target = target
+        self.recorder = TapRecorder(target, drafter.tap_boundaries, drafter.taps_last_hidden_state)
+        target_ids = drafter.target_ids
+        if target_ids is None:
+            target_ids = torch.arange(drafter.config.vocab_size)
+        self.target_ids = target_ids.to(target.device)
+        self.is_covered = torch.zeros(drafter.config.vocab_size, dtype=torch.bool, device=target.device)
+        self.is_covered[self.target_ids] = True
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> Lesson:
+        with self.recorder:
+            hidden = self.target.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+            taps = self.recorder.taps
+        hidden = hidden.flatten(0, 1)[batch.places]
+        probs, best = [], []
+        for chunk in hidden.split(rows_per_chunk(self.is_covered.numel())):
+            logits = self.target.get_output_embeddings()(chunk)
+            best.append(logits.argmax(dim=-1))
+            probs.append(logits[:, self.target_ids].float().softmax(dim=-1).to(logits.dtype))
+        best = torch.cat(best)
+        is_greedy = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=best.device)
+        is_greedy[batch.places] = batch.input_ids.flatten()[batch.places + 1] == best
+        covered = self.is_covered[best]
+        return Lesson(batch.input_ids, taps, batch.places, batch.depths, torch.cat(probs), best, covered, is_greedy)
+
+
+class DraftObjective(nn.Module):
+    """Loss and metrics of a drafter on a lesson; the module that is trained, so that it can be wrapped for DDP.
+
+    Args:
+        drafter: bound to the target.
+        num_steps: depth of the unrolled chains.
+        step_decay: step s weighs `step_decay ** s` in the loss.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, num_steps: int, step_decay: float):
+        super().__init__()
+        self.drafter = drafter
+        weights = torch.tensor([step_decay**step for step in range(num_steps)])
+        self.step_weights = (weights / weights.sum()).tolist()
+        self.row_losses = _row_losses
+
+    def compile_parts(self) -> None:
+        """Compile the elementwise work, for whatever shapes come."""
+        self.row_losses = torch.compile(_row_losses, dynamic=True)
+        compile_elementwise(self.drafter)
+
+    def forward(self, lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and `[num_steps, 6]` float64 counts that `summarize` reads.
+
+        At step s the draft for place t comes from the chain of slot t - 1 - s. A place counts in the loss if the
+        target's most likely token is in the draft vocabulary, as in EAGLE-3.
+        """
+        outputs = self.drafter.unroll(lesson.input_ids, lesson.taps, len(self.step_weights))
+        target_ids = self.drafter.target_ids
+        alive = torch.ones_like(lesson.is_greedy)
+        total, counts = 0.0, []
+        for step, (weight, normed) in enumerate(zip(self.step_weights, outputs, strict=True)):
+            exists = lesson.depths >= step
+            slots = (lesson.places - 1 - step).clamp(min=0)
+            mask = (exists & lesson.covered).float()
+            hidden = normed.flatten(0, 1)[slots] * self.drafter.config.logit_scale
+            loss, drafts = _SoftCrossEntropy.apply(
+                hidden, self.drafter.head_weight, lesson.probs, mask, compute_dtype(hidden), self.row_losses
+            )
+            total = total + weight * loss / mask.sum().clamp(min=1)
+
+            hits = (drafts if target_ids is None else target_ids[drafts]) == lesson.best
+            reached = exists & alive[slots]
+            accepted = reached & hits
+            row = (loss.detach(), mask.sum(), exists.sum(), (exists & hits).sum(), reached.sum(), accepted.sum())
+            counts.append(torch.stack([count.double() for count in row]))
+            goes_on = accepted & lesson.is_greedy[lesson.places]
+            alive = torch.zeros_like(alive, dtype=torch.int32).index_add_(0, slots, goes_on.int()) > 0
+        return total, torch.stack(counts)
+
+
+def summarize(counts: torch.Tensor) -> dict:
+    """Metrics from added-up counts of `DraftObjective`, step by step.
+
+    `acceptance[s]` is the share of chains that reach step s, all drafts before it right and the text greedy, whose
+    draft there is the target's most likely token. `acceptance_length[K]` is 1 + the drafts that a greedy chain of K
+    would have accepted.
+    """
+    loss, weighed, existing, hits, reached, accepted = counts.t().tolist()
+
+    def shares(parts: list[float], wholes: list[float]) -> list[float]:
+        return [round(part / max(whole, 1), 4) for part, whole in zip(parts, wholes, strict=True)]
+
+    acceptance = shares(accepted, reached)
+    lengths, survival, length = {}, 1.0, 1.0
+    for step, share in enumerate(acceptance):
+        survival *= share
+        length += survival
+        lengths[step + 1] = round(length, 4)
+    return {
+        "loss": shares(loss, weighed),
+        "top1": shares(hits, existing),
+        "acceptance": acceptance,
+        "acceptance_length": lengths,
+    }
+
+
+def compile_elementwise(model: nn.Module) -> None:
+    """Compile the norms and MLPs of `model` in place: what eager mode is slow at, in graphs too small to go wrong."""
+    # One function serves the norms of both models, in every data type, with and without gradients.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.forward = torch.compile(module.forward, dynamic=True)
+
+
+def rows_per_chunk(vocab_size: int) -> int:
+    return max(CHUNK_LOGITS // vocab_size, 1)
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """What a matrix product of `tensor` runs in: autocast's data type where that is on."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def _row_losses(logits: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighed cross-entropies `[n]` of `logits` against `probs`, both `[n, V_d]`, and their gradient in `logits`."""
+    scores, probs = logits.float(), probs.float()
+    norm = scores.logsumexp(dim=-1, keepdim=True)
+    losses = (probs * (norm - scores)).sum(dim=-1) * weights
+    return losses, (((scores - norm).exp() - probs) * weights[:, None]).to(logits.dtype)
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Draft head and cross-entropy in one, so that the logits of a step never stand in memory together.
+
+    The gradient is computed in the forward pass, a chunk of rows at a time, and scaled in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, probs, weights, dtype, row_losses) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = head.to(dtype)
+        needs_hidden, needs_head = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_head = torch.zeros(weight.shape, dtype=torch.float32, device=head.device) if needs_head else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        drafts = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        size = rows_per_chunk(len(weight))
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            inputs = hidden[rows].to(dtype)
+            logits = inputs @ weight.t()
+            drafts[rows] = logits.argmax(dim=-1)
+            losses, grad_logits = row_losses(logits, probs[rows], weights[rows])
+            total += losses.sum()
+            if needs_hidden:
+                grad_hidden[rows] = (grad_logits @ weight).to(hidden.dtype)
+            if needs_head:
+                grad_head += grad_logits.t() @ inputs
+        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(drafts)
+        return total, drafts
+
+    @staticmethod
+    def backward(ctx, grad, _) -> tuple:
+        grad_hidden, grad_head = ctx.saved_tensors
+        grad_hidden = grad_hidden * grad.to(grad_hidden.dtype) if grad_hidden is not None else None
+        grad_head = (grad_head * grad).to(ctx.head_dtype) if grad_head is not None else None
+        return grad_hidden, grad_head, None, None, None, None

@@ -1,0 +1,146 @@
+"""First words of prompts, and the check that training never sees a prompt that is kept for measuring."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+TOPICS = """
+the ocean|a small bakery|climate change|the Roman Empire|photosynthesis|black holes|the immune system|healthy eating
+a job interview|time management|the French Revolution|machine learning|personal finance|a lost dog|an old lighthouse
+electric cars|the water cycle|a dragon|friendship|supply and demand|inflation|the human heart|volcanoes|a robot
+a road trip|a wedding|renewable energy|DNA|the moon landing|a detective|music theory|yoga|a birthday party|chess
+gardening|a startup|customer service|remote work|social media|data privacy|the stock market|a haunted house|jazz
+Shakespeare|the Renaissance|World War II|democracy|vaccines|gravity|quantum mechanics|evolution|plate tectonics
+the solar system|antibiotics|sleep|stress|exercise|a marathon|cooking pasta|coffee|bread|camping|photography|painting
+poetry|a time traveler|a pirate|a teacher|a nurse|a farmer|a scientist|a wizard|a city at night|autumn|winter|the rain
+a train station|an airport|a museum|a library|a small town|a garden|a river|mountains|the desert|a forest|a storm
+public speaking|negotiation|leadership|teamwork|a resume|a budget|a mortgage|taxes|insurance|retirement
+a small business|marketing|e-commerce|a mobile app|a website|databases|encryption|the internet|a compiler|recursion
+sorting|operating systems|neural networks|probability|linear algebra|calculus|geometry|prime numbers|statistics
+fractions|percentages|an experiment|chemistry|acids and bases|the periodic table|atoms|electricity|magnetism
+sound waves|light|energy|thermodynamics|engines|bridges|airplanes|space travel|satellites|bees|whales|birds|dinosaurs
+insects|cats|dogs|horses|rainforests|coral reefs|philosophy|ethics|free will|Buddhism|ancient Egypt|the Silk Road
+the Industrial Revolution|the Cold War|human rights|immigration|education|online learning|homework|parenting
+a new baby|a move to a new city|a language|Spanish|Japan|India|Brazil|Paris|New York|Africa|the Olympics|soccer
+basketball|a movie|a novel|a song|a video game|fashion|architecture
+"""
+TASKS = """
+write a python function|a linked list|a binary search|a SQL query|a regular expression|a CSV file|a JSON object
+a REST API|a web scraper|a class for a bank account|a JavaScript function|an HTML page|a CSS layout|a bash script
+a C++ program|a Java method|a unit test|a loop|a dictionary|a list of numbers|a string|a matrix|a stack and a queue
+a tree|a graph|a calculator|a to-do list|a game of tic-tac-toe|Fibonacci numbers|prime numbers|palindromes|dates
+an off-by-one bug|a memory leak|error handling|a decorator|a generator|a hash table|merge sort|quicksort|recursion
+file names|duplicates|word counts|a password|random numbers|vowels|anagrams|temperatures|a shopping cart|log files
+"""
+GENERAL = """
+Explain {}|Explain {} to a child|What is {}?|Why is {} important?|Tell me about {}|Write a short story about {}
+Write a poem about {}|Write an essay about {}|Write an email about {}|Write a blog post about {}
+Write a speech about {}|Write a dialogue about {}|Write a letter to a friend about {}|Summarize {}
+Summarize the following text about {}:|What are the main causes of {}|What are the benefits of {}
+What are the pros and cons of {}|Give me five tips for {}|Give me ideas for {}|List ten facts about {}
+Make a list of {}|Create a plan for {}|Describe {}|Describe how {}|How do I start with {}|How does {}
+How can I learn about {}|Compare {} and|What is the difference between {} and|Imagine you are {}|Pretend to be {}
+You are an expert in {}.|Act as a teacher of {}|Help me understand {}|I want to|I am planning
+I have a question about {}|Can you help me with {}|Could you recommend|Translate into|Rewrite this sentence about {}:
+Correct the grammar of this paragraph about {}:|Classify|Extract the names from this text
+Read the following paragraph about {} and answer|Is it true that {}|Who was|When did|Where can I|Which is better,
+What would happen if {}|Discuss {}|Analyze|Argue for and against {}|Give an example of {}|Define {}|Outline {}
+Write a product description for {}|Write a title for|Write a review of {}|Write a joke about {}|Write a song about {}
+Write three sentences about {}|Continue the story about {}:|Give me a recipe for|Plan a day with {}
+Brainstorm names for {}|Why do|Why does|What makes|What should I|How many|How much|How long|Do you|Should I
+Let's talk about {}|Solve this problem about {}:|If a train|A farmer has|A shop sells|Sarah has|Calculate|Solve for x:
+Find the|What is the next number|All of the|Suppose that|Think step by step:|A rectangle|The sum of|There are
+Two friends
+"""
+CODING = """
+Write a Python function that|Write a Python program for {}|Write code for {}|Write a function for {}|Implement {}
+Implement {} in Python|Implement {} in JavaScript|Implement {} in Java|Implement {} in C++|How do I use {} in Python?
+How do I|Explain this code about {}:|What does this code do?|Fix the bug in this code with {}:|Debug
+Refactor this code|Write a SQL query to|Write a regular expression that|Write a bash script that
+Write a unit test for {}|Write a class that|Create a function that takes|Create a script for {}|Given a list of
+Given a string|Complete the function|def|What is the time complexity of {}|Optimize|Convert this
+Show me how to work with {} in|Write an HTML page with {}|Write a JavaScript function that|Write a C program that
+Write a program that|Explain {} in programming|Design a class for {}
+"""
+FREE_SHARE, CODING_SHARE = 0.15, 0.25
+
+
+def _entries(text: str) -> list[str]:
+    return [entry for line in text.strip().splitlines() for entry in line.split("|")]
+
+
+_GENERAL, _CODING, _TOPICS, _TASKS = map(_entries, (GENERAL, CODING, TOPICS, TASKS))
+
+
+def random_opening(rng: random.Random) -> str:
+    """The first words of a prompt, which the target completes; sometimes none."""
+    kind = rng.random()
+    if kind < FREE_SHARE:
+        return ""
+    if kind < FREE_SHARE + CODING_SHARE:
+        return rng.choice(_CODING).format(rng.choice(_TASKS))
+    return rng.choice(_GENERAL).format(rng.choice(_TOPICS))
+
+
+def load_prompts(path: Path) -> list[dict]:
+    """Lines of a jsonl file, each with at least `prompt`."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def normalized_words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def word_grams(words: list[str], order: int = 4) -> set[tuple[str, ...]]:
+    return {tuple(words[start : start + order]) for start in range(len(words) - order + 1)}
+
+
+class PromptFilter:
+    """Refuses prompts that repeat, and prompts that are equal or similar to held-out ones.
+
+    Similar: at least half of the prompt's runs of four words, case and punctuation aside, stand in one held-out
+    prompt, or half of a held-out prompt's stand in it.
+
+    Attributes:
+        refused: how many were similar to a held-out prompt, or seen before.
+    """
+
+    def __init__(self, held_out: Iterable[str]):
+        self._equal, self._sizes = set(), []
+        self._places: dict[tuple[str, ...], list[int]] = {}
+        self._seen: set[str] = set()
+        self.refused = Counter(held_out_overlap=0, repeated=0)
+        for index, text in enumerate(held_out):
+            words = normalized_words(text)
+            grams = word_grams(words)
+            self._equal.add(" ".join(words))
+            self._sizes.append(len(grams))
+            for gram in grams:
+                self._places.setdefault(gram, []).append(index)
+
+    def is_held_out(self, text: str) -> bool:
+        words = normalized_words(text)
+        grams = word_grams(words)
+        shared = Counter(index for gram in grams for index in self._places.get(gram, ()))
+        return " ".join(words) in self._equal or any(
+            count >= 0.5 * min(len(grams), self._sizes[index]) for index, count in shared.items()
+        )
+
+    def accepts(self, text: str) -> bool:
+        """Whether to train on a prompt; at least two words, new, and not held out."""
+        words = normalized_words(text)
+        if len(words) < 2:
+            return False
+        if " ".join(words) in self._seen:
+            self.refused["repeated"] += 1
+            return False
+        self._seen.add(" ".join(words))
+        if self.is_held_out(text):
+            self.refused["held_out_overlap"] += 1
+            return False
+        return True

@@ -1,0 +1,250 @@
+"""The stock engine: our drafters inside transformers' own `_assisted_decoding`.
+
+For targets that the static engine cannot host. Batch 1, eager, on the cache that the target itself wants.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .decoding import SpeculativeOutput, draws_draft_probs, row_seeds
+from .drafters.base import Drafter
+from .sampling import Verdict
+from .state import DecodeState
+from .stats import SpeculationStats
+from .taps import TapRecorder
+
+
+class DrafterCandidateGenerator(CandidateGenerator):
+    """transformers' `CandidateGenerator` over a `Drafter`.
+
+    The protocol asks for candidates before the target has run once, so the first answer is no candidates. From then on
+    every call follows one verified block, and is one `propose`.
+
+    Args:
+        drafter: bound to the generating model.
+        recorder: entered by the caller for as long as the generator is used.
+        criteria: a candidate that would end the output is not proposed but left to the target, so that nothing is
+            ever accepted past an end.
+        config: as prepared by `generate()`.
+        num_draft_tokens: K.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        recorder: TapRecorder,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        num_draft_tokens: int,
+    ):
+        self._drafter = drafter
+        self._recorder = recorder
+        self._criteria = criteria
+        self._config = config
+        self._num_draft_tokens = num_draft_tokens
+        self._temperature = (config.temperature or 1.0) if config.do_sample else None
+        self._state: DecodeState | None = None
+        self._num_candidates = 0
+        self._num_rounds = 0
+        self._start = 0.0
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, is_first_iteration: bool = False, n_last_matches: int = 0, **kwargs
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Candidates `[1, length + n]` for `input_ids` `[1, length]`, and logits `[1, n, V]` of their distribution."""
+        if is_first_iteration:
+            return input_ids, None
+        if self._state is None:
+            self._begin(input_ids)
+        else:
+            self._follow(input_ids, int(n_last_matches))
+        tokens = self._state.proposal.tokens.to(input_ids.device)
+        candidates = torch.cat([input_ids, tokens], dim=1)
+        length = input_ids.shape[1]
+        self._num_candidates = next(
+            (n for n in range(tokens.shape[1]) if bool(self._criteria(candidates[:, : length + n + 1], None).any())),
+            tokens.shape[1],
+        )
+        if self._num_candidates == 0:
+            return input_ids, None
+        probs = self._state.proposal.probs
+        logits = None if probs is None else probs[:, : self._num_candidates].log()
+        return candidates[:, : length + self._num_candidates], logits
+
+    def summary(self, reason: str) -> SpeculationStats | None:
+        """Statistics of the whole call; None if nothing was drafted. The last block is counted as far as it got."""
+        if self._state is None:
+            return None
+        return self._state.counters.summary(
+            num_assistant_tokens=self._num_draft_tokens,
+            engine="stock",
+            reason=reason,
+            draft_probs=self._state.draft_probs,
+            num_rounds=self._num_rounds,
+            seconds=time.perf_counter() - self._start,
+        )
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        if self._state is None:
+            return
+        matches = torch.full_like(self._state.lengths, int(num_matches))
+        self._state.counters.count(matches, matches + 1, torch.full_like(matches, self._num_candidates))
+        self._num_rounds += 1
+
+    def _begin(self, input_ids: torch.Tensor) -> None:
+        # A cache that came filled holds tokens whose hidden states nobody recorded: the drafter starts after them.
+        taps = self._recorder.taps
+        num_seen = input_ids.shape[1] - 1 if taps is None else taps.shape[1]
+        tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
+        self._state = state = DecodeState.allocate(
+            [tokens],
+            max_new_tokens=self._config.max_length - input_ids.shape[1] + self._num_draft_tokens + 1,
+            drafter=self._drafter,
+            num_draft_tokens=self._num_draft_tokens,
+            num_layers=0,
+            eos=None,
+            seeds=row_seeds(1, self._temperature),
+            temperature=self._temperature,
+            draft_probs=draws_draft_probs(self._drafter, self._temperature),
+        )
+        state.live = state.slots
+        self._start = time.perf_counter()
+        self._drafter.prefill(state, taps, torch.arange(num_seen, device=tokens.device)[None])
+        self._propose(1, None if taps is None else taps[:, -1:])
+
+    def _follow(self, input_ids: torch.Tensor, num_matches: int) -> None:
+        committed = num_matches + 1
+        length = int(self._state.lengths)
+        self._state.tokens[:, length : length + committed] = input_ids[:, -committed:]
+        self._state.lengths += committed
+        self._propose(committed, self._recorder.taps)
+
+    def _propose(self, committed: int, taps: torch.Tensor | None) -> None:
+        """Draft after a block of which the first `committed` rows, with `taps` `[1, n, width]`, were committed."""
+        window = None
+        if taps is not None:
+            window = taps.new_zeros(1, self._num_draft_tokens + 1, taps.shape[-1])
+            window[:, :committed] = taps[:, :committed]
+        count = torch.full_like(self._state.lengths, committed)
+        verdict = Verdict(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
+        self._state.proposal = self._drafter.propose(self._state, window, verdict)
+
+
+class ReplayCache(DynamicCache):
+    """A `DynamicCache` that can be cropped although layers of it are recurrent.
+
+    A recurrent state cannot lose its last tokens. So the layers are snapshotted before each forward pass; `crop` puts
+    the snapshot back and runs the tokens that stay once more. Use as a context: it listens to `target`'s calls.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        super().__init__(config=target.config.get_text_config())
+        self._target = target
+        self._snapshot: list[dict[str, Any]] = []
+        self._inputs: dict[str, Any] = {}
+
+    def __enter__(self) -> ReplayCache:
+        self._handle = self._target.register_forward_pre_hook(self._remember, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._handle.remove()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove < 0:
+            for layer, saved in zip(self.layers, self._snapshot, strict=True):
+                layer.__dict__.update(_copy_state(saved))
+            self._target(**_shorten(self._inputs, -tokens_to_remove))
+        super().crop(0)
+
+    def _remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._inputs = kwargs
+        self._snapshot = [_copy_state(layer.__dict__) for layer in self.layers]
+
+
+def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
+    # Attention layers replace their tensors at every update, recurrent ones write into those their dicts hold.
+    return {
+        name: {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in state.items()
+    }
+
+
+def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
+    """The keyword arguments of a forward pass without its last `by` tokens."""
+    kept = dict(inputs)
+    for name in ("input_ids", "position_ids", "attention_mask", "cache_position"):
+        if kept.get(name) is not None:
+            kept[name] = kept[name][..., :-by]
+    kept["logits_to_keep"] = 1
+    return kept
+
+
+def has_recurrent_layers(target: PreTrainedModel) -> bool:
+    """Whether layers of `target` keep a state that a token cannot be taken out of again."""
+    layers = DynamicCache(config=target.config.get_text_config()).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def assist(
+    assisted_decoding: Callable,
+    model: PreTrainedModel,
+    drafter: Drafter,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    num_draft_tokens: int,
+    reason: str,
+    **kwargs,
+) -> SpeculativeOutput | torch.Tensor:
+    """Generate through transformers' `assisted_decoding` with our candidates.
+
+    Args:
+        assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
+        model, input_ids, config, criteria, kwargs: what `generate()` called it with.
+        drafter: bound to `model`.
+        num_draft_tokens: K.
+        reason: why this engine runs, for the statistics.
+
+    Raises:
+        ValueError: the batch has more than one row.
+    """
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"{type(model).__name__} cannot run on the static engine ({reason}), and transformers' own assisted "
+            f"generation takes one row at a time, but the batch has {input_ids.shape[0]}. Generate row by row, or "
+            "without assistant_model."
+        )
+    with ExitStack() as stack:
+        recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
+        cache = kwargs.get("past_key_values")
+        if has_recurrent_layers(model) and (cache is None or cache.get_seq_length() == 0):
+            kwargs["past_key_values"] = stack.enter_context(ReplayCache(model))
+        generator = DrafterCandidateGenerator(drafter, recorder, criteria, config, num_draft_tokens)
+        output = assisted_decoding(
+            model,
+            input_ids,
+            stopping_criteria=criteria,
+            generation_config=config,
+            assistant_model=generator,
+            **kwargs,
+        )
+        drafter._last_stats = generator.summary(reason)
+    if isinstance(output, GenerateDecoderOnlyOutput):
+        return SpeculativeOutput(**output, speculation=drafter.stats)
+    return output

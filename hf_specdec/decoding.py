@@ -1,0 +1,267 @@
+"""The static engine: the loop of speculative decoding, in the order of the algorithm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from . import ops
+from .attention import ragged_attention
+from .drafters.base import Drafter
+from .sampling import BlockProcessor, Verdict, verify_greedy, verify_sampling
+from .state import DecodeState
+from .stats import SpeculationStats
+from .taps import TapRecorder, decoder_layers
+from .transcript import Transcript
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+PREFILL_CHUNK_SIZE = 2048
+
+# Drafts are drawn from the drafter's distribution from this temperature up, unless `draft_probs` says otherwise.
+# Below it argmax drafts are accepted about as often and cost less (vLLM #20459: equal at 0.7, 6 % more at 1.0).
+DRAFT_PROBS_TEMPERATURE = 0.9
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` with the statistics of the call.
+
+    `past_key_values` is None on the static engine, whose cache is not a growing one, and `attentions` always.
+    """
+
+    speculation: SpeculationStats | None = None
+
+
+class HiddenStates:
+    """Keeps the target's hidden states at every slot, for `output_hidden_states=True`."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def store(self, layers: tuple[torch.Tensor, ...], slots: torch.Tensor, num_slots: int) -> None:
+        if not self._buffers:
+            self._buffers = [layer.new_zeros(layer.shape[0], num_slots, layer.shape[2]) for layer in layers]
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        for buffer, layer in zip(self._buffers, layers, strict=True):
+            buffer[rows, slots] = layer
+
+    def steps(self, padding: list[int], width: int, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """As `generate()` returns them: the padded prompt, `width` long, first, then one position a step."""
+        prompt_lengths = [width - pad for pad in padding]
+
+        def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
+            if step > 0:
+                rows = torch.arange(buffer.shape[0], device=buffer.device)
+                return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step][:, None]
+            out = buffer.new_zeros(buffer.shape[0], width, buffer.shape[2])
+            for row, length in enumerate(prompt_lengths):
+                out[row, width - length :] = buffer[row, :length]
+            return out
+
+        return tuple(tuple(gather(buffer, step) for buffer in self._buffers) for step in range(num_steps))
+
+
+@dataclass
+class Target:
+    """The target as the round sees it: tokens and slots in, logits and taps out.
+
+    Attributes:
+        model: the target.
+        recorder: listens for the drafter's taps.
+        hidden_states: keeps all hidden states if the caller wants them.
+    """
+
+    model: PreTrainedModel
+    recorder: TapRecorder
+    hidden_states: HiddenStates | None = None
+
+    def __call__(
+        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run `[B, n]` tokens at `[B, n]` slots: logits `[B, n, V]` (or the last `logits_to_keep`) and taps."""
+        state.cache.advance(slots, state.live)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=slots[:, None, :, None],
+            position_ids=state.position_ids(slots),
+            past_key_values=state.cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=self.hidden_states is not None,
+            return_dict=True,
+        )
+        if self.hidden_states is not None:
+            self.hidden_states.store(out.hidden_states, slots, state.slots)
+        return out.logits, self.recorder.taps
+
+
+def prefill(state: DecodeState, target: Target, drafter: Drafter, chunk_size: int) -> None:
+    """Run the prompts but for their last tokens, and draft.
+
+    Afterwards the state is as if a round had just committed the last token of each prompt: that token has not passed
+    through the target, and the drafter has proposed what follows it.
+    """
+    batch = state.tokens.shape[0]
+    prompt_end = state.lengths - 1
+    width = max(state.live - 1, 1)
+    rows = torch.arange(batch, device=state.tokens.device)
+    columns = torch.arange(width, device=state.tokens.device)
+    last_taps = None
+    for chunk in columns.split(chunk_size):
+        slots = torch.where(chunk < prompt_end[:, None], chunk, state.scrap)
+        _, taps = target(state, state.tokens[:, chunk], slots, logits_to_keep=1)
+        if taps is not None:
+            drafter.prefill(state, taps, slots)
+            last = prompt_end - 1 - chunk[0]
+            here = taps[rows, last.clamp(0, len(chunk) - 1)]
+            is_here = ((last >= 0) & (last < len(chunk)))[:, None]
+            last_taps = torch.where(is_here, here, torch.zeros_like(here) if last_taps is None else last_taps)
+        else:
+            drafter.prefill(state, None, slots)
+    blank = state.tokens.new_zeros(batch, state.num_draft_tokens + 1)
+    verdict = Verdict(blank, state.lengths.new_zeros(batch), (prompt_end > 0).long())
+    window = None
+    if last_taps is not None:
+        window = last_taps.new_zeros(batch, state.num_draft_tokens + 1, last_taps.shape[-1])
+        window[:, 0] = last_taps
+    state.proposal = drafter.propose(state, window, verdict)
+
+
+def step(
+    state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
+) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
+    """One round: verify the drafts, commit what holds, draft again. Returns the verdict, scores and logits."""
+    block, slots = state.block()
+    logits, taps = target(state, block, slots)
+    scores = process(logits, block, state)
+    verdict = state.commit(verify(scores, state))
+    state.proposal = drafter.propose(state, taps, verdict)
+    return verdict, scores, logits
+
+
+def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
+    """Judge the state's proposal by `scores` `[B, K + 1, V]`."""
+    if state.temperature is None:
+        return verify_greedy(scores, state.proposal.tokens)
+    return verify_sampling(scores, state.proposal.tokens, state.proposal.probs, state.seeds, state.lengths)
+
+
+@contextmanager
+def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -> Iterator[Target]:
+    """Context in which `model` runs on a ragged cache; on exit, also by an error, it is as it was."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(ragged_attention(model))
+        stack.enter_context(ops.narrow_products(model, drafter))
+        recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
+        yield Target(model, recorder, HiddenStates() if keep_hidden_states else None)
+
+
+def draws_draft_probs(drafter: Drafter, temperature: float | None) -> bool:
+    """Whether drafts are drawn from the drafter's distribution at this temperature (None: greedy)."""
+    if temperature is None:
+        return False
+    if drafter.draft_probs == "auto":
+        return temperature >= DRAFT_PROBS_TEMPERATURE
+    return bool(drafter.draft_probs)
+
+
+def row_seeds(batch: int, temperature: float | None) -> torch.Tensor:
+    """`[B]` int64 keys for the rows' random numbers, from torch's global generator; greedy decoding draws none."""
+    if temperature is None:
+        return torch.zeros(batch, dtype=torch.int64)
+    return torch.randint(0, 2**63 - 1, (batch,), dtype=torch.int64)
+
+
+def decode(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    input_ids: torch.Tensor,
+    padding: list[int],
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    num_draft_tokens: int,
+    reason: str,
+    streamer: BaseStreamer | None = None,
+) -> SpeculativeOutput | torch.Tensor:
+    """Generate on the static engine.
+
+    Args:
+        model: the target, on one device, in evaluation mode.
+        drafter: bound to it.
+        input_ids: `[B, P]` int64, left-padded.
+        padding: padding tokens of each row.
+        processors, criteria, config, streamer: as prepared by `generate()`.
+        num_draft_tokens: K.
+        reason: why this engine runs, for the statistics.
+
+    Returns:
+        what `generate()` returns: sequences `[B, P + new]`, or a `SpeculativeOutput`.
+    """
+    wants = {
+        name: bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
+        for name in ("scores", "logits", "hidden_states")
+    }
+    temperature = (config.temperature or 1.0) if config.do_sample else None
+    pad_token = None if config._eos_token_tensor is None else int(config._pad_token_tensor)
+    max_new_tokens = config.max_length - input_ids.shape[1]
+    transcript = Transcript(input_ids, criteria, pad_token, max_new_tokens, streamer, wants["scores"], wants["logits"])
+    process = BlockProcessor(processors, input_ids, padding)
+    prompts = [row[pad:].to(model.device) for row, pad in zip(input_ids, padding, strict=True)]
+    prompt_lengths = [len(prompt) for prompt in prompts]
+    with hosted(model, drafter, wants["hidden_states"]) as target:
+        state = DecodeState.allocate(
+            prompts,
+            max_new_tokens,
+            drafter,
+            num_draft_tokens,
+            num_layers=len(decoder_layers(model)),
+            eos=config._eos_token_tensor,
+            seeds=row_seeds(len(prompts), temperature),
+            temperature=temperature,
+            draft_probs=draws_draft_probs(drafter, temperature),
+        )
+        prefill(state, target, drafter, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
+        num_rounds, start = 0, time.perf_counter()
+        while not transcript.is_complete:
+            state.live = max(prompt_lengths) + transcript.longest_row() + num_draft_tokens
+            verdict, scores, logits = step(state, target, drafter, process)
+            records = {"scores": scores, "logits": logits.float()} if wants["scores"] or wants["logits"] else {}
+            transcript.add(verdict.tokens, verdict.committed, **records)
+            if pad_token is not None:
+                state.finished |= torch.tensor(transcript.stopped, device=state.finished.device)
+            num_rounds += 1
+        seconds = time.perf_counter() - start
+        hidden_states = (
+            target.hidden_states.steps(padding, input_ids.shape[1], transcript.steps)
+            if wants["hidden_states"]
+            else None
+        )
+    transcript.finish()
+    drafter._last_stats = state.counters.summary(
+        num_assistant_tokens=num_draft_tokens,
+        engine="static",
+        reason=reason,
+        draft_probs=state.draft_probs,
+        num_rounds=num_rounds,
+        seconds=seconds,
+    )
+    if not config.return_dict_in_generate:
+        return transcript.sequences
+    return SpeculativeOutput(
+        sequences=transcript.sequences,
+        scores=transcript.scores,
+        logits=transcript.logits,
+        hidden_states=hidden_states,
+        speculation=drafter.stats,
+    )

@@ -1,0 +1,104 @@
+"""Whether the static engine can host a target and a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from .candidates import has_recurrent_layers
+from .taps import decoder_layers
+
+HOSTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+# Model inputs that the static engine replaces by its own; any other that is set keeps a call on the stock loop.
+REPLACED_INPUTS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def why_not_static(
+    model: PreTrainedModel, config: GenerationConfig, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> str | None:
+    """The reason why the static engine cannot run this call; None if it can.
+
+    Args:
+        model: the target.
+        config: as prepared by `generate()`.
+        input_ids: `[B, P]` int64.
+        model_kwargs: inputs of the model as prepared by `generate()`.
+    """
+    return _why_not_target(model) or _why_not_call(config, input_ids, model_kwargs)
+
+
+def _why_not_target(model: PreTrainedModel) -> str | None:
+    text = model.config.get_text_config()
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if len(devices) > 1:
+        return f"the target is spread over {len(devices)} devices by hooks"
+    if any(hasattr(module, "_hf_hook") for module in decoder_layers(model)):
+        return "the target's layers run under accelerate hooks"
+    if has_recurrent_layers(model):
+        return "the target has linear-attention layers, whose state cannot be indexed by position"
+    others = set(getattr(text, "layer_types", None) or ()) - HOSTED_LAYER_TYPES
+    if others:
+        return f"the target has layers of type {', '.join(sorted(others))}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not use transformers' attention interface"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return "layers of the target share keys and values"
+    return _why_not_positions(text)
+
+
+def _why_not_positions(text: Any) -> str | None:
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in by_layer_type or [rope]:
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            return f"the target's RoPE ({parameters['rope_type']}) changes with the length of the text"
+        if parameters.get("mrope_section"):
+            return "the target's tokens have several positions each (M-RoPE)"
+    return None
+
+
+def _why_not_call(config: GenerationConfig, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    if config.return_dict_in_generate and config.output_attentions:
+        return "attention weights were asked for"
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        return "the call continues from a filled cache"
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):
+        return f"the call asks for a {config.cache_implementation} cache"
+    given = sorted(name for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value))
+    if given:
+        return f"the call has model inputs besides tokens: {', '.join(given)}"
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if positions is not None and mask is None:
+        mask = torch.ones_like(input_ids)
+    if positions is not None and not _are_ordinary(positions, mask):
+        return "the call has position_ids of its own"
+    return None
+
+
+def _is_input(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (value is not None and value is not False)
+
+
+def _are_ordinary(position_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
+    expected = attention_mask.long().cumsum(-1) - 1
+    is_token = attention_mask.bool()
+    if position_ids.dim() != 2 or position_ids.shape[1] != expected.shape[1]:
+        return False
+    return torch.equal(position_ids.expand_as(expected)[is_token], expected[is_token])

@@ -1,0 +1,195 @@
+"""The seam with transformers: `GenerationMixin` learns to decode with a `Drafter`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from .candidates import DrafterCandidateGenerator, assist
+from .config import check_num_assistant_tokens
+from .decoding import decode
+from .drafters.base import Drafter
+from .hosting import why_not_static
+
+logger = logging.getLogger(__name__)
+
+_ASSISTED_DECODING = GenerationMixin._assisted_decoding
+_GET_CANDIDATE_GENERATOR = GenerationMixin._get_candidate_generator
+_VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
+
+
+@functools.wraps(_ASSISTED_DECODING)
+def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+    if not isinstance(assistant_model, Drafter):
+        return _ASSISTED_DECODING(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+    return _generate(self, assistant_model, input_ids, *args, **kwargs)
+
+
+@functools.wraps(_GET_CANDIDATE_GENERATOR)
+def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
+    if isinstance(assistant_model, DrafterCandidateGenerator):
+        return assistant_model
+    return _GET_CANDIDATE_GENERATOR(self, *args, assistant_model=assistant_model, **kwargs)
+
+
+@functools.wraps(_VALIDATE_GENERATION_MODE)
+def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+    drafter = generation_mode_kwargs.get("assistant_model")
+    if not isinstance(drafter, Drafter):
+        return _VALIDATE_GENERATION_MODE(self, generation_mode, generation_config, generation_mode_kwargs)
+    check_call(self, drafter, generation_mode, generation_config)
+    # What is left is what transformers checks for plain decoding; the rules for its own assistants do not apply.
+    others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
+    return _VALIDATE_GENERATION_MODE(self, GenerationMode.SAMPLE, generation_config, others)
+
+
+_SEAM: dict[str, tuple[Callable, Callable]] = {
+    "_assisted_decoding": (_ASSISTED_DECODING, _assisted_decoding),
+    "_get_candidate_generator": (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
+    "_validate_generation_mode": (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
+}
+
+
+def install() -> None:
+    """Let `generate(assistant_model=drafter)` run our engines. Done on import; doing it twice changes nothing.
+
+    Calls without a `Drafter` go to transformers' own methods unchanged.
+    """
+    for name, (_, ours) in _SEAM.items():
+        setattr(GenerationMixin, name, ours)
+
+
+def uninstall() -> None:
+    """Give `GenerationMixin` back exactly the methods it had before `install`."""
+    for name, (original, _) in _SEAM.items():
+        setattr(GenerationMixin, name, original)
+
+
+def check_call(
+    model: PreTrainedModel, drafter: Drafter, generation_mode: GenerationMode, config: GenerationConfig
+) -> None:
+    """Raise `ValueError` if `model` cannot generate with `drafter` as asked."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; hf_specdec drafts for decoder-only models.")
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"A drafter works with greedy search and sampling, but the call asks for {generation_mode.value} "
+            f"(num_beams={config.num_beams}). Drop that option or assistant_model."
+        )
+    drafter.check_bound_to(model)
+    if model.training:
+        raise ValueError(f"{name} is in training mode, so its dropout is active; call model.eval() first.")
+    if config.use_cache is False:
+        raise ValueError("use_cache is False, but speculative decoding verifies drafts on a cache; drop that option.")
+    if config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"assistant_ensemble_weight is {config.assistant_ensemble_weight}, which accepts drafts lossily; "
+            "hf_specdec is lossless only. Drop that option."
+        )
+    if drafter.device != model.device:
+        raise ValueError(
+            f"The drafter is on {drafter.device} and {name} on {model.device}; expected the same device. "
+            f"Move it with drafter.to({str(model.device)!r}) and call drafter.bind(model) again."
+        )
+
+
+def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """Padding tokens at the start of each row of `input_ids` `[B, P]`.
+
+    Raises:
+        ValueError: a row is padded on the right or in the middle, or holds padding only.
+    """
+    if attention_mask is None:
+        return [0] * input_ids.shape[0]
+    mask = attention_mask.bool()
+    padding = (~mask).sum(dim=1)
+    expected = torch.arange(mask.shape[1], device=mask.device) >= padding[:, None]
+    wrong = (mask != expected).any(dim=1) | ~mask.any(dim=1)
+    if wrong.any():
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"Row {row} of the batch has an attention_mask that is not padding followed by tokens "
+            f"({mask[row].int().tolist()[:16]}...). Generation needs padding on the left: set "
+            "tokenizer.padding_side = 'left'."
+        )
+    return padding.tolist()
+
+
+def _generate(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    input_ids: torch.Tensor,
+    logits_processor,
+    stopping_criteria,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer=None,
+    inputs_tensor: torch.Tensor | None = None,
+    assistant_tokenizer=None,
+    tokenizer=None,
+    **model_kwargs,
+):
+    """`GenerationMixin._assisted_decoding` for a `Drafter`: choose the engine and run it."""
+    if synced_gpus:
+        raise ValueError(
+            "synced_gpus is set (FSDP or DeepSpeed stage 3), but ranks with drafters take different numbers of "
+            "rounds; expected synced_gpus=False."
+        )
+    if input_ids.shape[1] == 0:
+        raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
+    num_draft_tokens = drafter.num_assistant_tokens
+    if generation_config.num_assistant_tokens is not None:
+        num_draft_tokens = check_num_assistant_tokens(generation_config.num_assistant_tokens)
+    padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
+    obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
+    engine, reason = _choose_engine(drafter, obstacle)
+    _log_engine(engine, reason)
+    if engine == "static":
+        return decode(
+            model,
+            drafter,
+            input_ids,
+            padding,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            num_draft_tokens,
+            reason,
+            streamer,
+        )
+    return assist(
+        _ASSISTED_DECODING,
+        model,
+        drafter,
+        input_ids,
+        generation_config,
+        stopping_criteria,
+        num_draft_tokens,
+        reason,
+        logits_processor=logits_processor,
+        streamer=streamer,
+        inputs_tensor=inputs_tensor,
+        **model_kwargs,
+    )
+
+
+@functools.cache
+def _log_engine(engine: str, reason: str) -> None:
+    """Say once which engine runs and why; loudly if it is the slow one and nobody asked for it."""
+    level = logging.WARNING if engine == "stock" and not reason.startswith("forced") else logging.INFO
+    logger.log(level, "hf_specdec runs the %s engine: %s", engine, reason)
+
+
+def _choose_engine(drafter: Drafter, obstacle: str | None) -> tuple[str, str]:
+    if drafter.engine == "static" and obstacle is not None:
+        raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
+    if drafter.engine != "auto":
+        return drafter.engine, f"forced by engine={drafter.engine!r}"
+    return ("static", "the target and the call fit") if obstacle is None else ("stock", obstacle)

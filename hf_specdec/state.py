@@ -1,0 +1,140 @@
+"""Everything a generation keeps on the device, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .cache import RaggedCache
+from .drafters.base import Drafter, Proposal
+from .sampling import Verdict
+from .stats import Counters
+
+
+@dataclass
+class DecodeState:
+    """Device buffers and settings of one `generate()` call over B rows; slot == position throughout.
+
+    Attributes:
+        tokens: `[B, slots]` int64, committed tokens; the prompt without padding comes first.
+        lengths: `[B]` int64, committed tokens of each row. The last of them has not passed through the target yet.
+        limits: `[B]` int64, length at which a row ends.
+        finished: `[B]` bool; a finished row computes on the scrap slot and commits nothing.
+        eos: `[E]` int64, tokens that end a row; may be empty.
+        seeds: `[B]` int64, keys of the rows' random numbers.
+        slots: slots of every cache, the last of them scrap.
+        num_draft_tokens: K.
+        temperature: of sampling; None when decoding is greedy.
+        draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
+        cache: the target's keys and values.
+        counters: acceptance counts.
+        live: slots that the next round may need; a bound that the host knows.
+        proposal: drafts that the next round verifies; set by `Drafter.propose`.
+        memory: what the drafter keeps; set from `Drafter.new_memory`.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    limits: torch.Tensor
+    finished: torch.Tensor
+    eos: torch.Tensor
+    seeds: torch.Tensor
+    slots: int
+    num_draft_tokens: int
+    temperature: float | None
+    draft_probs: bool
+    cache: RaggedCache | None
+    counters: Counters
+    live: int
+    proposal: Proposal | None = None
+    memory: Any = None
+
+    @classmethod
+    def allocate(
+        cls,
+        prompts: list[torch.Tensor],
+        max_new_tokens: int,
+        drafter: Drafter,
+        num_draft_tokens: int,
+        num_layers: int,
+        eos: torch.Tensor | None,
+        seeds: torch.Tensor,
+        temperature: float | None,
+        draft_probs: bool,
+    ) -> DecodeState:
+        """State of a batch whose prompts, `[length]` int64 each and without padding, are about to be prefilled.
+
+        `num_layers` is the target's; 0 for a target that keeps its own cache.
+        """
+        device, batch = prompts[0].device, len(prompts)
+        longest = max(len(prompt) for prompt in prompts)
+        slots = longest + max_new_tokens + 1
+        tokens = torch.zeros(batch, slots, dtype=torch.int64, device=device)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        state = cls(
+            tokens=tokens,
+            lengths=lengths,
+            limits=lengths + max_new_tokens,
+            finished=torch.zeros(batch, dtype=torch.bool, device=device),
+            eos=torch.empty(0, dtype=torch.int64, device=device) if eos is None else eos.to(device),
+            seeds=seeds.to(device),
+            slots=slots,
+            num_draft_tokens=num_draft_tokens,
+            temperature=temperature,
+            draft_probs=draft_probs,
+            cache=RaggedCache(num_layers, slots) if num_layers else None,
+            counters=Counters(batch, num_draft_tokens, device),
+            live=longest,
+        )
+        state.memory = drafter.new_memory(state)
+        return state
+
+    @property
+    def scrap(self) -> int:
+        """The slot for what belongs nowhere."""
+        return self.slots - 1
+
+    def slot_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of `positions`, `[B]` or `[B, n]` int64: scrap for finished rows and where no token can follow."""
+        finished, limits = (
+            (self.finished, self.limits)
+            if positions.dim() == 1
+            else (
+                self.finished[:, None],
+                self.limits[:, None],
+            )
+        )
+        return torch.where(finished | (positions > limits - 2), self.scrap, positions)
+
+    def position_ids(self, slots: torch.Tensor) -> torch.Tensor:
+        """Positions to embed for `slots`; the scrap slot gets one that every model has."""
+        return slots.clamp(max=self.slots - 2)
+
+    def block(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens to verify, `[B, K + 1]` int64: the last committed one, then the drafts; and their slots."""
+        last = self.tokens.gather(1, (self.lengths - 1)[:, None])
+        steps = torch.arange(self.num_draft_tokens + 1, device=last.device)
+        return torch.cat([last, self.proposal.tokens], dim=1), self.slot_of((self.lengths - 1)[:, None] + steps)
+
+    def commit(self, verdict: Verdict) -> Verdict:
+        """Append the verdict's tokens to the rows, as far as an end-of-sequence token or the limit lets them.
+
+        Returns the verdict with `committed` cut accordingly.
+        """
+        steps = torch.arange(verdict.tokens.shape[1], device=verdict.tokens.device)
+        room = torch.where(self.finished, 0, self.limits - self.lengths)
+        committed = torch.minimum(verdict.committed, room)
+        ends = torch.isin(verdict.tokens, self.eos) & (steps < committed[:, None])
+        has_ended = ends.any(dim=1)
+        committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
+
+        slots = torch.where(steps < committed[:, None], self.lengths[:, None] + steps, self.scrap)
+        self.tokens.scatter_(1, slots, verdict.tokens)
+        self.counters.count(verdict.accepted, committed, room)
+        self.lengths += committed
+        self.finished |= has_ended | (self.lengths >= self.limits)
+        return verdict._replace(committed=committed)

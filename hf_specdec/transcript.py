@@ -1,0 +1,134 @@
+"""The host's side of a generation: what has been said so far, and when to stop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+
+class Transcript:
+    """Collects the rows' committed tokens and settles them step by step, as plain `generate()` would.
+
+    Rows progress at their own pace, but stopping criteria and streamers are made for whole batches in step. So step t
+    is settled once every row that goes on has its token t: criteria are called with the batch up to t, finished rows
+    are padded, the streamer gets the step's tokens. What a row has beyond the settled steps waits, and is dropped if
+    the row turns out to have ended.
+
+    Args:
+        prompts: `[B, P]` int64, left-padded, as given to `generate()`.
+        criteria: all stopping criteria.
+        pad_token: what finished rows continue with; None if no end-of-sequence token is set, in which case rows go on
+            until all of them are stopped, as in plain `generate()`.
+        max_new_tokens: room for new tokens.
+        streamer: gets the tokens `[B]` of each settled step, on the CPU.
+        keep_scores, keep_logits: whether `add` is given scores and logits to keep.
+    """
+
+    def __init__(
+        self,
+        prompts: torch.Tensor,
+        criteria: StoppingCriteriaList,
+        pad_token: int | None,
+        max_new_tokens: int,
+        streamer: BaseStreamer | None = None,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
+    ):
+        batch, self._width = prompts.shape
+        self._criteria = [rule for rule in criteria if type(rule) not in (EosTokenCriteria, MaxLengthCriteria)]
+        self._ends = {
+            token for rule in criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id.tolist()
+        }
+        lengths = [rule.max_length for rule in criteria if type(rule) is MaxLengthCriteria]
+        self._max_length = min(lengths, default=self._width + max_new_tokens)
+        self._pad_token = pad_token
+        self._streamer = streamer
+        self._sequences = torch.cat([prompts, prompts.new_zeros(batch, max_new_tokens)], dim=1)
+        self._rows: list[list[int]] = [[] for _ in range(batch)]
+        self._records = {
+            name: [[] for _ in range(batch)]
+            for name, wanted in (("scores", keep_scores), ("logits", keep_logits))
+            if wanted
+        }
+        self._settled: dict[str, tuple[torch.Tensor, ...]] = {name: () for name in self._records}
+        self.stopped = [False] * batch
+        self.steps = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self.stopped)
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """`[B, P + steps]` int64: prompts and settled tokens."""
+        return self._sequences[:, : self._width + self.steps]
+
+    @property
+    def scores(self) -> tuple[torch.Tensor, ...] | None:
+        """One `[B, V]` a settled step, if kept; zeros for rows that had finished."""
+        return self._settled.get("scores")
+
+    @property
+    def logits(self) -> tuple[torch.Tensor, ...] | None:
+        return self._settled.get("logits")
+
+    def longest_row(self) -> int:
+        """New tokens of the row that is furthest ahead, settled or not."""
+        return max(len(row) for row in self._rows)
+
+    def add(self, tokens: torch.Tensor, committed: torch.Tensor, **records: torch.Tensor) -> None:
+        """Take over a round's result and settle what can be settled.
+
+        Args:
+            tokens: `[B, K + 1]` int64.
+            committed: `[B]` int64, how many of them each row keeps.
+            records: `scores` and `logits`, `[B, K + 1, V]`, where they are kept.
+        """
+        counts = committed.tolist()
+        for row, (new, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+            self._rows[row] += new[:count]
+            for name, record in self._records.items():
+                record[row] += records[name][row, :count].unbind(0)
+        while not self.is_complete and self._is_next_step_known():
+            self._settle()
+
+    def finish(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+    def _is_padded(self, row: int) -> bool:
+        return self.stopped[row] and self._pad_token is not None
+
+    def _is_next_step_known(self) -> bool:
+        return all(self._is_padded(row) or len(new) > self.steps for row, new in enumerate(self._rows))
+
+    def _settle(self) -> None:
+        step = self.steps
+        column = [self._pad_token if self._is_padded(row) else new[step] for row, new in enumerate(self._rows)]
+        for name, record in self._records.items():
+            present = next(row for row in range(len(column)) if not self._is_padded(row))
+            blank = torch.zeros_like(record[present][step])
+            values = [blank if self._is_padded(row) else record[row][step] for row in range(len(column))]
+            self._settled[name] += (torch.stack(values),)
+        tokens = torch.tensor(column)
+        self._sequences[:, self._width + step] = tokens.to(self._sequences.device)
+        self.steps += 1
+
+        stops = [token in self._ends for token in column]
+        if self._width + self.steps >= self._max_length:
+            stops = [True] * len(column)
+        for rule in self._criteria:
+            verdict = rule(self.sequences, self.scores)
+            verdict = verdict.tolist() if isinstance(verdict, torch.Tensor) else verdict
+            stops = [
+                stop or (verdict[row] if isinstance(verdict, list) else bool(verdict)) for row, stop in enumerate(stops)
+            ]
+        self.stopped = [before or now for before, now in zip(self.stopped, stops, strict=True)]
+        if self._streamer is not None:
+            self._streamer.put(tokens)

@@ -1,0 +1,90 @@
+"""Small random targets of every family that the static engine is tested on, and prompts for them."""
+
+import functools
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 96
+PAD = 0
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = {
+    "llama": {"model_type": "llama"},
+    "qwen3": {"model_type": "qwen3"},
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 7, "query_pre_attn_scalar": 8},
+    "gpt-oss": {"model_type": "gpt_oss", "sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3-moe": {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 1, **_MOE},
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        **_MOE,
+    },
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        **_MOE,
+    },
+}
+STATIC_FAMILIES = [family for family in FAMILIES if family != "qwen3-next"]
+
+
+@functools.cache
+def tiny_target(family: str, seed: int = 0) -> PreTrainedModel:
+    """A random target in float32 and evaluation mode; shared between tests, so not to be changed."""
+    options = {**_COMMON, **FAMILIES[family]}
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+    model.generation_config.pad_token_id = PAD
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def padded_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random left-padded prompts: `input_ids` and `attention_mask`, `[len(lengths), max(lengths)]`."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    input_ids = torch.full((len(lengths), width), PAD)
+    attention_mask = torch.zeros(len(lengths), width, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        input_ids[row, width - length :] = torch.randint(2, VOCAB, (length,), generator=generator)
+        attention_mask[row, width - length :] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -1,0 +1,32 @@
+"""A wheel built from the tree works outside it, and the tree keeps clear of the `kernels` trap."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_wheel_works_outside_the_tree(tmp_path):
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    program = (
+        "import hf_specdec, hf_specdec.kernels.reference, hf_specdec.drafters.eagle3, sys;"
+        "print(hf_specdec.__file__, hf_specdec.kernels.reference.__file__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    )
+    assert all(path.startswith(str(tmp_path)) for path in out.stdout.split())
+
+
+def test_kernels_folder_does_not_shadow_the_kernels_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "tests" / "kernels").exists()
+    assert (ROOT / "hf_specdec" / "kernels").resolve() == ROOT / "kernels"

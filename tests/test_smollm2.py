@@ -1,0 +1,94 @@
+"""The shipped drafter on the real model: SmolLM2-135M-Instruct."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_specdec import AutoDrafter
+
+ROOT = Path(__file__).parents[1]
+DRAFTERS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/config.json"))
+
+pytestmark = pytest.mark.smollm2
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    from smollm2 import load_smollm2
+
+    return load_smollm2()
+
+
+def chat_batches(tokenizer, num_prompts: int, batch_size: int):
+    lines = (ROOT / "examples" / "prompts" / "chat.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    chosen = prompts[:: len(prompts) // num_prompts][:num_prompts]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        for text in chosen
+    ]
+    for start in range(0, num_prompts, batch_size):
+        yield tokenizer(
+            texts[start : start + batch_size],
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            add_special_tokens=False,
+        )
+
+
+@pytest.mark.parametrize("folder", DRAFTERS, ids=lambda path: path.name)
+def test_forty_chat_answers_are_identical_and_drafts_are_accepted(smollm2, folder):
+    model, tokenizer = smollm2
+    drafter = AutoDrafter.from_pretrained(folder, target=model, num_assistant_tokens=5)
+    rounds = committed = 0
+    for inputs in chat_batches(tokenizer, num_prompts=40, batch_size=10):
+        plain = model.generate(**inputs, do_sample=False, max_new_tokens=128)
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=128, assistant_model=drafter)
+        assert torch.equal(out, plain)
+        rounds += drafter.stats.rounds
+        committed += drafter.stats.committed
+    assert committed / rounds > 2.0
+
+
+@pytest.mark.parametrize("draft_probs", [False, True])
+def test_sampled_tokens_follow_the_target(smollm2, draft_probs):
+    # The first two tokens, three candidates each: nine outcomes whose probabilities the target gives exactly.
+    model, tokenizer = smollm2
+    drafter = AutoDrafter.from_pretrained(DRAFTERS[0], target=model, num_assistant_tokens=3, draft_probs=draft_probs)
+    inputs = next(chat_batches(tokenizer, num_prompts=1, batch_size=1))
+    draws, top_k, temperature = 768, 3, 1.5
+    torch.manual_seed(20)
+    counts: dict[tuple[int, int], int] = {}
+    for _ in range(draws // 128):
+        out = model.generate(
+            **inputs,
+            do_sample=True,
+            top_k=top_k,
+            temperature=temperature,
+            max_new_tokens=2,
+            num_return_sequences=128,
+            assistant_model=drafter,
+        )
+        for pair in out[:, -2:].tolist():
+            counts[tuple(pair)] = counts.get(tuple(pair), 0) + 1
+    assert drafter.stats.draft_probs == draft_probs
+    expected = first_two_tokens_law(model, inputs["input_ids"], top_k, temperature)
+    assert set(counts) <= set(expected)
+    statistic = sum((counts.get(pair, 0) - draws * p) ** 2 / (draws * p) for pair, p in expected.items())
+    assert statistic < 26.1  # the 99.9 % quantile of chi-square with 8 degrees of freedom
+
+
+@torch.no_grad()
+def first_two_tokens_law(model, input_ids, top_k, temperature) -> dict[tuple[int, int], float]:
+    def law(ids):
+        values, tokens = (model(ids).logits[0, -1].double() / temperature).topk(top_k)
+        return zip(tokens.tolist(), values.softmax(-1).tolist(), strict=True)
+
+    return {
+        (first, second): p_first * p_second
+        for first, p_first in law(input_ids)
+        for second, p_second in law(torch.cat([input_ids, torch.tensor([[first]])], dim=1))
+    }
