@@ -5,10 +5,18 @@ model.generate(**inputs, assistant_model=drafter)
 """
 
 from .config import DrafterConfig
-from .drafters import Drafter, register_drafter
+from .drafters import AutoDrafter, Drafter, register_drafter
 from .integration import install, uninstall
 from .stats import SpeculationStats
 
-__all__ = ["Drafter", "DrafterConfig", "SpeculationStats", "install", "register_drafter", "uninstall"]
+__all__ = [
+    "AutoDrafter",
+    "Drafter",
+    "DrafterConfig",
+    "SpeculationStats",
+    "install",
+    "register_drafter",
+    "uninstall",
+]
 
 install()

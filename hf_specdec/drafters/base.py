@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -121,6 +122,13 @@ class Drafter(PreTrainedModel):
                 f"This {type(self).__name__} is bound to another target than the one that generates; "
                 "call drafter.bind(model) first."
             )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write the normal form, whatever dialect the drafter was read from; `push_to_hub` uploads the same.
+
+        Arguments as in `PreTrainedModel.save_pretrained`, without `save_original_format`.
+        """
+        super().save_pretrained(save_directory, save_original_format=False, **kwargs)
 
     def new_memory(self, state: DecodeState) -> Any:
         """What the drafter keeps through one generation; stored as `state.memory`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .. import ops
@@ -24,6 +24,39 @@ if TYPE_CHECKING:
     from ..state import DecodeState
 
 
+def check_fit(config: Eagle3Config, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
+    """Check that a drafter called `name` fits a target with `num_layers` layers; return the boundaries it taps.
+
+    Raises:
+        ValueError: it was made for another hidden size, vocabulary or number of layers.
+    """
+    text, target_name = target.get_text_config(), target.name_or_path or target.model_type
+    if text.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"{name} was made for a target with hidden_size {config.target_hidden_size}, but {target_name} has "
+            f"hidden_size {text.hidden_size}: it is a drafter for another model."
+        )
+    if text.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"{name} was made for a vocabulary of {config.vocab_size} tokens, but {target_name} has "
+            f"{text.vocab_size}: it is a drafter for another model."
+        )
+    if not config.use_aux_hidden_state:
+        return []
+    taps = config.taps if config.taps is not None else default_taps(num_layers)
+    if taps[-1] > num_layers or taps[0] < 0:
+        raise ValueError(
+            f"{name} taps the boundaries {taps}, but {target_name} has {num_layers} layers, so boundaries 0 to "
+            f"{num_layers}: it is a drafter for another model, or `taps=` must be given."
+        )
+    if len(taps) != config.num_taps:
+        raise ValueError(
+            f"{name} reads {config.num_taps} taps, but the rule for {num_layers} layers gives the boundaries {taps}; "
+            f"pass `taps=` with {config.num_taps} different boundaries."
+        )
+    return taps
+
+
 @register_drafter
 class Eagle3Drafter(Drafter):
     """EAGLE-3 drafter.
@@ -35,6 +68,8 @@ class Eagle3Drafter(Drafter):
     """
 
     config_class = Eagle3Config
+    # Training leftovers that published files carry; `check_tensors` decides what else a file may hold.
+    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"rotary_emb\.", r"^verifier_", r"^norm\.weight$"]
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -73,30 +108,8 @@ class Eagle3Drafter(Drafter):
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def bind(self, target: PreTrainedModel) -> None:
-        config, text = self.config, target.config.get_text_config()
-        name = f"{type(self).__name__} ({config.name_or_path or 'unnamed'})"
-        num_layers = len(decoder_layers(target))
-        if text.hidden_size != config.target_hidden_size:
-            raise ValueError(
-                f"{name} was made for a target with hidden_size {config.target_hidden_size}, but "
-                f"{type(target).__name__} has hidden_size {text.hidden_size}: it is a drafter for another model."
-            )
-        if text.vocab_size != config.vocab_size:
-            raise ValueError(
-                f"{name} was made for a vocabulary of {config.vocab_size} tokens, but {type(target).__name__} has "
-                f"{text.vocab_size}: it is a drafter for another model."
-            )
-        taps = config.taps if config.taps is not None else default_taps(num_layers)
-        if config.use_aux_hidden_state and (taps[-1] > num_layers or taps[0] < 0):
-            raise ValueError(
-                f"{name} taps the boundaries {taps}, but {type(target).__name__} has {num_layers} layers, so boundaries "
-                f"0 to {num_layers}: it is a drafter for another model, or `taps=` must be given."
-            )
-        if config.use_aux_hidden_state and len(taps) != config.num_taps:
-            raise ValueError(
-                f"{name} reads {config.num_taps} taps, but the rule for {num_layers} layers gives the boundaries {taps}; "
-                f"pass `taps=` with {config.num_taps} different boundaries."
-            )
+        config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        taps = check_fit(config, target.config, len(decoder_layers(target)), name)
         borrowed = {}
         if self.embed_tokens is None:
             borrowed["embedding"] = self._borrow(target.get_input_embeddings(), "embedding", name)

@@ -1,0 +1,225 @@
+"""`AutoDrafter`: from a published checkpoint to a drafter that is bound to its target."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..config import DrafterConfig
+from .base import Drafter, registered_drafters
+from .checkpoints import Checkpoint, open_checkpoint
+from .dialects import KEY_MAPPING, Decision, read_eagle3
+from .eagle3 import Eagle3Drafter
+from .families import check_family
+from .tensors import check_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointReading(NamedTuple):
+    """What a checkpoint was found to be.
+
+    Attributes:
+        family: class that runs it.
+        config: its configuration in normal form.
+        decisions: how what the checkpoint leaves open was settled; empty for our own form.
+    """
+
+    family: type[Drafter]
+    config: DrafterConfig
+    decisions: tuple[Decision, ...]
+
+
+def read_checkpoint(
+    checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Mapping[str, Any] | None = None
+) -> CheckpointReading:
+    """Recognise a checkpoint, bring its configuration into normal form, and check its tensors against that.
+
+    Args:
+        checkpoint: what was published.
+        target: the target's configuration, if there is a target.
+        overrides: readings that the caller insists on, by their keywords in `AutoDrafter.from_pretrained`.
+
+    Raises:
+        ValueError: a family that is not supported, no known dialect, or contradictions, each named.
+    """
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    family = registered_drafters().get(checkpoint.config.get("model_type"))
+    if family is None:
+        check_family(checkpoint.name, checkpoint.config, checkpoint.tensors)
+        reading = read_eagle3(checkpoint, target.get_text_config() if target is not None else None, given)
+        found = CheckpointReading(Eagle3Drafter, reading.config, reading.decisions)
+    else:
+        found = _read_own(checkpoint, family, given)
+    check_tensors(checkpoint, found.family, found.config)
+    found.config.name_or_path = checkpoint.name
+    return found
+
+
+def _read_own(checkpoint: Checkpoint, family: type[Drafter], given: Mapping[str, Any]) -> CheckpointReading:
+    """Our normal form: complete, so the only decisions are the caller's."""
+    settings = dict(checkpoint.config)
+    for name, value in given.items():
+        if name == "rope_theta":
+            settings["rope_parameters"] = settings.get("rope_parameters", {}) | {name: float(value)}
+        elif name not in ("share_embedding", "share_head"):
+            if not hasattr(family.config_class, name):
+                raise ValueError(f"{checkpoint.name} is a {family.config_class.family} drafter: it has no {name}.")
+            settings[name] = value
+    decisions = tuple(Decision(name, value, "given by the caller") for name, value in given.items())
+    return CheckpointReading(family, family.config_class.from_dict(settings), decisions)
+
+
+class AutoDrafter:
+    """Loads a drafter of any supported family and dialect; see `from_pretrained`."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        target: PreTrainedModel,
+        *,
+        num_assistant_tokens: int | None = None,
+        draft_probs: bool | str = "auto",
+        engine: str = "auto",
+        compile: bool = True,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        dtype: str | torch.dtype | None = None,
+        device_map: Any = None,
+        taps: list[int] | None = None,
+        norm_before_residual: bool | None = None,
+        norm_output: bool | None = None,
+        final_norm: bool | None = None,
+        rope_theta: float | None = None,
+        share_embedding: bool | None = None,
+        share_head: bool | None = None,
+    ) -> Drafter:
+        """Load a drafter as published, bound to `target`, in eval mode.
+
+        Args:
+            pretrained_model_name_or_path: folder, or repository on the Hub.
+            target: the model that is to be sped up.
+            num_assistant_tokens: draft tokens a round (K); the checkpoint's own if None.
+            draft_probs, engine: see `Drafter.configure`.
+            compile: whether the engine may compile the round. It runs eagerly in this version, either way.
+            revision, subfolder, token, cache_dir, local_files_only, force_download: where on the Hub, as in
+                `PreTrainedModel.from_pretrained`.
+            dtype: the target's if None.
+            device_map: the target's device if None.
+            taps: boundaries to tap; boundary b is the stream that enters layer b, or leaves the last for b = n.
+            norm_before_residual, norm_output, final_norm: see `Eagle3Config`.
+            rope_theta: base of the draft layers' RoPE.
+            share_embedding, share_head: True to use the target's, False to use the checkpoint's own. None: the
+                checkpoint's own if it has one that differs from the target's.
+
+        Raises:
+            OSError: no such repository, no access, or a file is missing.
+            ValueError: not a drafter that can be run, not a drafter for this target, or damaged files.
+            TypeError: an unknown keyword, or a target that is no model.
+        """
+        if not isinstance(target, nn.Module):
+            raise TypeError(f"target is {target!r}; expected the model that is to be sped up.")
+        overrides = {
+            "taps": taps,
+            "norm_before_residual": norm_before_residual,
+            "norm_output": norm_output,
+            "final_norm": final_norm,
+            "rope_theta": rope_theta,
+            "share_embedding": share_embedding,
+            "share_head": share_head,
+        }
+        checkpoint = open_checkpoint(
+            pretrained_model_name_or_path,
+            subfolder=subfolder,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        found = read_checkpoint(checkpoint, target.config, overrides)
+        drafter = load_weights(
+            checkpoint,
+            found,
+            dtype=target.dtype if dtype is None else dtype,
+            device_map=_device_of(target) if device_map is None else device_map,
+        )
+        share_with_target(drafter, target, share_embedding, share_head)
+        drafter.bind(target)
+        drafter.configure(num_assistant_tokens, draft_probs, engine)
+        _log(checkpoint.name, found)
+        return drafter.eval()
+
+
+def _device_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
+    return None if target.device.type == "cpu" else {"": target.device}
+
+
+def load_weights(checkpoint: Checkpoint, found: CheckpointReading, dtype: Any, device_map: Any) -> Drafter:
+    """Load the checkpoint's weights with transformers' own loader.
+
+    Raises:
+        ValueError: a weight was not loaded, or a tensor of the files found no place.
+    """
+    drafter, info = found.family.from_pretrained(
+        checkpoint.folder,
+        config=found.config,
+        key_mapping=KEY_MAPPING,
+        dtype=dtype,
+        device_map=device_map,
+        use_safetensors=checkpoint.uses_safetensors,
+        output_loading_info=True,
+    )
+    problems = {what: sorted(map(str, names)) for what, names in info.items() if names}
+    if problems:
+        raise ValueError(f"The weights of {checkpoint.name} were not loaded completely: {problems}.")
+    drafter.config.name_or_path = checkpoint.name
+    return drafter
+
+
+def share_with_target(
+    drafter: Drafter, target: PreTrainedModel, share_embedding: bool | None, share_head: bool | None
+) -> None:
+    """Drop the drafter's own embedding or head where it is a copy of the target's or the caller says so."""
+    pairs = (
+        ("embed_tokens", "own_embedding", target.get_input_embeddings(), share_embedding),
+        ("lm_head", "own_head", target.get_output_embeddings(), share_head),
+    )
+    for attribute, field, theirs, share in pairs:
+        own = getattr(drafter, attribute, None)
+        if own is None or share is False:
+            continue
+        if share or _same_weight(own, theirs):
+            setattr(drafter, attribute, None)
+            setattr(drafter.config, field, False)
+
+
+def _same_weight(own: nn.Module, theirs: nn.Module | None) -> bool:
+    weight = getattr(theirs, "weight", None)
+    if weight is None or weight.shape != own.weight.shape or weight.device.type == "meta":
+        return False
+    return torch.equal(own.weight, weight.to(own.weight))
+
+
+def _log(name: str, found: CheckpointReading) -> None:
+    """One record a load with every decision, and one warning if a decision may be wrong."""
+    if found.decisions:
+        logger.info(f"{name} ({found.config.dialect}): " + "; ".join(map(str, found.decisions)))
+    doubtful = [decision for decision in found.decisions if decision.doubtful]
+    if doubtful:
+        logger.warning(
+            f"{name} leaves open how it is to be read: {'; '.join(map(str, doubtful))}. If few drafts are accepted, "
+            "run `hf-specdec inspect --self-check` on it and its target, and pass what that finds by keyword "
+            f"({', '.join(decision.name for decision in doubtful)})."
+        )

@@ -1,0 +1,175 @@
+"""The files of a drafter checkpoint: where they are, what `config.json` says, which tensors the weight files hold."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+CONFIG_FILE = "config.json"
+# In the order in which transformers prefers them.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, as its file's header describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter's checkpoint, fully on this machine, its weights not loaded.
+
+    Attributes:
+        name: repository or folder as the user gave it, with the subfolder.
+        folder: where the files lie: the folder itself, or the Hub cache's snapshot of one commit.
+        config: content of `config.json`.
+        tensors: what the weight files hold, by the names in the files.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Load the one tensor called `name` in the files."""
+        file = self.tensors[name].file
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return opened.get_tensor(name)
+        return _load_pickle(file)[name]
+
+    @property
+    def uses_safetensors(self) -> bool:
+        return all(tensor.file.suffix == ".safetensors" for tensor in self.tensors.values())
+
+
+def open_checkpoint(repo: str | Path, subfolder: str = "", revision: str | None = None, **hub: Any) -> Checkpoint:
+    """Find, and download where needed, every file of the checkpoint and read their headers.
+
+    Args:
+        repo: folder, or repository on the Hub.
+        subfolder: folder inside it that holds the checkpoint.
+        revision: branch, tag or commit. All files are taken from the one commit that it stands for.
+        hub: `token`, `cache_dir`, `local_files_only`, `force_download`, as in `PreTrainedModel.from_pretrained`.
+
+    Raises:
+        OSError: no such repository, no access, no `config.json`, no weight file, a shard or a download is missing.
+        ValueError: a file is not what its name says.
+    """
+    name = f"{repo}/{subfolder}" if subfolder else str(repo)
+    config_file = _fetch(repo, CONFIG_FILE, subfolder, revision, hub)
+    if config_file is None:
+        raise OSError(
+            f"{name} has no {CONFIG_FILE}; expected a folder or a Hub repository that holds a drafter's "
+            f"{CONFIG_FILE} and weights. If they are in a subfolder, pass `subfolder=`."
+        )
+    config = _read_json(config_file)
+    commit = extract_commit_hash(str(config_file), None)
+    files = _fetch_weights(name, repo, subfolder, commit or revision, hub)
+    return Checkpoint(name, config_file.parent, config, _headers(files))
+
+
+def _fetch(
+    repo: str | Path, filename: str, subfolder: str, revision: str | None, hub: Mapping[str, Any]
+) -> Path | None:
+    """The file on this machine, or None if the repository has none of that name."""
+    try:
+        found = cached_file(
+            repo, filename, subfolder=subfolder, revision=revision, _raise_exceptions_for_missing_entries=False, **hub
+        )
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # The client's transport errors share no base class across its versions.
+        raise OSError(f"Could not fetch {filename} of {repo}: {error}. Try again to resume the download.") from error
+    return None if found is None else Path(found)
+
+
+def _fetch_weights(
+    name: str, repo: str | Path, subfolder: str, revision: str | None, hub: Mapping[str, Any]
+) -> list[Path]:
+    for candidate in WEIGHT_FILES:
+        file = _fetch(repo, candidate, subfolder, revision, hub)
+        if file is not None:
+            break
+    else:
+        raise OSError(f"{name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}.")
+    if file.suffix != ".json":
+        return [file]
+    shards = sorted(set(_read_json(file).get("weight_map", {}).values()))
+    files = [_fetch(repo, shard, subfolder, revision, hub) for shard in shards]
+    missing = [shard for shard, found in zip(shards, files, strict=True) if found is None]
+    if missing or not shards:
+        raise OSError(f"{file.name} of {name} lists {len(shards)} shards, of which are missing: {missing or 'all'}.")
+    return files
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not a JSON file ({error}).") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a JSON {type(content).__name__}; expected an object.")
+    return content
+
+
+def _headers(files: list[Path]) -> dict[str, StoredTensor]:
+    tensors = {}
+    for file in files:
+        read = _safetensors_header if file.suffix == ".safetensors" else _pickle_header
+        tensors.update(read(file))
+    return tensors
+
+
+def _safetensors_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), file) for name, part in slices.items()
+            }
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is not a complete safetensors file ({error}): it is truncated or of another format. "
+            "Download or export it again."
+        ) from error
+
+
+def _pickle_header(file: Path) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
+        for name, tensor in _load_pickle(file).items()
+    }
+
+
+def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+    """A PyTorch state dict, mapped into memory where the file allows it; never runs code of the file."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{file} cannot be read as PyTorch weights with weights_only=True "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): it is truncated, of another "
+            "format, or holds more than tensors."
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(f"{file} holds a {type(state).__name__}; expected a dictionary of tensors (a state dict).")
+    return state

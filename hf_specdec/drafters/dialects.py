@@ -1,0 +1,343 @@
+"""Published EAGLE-3 dialects, read into the one normal form: `Eagle3Config`.
+
+What a checkpoint leaves open is settled here by a stated rule, kept as a `Decision`, and can be overridden. The rules
+follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py), vllm-project/
+speculators (models/eagle3/config.py), NVIDIA/Model-Optimizer (export/plugins/hf_spec_export.py) and vLLM's readers of
+all four (llama_eagle3.py, configs/speculators/algos.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from ..config import DEFAULT_ROPE_THETA, Eagle3Config, default_taps
+from .checkpoints import Checkpoint, StoredTensor
+from .families import architectures, eagle_settings
+
+SAFEAILAB, SPECFORGE, SPECULATORS, MODELOPT = "SafeAILab", "SpecForge", "speculators", "NVIDIA ModelOpt"
+
+# `midlayer.` is SafeAILab's and SpecForge's name of the first layer, `model.` a prefix that NeMo writes.
+KEY_MAPPING = {r"^model\.": "", r"^midlayer\.": "layers.0."}
+
+_LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_LAYER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "initializer_range",
+    "vocab_size",
+)
+# Keys that only ModelOpt's export writes into `eagle_config`.
+_MODELOPT_MARKS = {
+    "use_input_layernorm_in_first_layer",
+    "use_last_layernorm",
+    "use_mtp_layernorm",
+    "next_layer_regular",
+    "parallel_draft_step",
+    "norm_before_fc",
+    "layer_ids",
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One thing that a checkpoint leaves open, and how it was settled.
+
+    Attributes:
+        name: what was decided; a keyword of `AutoDrafter.from_pretrained` where that is one.
+        value: the outcome.
+        rule: why.
+        doubtful: whether published checkpoints are known for which the rule would be wrong.
+    """
+
+    name: str
+    value: Any
+    rule: str
+    doubtful: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value}: {self.rule}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A checkpoint's configuration in normal form, and the decisions that led to it."""
+
+    config: Eagle3Config
+    decisions: tuple[Decision, ...]
+
+
+def rename(name: str) -> str:
+    """The normal form's name of a tensor."""
+    for pattern, replacement in KEY_MAPPING.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def detect_dialect(config: Mapping[str, Any]) -> str:
+    """The publisher whose layout an EAGLE-3 `config.json` has."""
+    if "speculators_model_type" in config:
+        return SPECULATORS
+    nested = eagle_settings(config)
+    if _MODELOPT_MARKS & set(nested):
+        return MODELOPT
+    return SPECFORGE if nested or "eagle3" in architectures(config) else SAFEAILAB
+
+
+def read_eagle3(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> Reading:
+    """Read an EAGLE-3 checkpoint of any dialect.
+
+    Args:
+        checkpoint: what was published.
+        target: the target's text configuration; what depends on it stays open without.
+        overrides: by their keywords in `AutoDrafter.from_pretrained`; a value of None leaves it to the rule.
+
+    Raises:
+        ValueError: config.json contradicts itself or the tensors.
+    """
+    return _Eagle3Reader(checkpoint, target, overrides).read()
+
+
+class _Eagle3Reader:
+    """One reading of one checkpoint; `decisions` fills up as questions are settled."""
+
+    def __init__(self, checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]):
+        self.name = checkpoint.name
+        self.dialect = detect_dialect(checkpoint.config)
+        self.top = checkpoint.config
+        self.nested = eagle_settings(checkpoint.config)
+        self.layer = self.top.get("transformer_layer_config", {}) if self.dialect == SPECULATORS else self.top
+        self.tensors: dict[str, StoredTensor] = {rename(key): value for key, value in checkpoint.tensors.items()}
+        self.target = target
+        self.overrides = {name: value for name, value in overrides.items() if value is not None}
+        self.decisions: list[Decision] = []
+
+    def read(self) -> Reading:
+        layers = self._layers()
+        taps = self._taps()
+        config = Eagle3Config(
+            **layers,
+            **self._sizes(layers, taps),
+            taps=taps,
+            rope_parameters=self._rope(),
+            norm_before_residual=self._norm_before_residual(),
+            norm_output=self._norm_output(),
+            final_norm=self._final_norm(),
+            own_embedding=self._owns("share_embedding", "embed_tokens.weight"),
+            own_head=self._owns("share_head", "lm_head.weight"),
+            use_aux_hidden_state=self._agreed("use_aux_hidden_state", self._use_aux, "fc.weight"),
+            norm_before_fc=self._agreed("norm_before_fc", self._setting("norm_before_fc"), "input_norm.weight"),
+            fc_norm=self._agreed("fc_norm", self._setting("fc_norm"), "fc_norm.0.weight"),
+            fc_bias="fc.bias" in self.tensors,
+            logit_scale=float(self._setting("logit_scale", 1.0)),
+            num_assistant_tokens=self._num_assistant_tokens(),
+            dialect=self.dialect,
+            target_name_or_path=(self.top.get("speculators_config") or {}).get("verifier", {}).get("name_or_path"),
+        )
+        return Reading(config, tuple(self.decisions))
+
+    @property
+    def _use_aux(self) -> bool:
+        return self._setting("use_aux_hidden_state", True)
+
+    def _setting(self, name: str, default: Any = None) -> Any:
+        """A setting beside the layers' own: inside `eagle_config` or at top level."""
+        for source in (self.nested, self.top):
+            if source.get(name) is not None:
+                return source[name]
+        return default
+
+    def _settle(self, name: str, value: Any, rule: str, doubtful: bool = False) -> Any:
+        """Note the decision, unless the caller overrides it, and return its outcome."""
+        if name in self.overrides:
+            value, rule, doubtful = self.overrides[name], "given by the caller", False
+        self.decisions.append(Decision(name, value, rule, doubtful))
+        return value
+
+    def _agreed(self, field: str, stated: bool | None, tensor: str) -> bool:
+        """Whether a part exists: its tensor tells, and what config.json states must agree."""
+        present = tensor in self.tensors
+        if stated is not None and stated != present:
+            raise ValueError(
+                f"{self.name} contradicts itself: {field} is {stated} by config.json, but its weights have "
+                f"{'a' if present else 'no'} tensor {tensor}."
+            )
+        return present
+
+    def _layers(self) -> dict[str, Any]:
+        """The fields of `Eagle3Config` that describe the decoder layers."""
+        model_type = self.layer.get("model_type", "llama")
+        if model_type not in _LAYER_CONFIGS:
+            raise ValueError(
+                f"{self.name} has draft layers of model_type {model_type!r}; expected one of {sorted(_LAYER_CONFIGS)}."
+            )
+        stated = {key: self.layer[key] for key in _LAYER_FIELDS if self.layer.get(key) is not None}
+        # The class fills in what speculators leaves out: its files hold the difference to the class defaults.
+        filled = _LAYER_CONFIGS[model_type](**stated)
+        fields = {key: getattr(filled, key) for key in _LAYER_FIELDS}
+        fields["num_hidden_layers"] = self._num_layers()
+        attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+        bias, mlp_bias = self.layer.get("attention_bias"), self.layer.get("mlp_bias")
+        fields["attention_bias"] = self._agreed("attention_bias", bias, f"{attention}.q_proj.bias")
+        fields["mlp_bias"] = self._agreed("mlp_bias", mlp_bias, f"{mlp}.gate_proj.bias")
+        fields["qk_norm"] = self._agreed("q_norm (of qwen3)", model_type == "qwen3", f"{attention}.q_norm.weight")
+        return fields | self._windows(fields["num_hidden_layers"])
+
+    def _num_layers(self) -> int:
+        found = {int(match[1]) for name in self.tensors if (match := re.match(r"layers\.(\d+)\.", name))}
+        stated = self.layer.get("num_hidden_layers", len(found) or 1)
+        if found and found != set(range(stated)):
+            raise ValueError(
+                f"{self.name} contradicts itself: num_hidden_layers is {stated} by config.json, but its weights hold "
+                f"the draft layers {sorted(found)}."
+            )
+        return stated
+
+    def _windows(self, num_layers: int) -> dict[str, Any]:
+        types = self.layer.get("layer_types")
+        window = self.layer.get("sliding_window")
+        if types is None:
+            return {"layer_types": None, "sliding_window": None}
+        if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f'{self.name} has layer_types {types}; expected "full_attention" or "sliding_attention" for each of '
+                f"its {num_layers} draft layers."
+            )
+        if "sliding_attention" in types and not window:
+            raise ValueError(f"{self.name} has layer_types {types} but sliding_window {window}; expected a size.")
+        return {"layer_types": list(types), "sliding_window": window}
+
+    def _sizes(self, layers: dict[str, Any], taps: list[int] | None) -> dict[str, Any]:
+        """Vocabulary and tap sizes, from the shapes where config.json omits them."""
+        head, table = self.tensors.get("lm_head.weight"), self.tensors.get("d2t")
+        draft_vocab_size = self.top.get("draft_vocab_size")
+        if draft_vocab_size is None:
+            source, tensor = ("lm_head.weight", head) if head else ("d2t", table)
+            draft_vocab_size = tensor.shape[0] if tensor else layers["vocab_size"]
+            rule = f"rows of {source}" if tensor else "the target's vocabulary, since the file has no head and no d2t"
+            self._settle("draft_vocab_size", draft_vocab_size, f"not in config.json; {rule}")
+        width = self._setting("target_hidden_size")
+        if width is None and self.target is not None and self.target.hidden_size == layers["hidden_size"]:
+            width = layers["hidden_size"]
+        if "fc.weight" not in self.tensors:
+            return {"draft_vocab_size": draft_vocab_size, "target_hidden_size": width, "num_taps": None}
+        total = self.tensors["fc.weight"].shape[1]
+        num_taps = self._num_taps(total, width, taps)
+        if total % num_taps or (width is not None and total != num_taps * width):
+            raise ValueError(
+                f"{self.name}: fc.weight reads {total} values, which is not {num_taps} taps (boundaries {taps}) of "
+                f"target_hidden_size {width or 'any size'}. Pass `taps=` if the target's default does not apply."
+            )
+        return {
+            "draft_vocab_size": draft_vocab_size,
+            "target_hidden_size": width or total // num_taps,
+            "num_taps": num_taps,
+        }
+
+    def _num_taps(self, total: int, width: int | None, taps: list[int] | None) -> int:
+        if taps is not None:
+            return len(taps)
+        stated = self._setting("num_aux_hidden_states") or self._setting("num_aux_layers")
+        return stated or (total // width if width else 3)
+
+    def _taps(self) -> list[int] | None:
+        """Tapped boundaries. What an id in config.json counts differs between publishers."""
+        if not self._use_aux:
+            return None
+        num_layers = self.target.num_hidden_layers if self.target is not None else None
+        stated = self.top.get("eagle_aux_hidden_state_layer_ids")
+        if stated:
+            rule = "eagle_aux_hidden_state_layer_ids at top level counts boundaries (vLLM, speculators)"
+            return self._settle("taps", sorted(set(stated)), rule)
+        stated = self.nested.get("eagle_aux_hidden_state_layer_ids") or self.nested.get("layer_ids")
+        if stated:
+            return self._nested_taps(sorted(set(stated)), num_layers)
+        if num_layers is None:
+            rule = "not in config.json; 2, n // 2, n - 3 of a target with n layers, every publisher's default"
+            return self._settle("taps", None, rule)
+        rule = f"not in config.json; 2, n // 2, n - 3 with n = {num_layers} layers, every publisher's default"
+        return self._settle("taps", default_taps(num_layers), rule)
+
+    def _nested_taps(self, ids: list[int], num_layers: int | None) -> list[int]:
+        """Ids inside `eagle_config`: outputs of layers for trainers that hook layers, boundaries for others."""
+        if num_layers is None:
+            rule = "ids in eagle_config, read as boundaries; the target's number of layers is needed to tell"
+            return self._settle("taps", ids, rule, doubtful=True)
+        if ids == sorted({1, num_layers // 2 - 1, num_layers - 4}):
+            rule = f"ids {ids} in eagle_config are SpecForge's and ModelOpt's default for {num_layers} layers, which "
+            return self._settle("taps", [i + 1 for i in ids], rule + "counts outputs of layers", doubtful=True)
+        rule = "ids in eagle_config other than the default of trainers that count outputs of layers are boundaries"
+        return self._settle("taps", ids, rule, doubtful=True)
+
+    def _rope(self) -> dict[str, Any]:
+        """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta`."""
+        nested = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
+        rest = {key: value for key, value in nested.items() if key not in ("type", "rope_theta")}
+        kind = nested.get("rope_type", nested.get("type", "default"))
+        inner, outer = nested.get("rope_theta"), self.layer.get("rope_theta")
+        if inner is None and outer is None:
+            theta, rule, doubtful = DEFAULT_ROPE_THETA, "not in config.json; the default of every publisher", False
+        elif inner is not None and outer is not None and inner != outer:
+            rule = f"config.json has {inner} inside rope_parameters or rope_scaling and {outer} at top level; the inner"
+            theta, rule, doubtful = inner, rule + " one is transformers 5's", True
+        else:
+            theta, rule, doubtful = inner if inner is not None else outer, "config.json", False
+        theta = self._settle("rope_theta", float(theta), rule, doubtful)
+        return rest | {"rope_type": kind, "rope_theta": theta}
+
+    def _norm_before_residual(self) -> bool:
+        stated = self._setting("norm_before_residual")
+        if stated is not None:
+            return self._settle("norm_before_residual", stated, "config.json")
+        if self.dialect == SPECULATORS:
+            rule = "not in config.json; vLLM reads a speculators EAGLE-3 config without it as True"
+            return self._settle("norm_before_residual", True, rule, doubtful=True)
+        return self._settle("norm_before_residual", False, f"not in config.json; the default of {self.dialect}")
+
+    def _norm_output(self) -> bool:
+        """Whether the feedback is taken after the final norm (EAGLE 3.1).
+
+        In SpecForge before its pull request 879, True meant that a final norm exists, which says nothing of this.
+        """
+        stated = self._setting("norm_output")
+        if stated is None:
+            return self._settle("norm_output", False, "not in config.json; EAGLE-3 feeds back the stream before norm")
+        if self.dialect != SPECFORGE or not stated:
+            return self._settle("norm_output", stated, "config.json")
+        is_31 = "fc_norm.0.weight" in self.tensors
+        rule = "SpecForge's norm_output has two meanings; with fc_norm it is EAGLE 3.1's, without it a final norm"
+        return self._settle("norm_output", is_31, rule, doubtful=True)
+
+    def _final_norm(self) -> bool:
+        present, stated = "norm.weight" in self.tensors, self._setting("use_last_layernorm")
+        if self.dialect == SPECFORGE and self._setting("norm_output") is False:
+            rule = "SpecForge's norm_output False meant no final norm before its pull request 879; norm.weight is "
+            return self._settle("final_norm", present, rule + ("there" if present else "absent"), doubtful=present)
+        if self.dialect == MODELOPT and stated is None and not present:
+            return self._settle("final_norm", False, "config.json does not say, and norm.weight is absent")
+        if self.dialect == MODELOPT and stated is not None:
+            return self._settle("final_norm", self._agreed("use_last_layernorm", stated, "norm.weight"), "config.json")
+        return self._settle("final_norm", True, "EAGLE-3 has a norm before its head")
+
+    def _owns(self, keyword: str, tensor: str) -> bool:
+        """Whether the checkpoint's own embedding or head is used instead of the target's."""
+        present = tensor in self.tensors
+        rule = f"{tensor} is in the checkpoint" if present else f"{tensor} is not in the checkpoint"
+        shared = self._settle(keyword, not present, rule)
+        if not shared and not present:
+            raise ValueError(f"{keyword} is False, but {self.name} has no tensor {tensor} to use instead.")
+        return present
+
+    def _num_assistant_tokens(self) -> int:
+        methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        return methods[0].get("speculative_tokens") or Eagle3Config.num_assistant_tokens

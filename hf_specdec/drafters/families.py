@@ -1,0 +1,156 @@
+"""Which family of drafter a published checkpoint is: found, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from ..config import DrafterConfig
+
+EAGLE3 = "EAGLE-3"
+_NOT_YET = "this version does not run that family yet"
+
+
+class Refusal(NamedTuple):
+    """A known family that this version cannot load.
+
+    `matches` is called with config.json, its architectures in lower case, and the tensors' names.
+    """
+
+    family: str
+    advice: str
+    matches: Callable[[Mapping[str, Any], str, Collection[str]], bool]
+
+
+def architectures(config: Mapping[str, Any]) -> str:
+    """The architectures a config names, in lower case, separated by blanks."""
+    return " ".join(config.get("architectures") or []).lower()
+
+
+def eagle_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The nested `eagle_config` of ModelOpt and SpecForge; empty if there is none."""
+    nested = config.get("eagle_config")
+    return nested if isinstance(nested, Mapping) else {}
+
+
+def is_eagle3(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Whether anything but the absence of other marks says EAGLE-3."""
+    if "speculators_model_type" in config:
+        return config["speculators_model_type"] == "eagle3"
+    return (
+        "eagle3" in architectures(config)
+        or bool(eagle_settings(config))
+        or "draft_vocab_size" in config
+        or any("midlayer." in name or name.endswith("layers.0.hidden_norm.weight") for name in tensors)
+    )
+
+
+def _has(*keys: str) -> Callable[[Mapping[str, Any], str, Collection[str]], bool]:
+    return lambda config, names, tensors: any(config.get(key) is not None for key in keys)
+
+
+def _is_pard2(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return any(key.startswith("pard2_") for key in config) or config.get("spd_type") == "pard2"
+
+
+def _is_medusa(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return (
+        config.get("medusa_num_heads") is not None
+        or config.get("model_type") == "medusa"
+        or (eagle_settings(config).get("parallel_draft_step") or 1) > 1
+        or any("parallel_draft_heads." in name or "medusa_" in name for name in tensors)
+    )
+
+
+def _is_dspark(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    nested = config.get("dflash_config") or {}
+    return (
+        config.get("speculators_model_type") == "dspark"
+        or "dspark" in names
+        or any(key in source for source in (config, nested) for key in ("dspark_noise_token_id", "markov_rank"))
+    )
+
+
+def _is_dflash(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return (
+        config.get("speculators_model_type") in ("dflash", "dflash2")
+        or "dflash" in names
+        or any(config.get(key) is not None for key in ("dflash_config", "block_size"))
+    )
+
+
+def _is_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return (
+        config.get("speculators_model_type") == "peagle"
+        or "peagle" in names
+        or any(name.endswith("mask_hidden") for name in tensors)
+        or any(config.get(key) is not None for key in ("ptd_token_id", "mask_token_id"))
+        or (config.get("pard_token") is not None and is_eagle3(config, tensors))
+    )
+
+
+def _is_mla(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return "eagle3deepseek" in names or any("kv_a_proj_with_mqa" in name for name in tensors)
+
+
+def _is_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "mtp_config")
+    sources = (config, config.get("text_config") or {})
+    return config.get("speculators_model_type") == "mtp" or (
+        not is_eagle3(config, tensors) and any(source.get(key) for source in sources for key in keys)
+    )
+
+
+def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return (
+        config.get("speculators_model_type") == "eagle"
+        or config.get("model_type") == "eagle"
+        or ("eagle" in names and "eagle3" not in names)
+        or (not is_eagle3(config, tensors) and any(name.endswith("fc.weight") for name in tensors))
+    )
+
+
+def _is_draft_model(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return "forcausallm" in names and not is_eagle3(config, tensors)
+
+
+# The first that matches names the checkpoint.
+REFUSALS = (
+    Refusal("PARD-2", "it is not supported; use an EAGLE-3 drafter for the same target", _is_pard2),
+    Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
+    Refusal("DSpark", _NOT_YET, _is_dspark),
+    Refusal("DFlash", _NOT_YET, _is_dflash),
+    Refusal("P-EAGLE", _NOT_YET, _is_peagle),
+    Refusal("PARD", _NOT_YET, _has("pard_token", "spd_type")),
+    Refusal("an MLP speculator", "it is not supported; use an EAGLE-3 drafter", _has("n_predict")),
+    Refusal("EAGLE-3 with multi-head latent attention in its draft layer", _NOT_YET, _is_mla),
+    Refusal("MTP modules (multi-token prediction)", _NOT_YET, _is_mtp),
+    Refusal("EAGLE-1 or EAGLE-2", "they are not supported; use an EAGLE-3 drafter for the same target", _is_eagle1),
+    Refusal(
+        "an ordinary draft model",
+        "load it with AutoModelForCausalLM and pass it as `assistant_model=`, which transformers supports itself",
+        _is_draft_model,
+    ),
+)
+
+
+def check_family(name: str, config: Mapping[str, Any], tensors: Collection[str]) -> str:
+    """Return `EAGLE3`, or raise `ValueError` that names the family, or what was looked for if there is none."""
+    names, model_type = architectures(config), config.get("model_type") or ""
+    if model_type.startswith(DrafterConfig.model_type):
+        raise ValueError(
+            f"{name} is of the family {model_type!r}, which is not registered: it was saved by a newer hf_specdec, or "
+            "its class was not passed to register_drafter."
+        )
+    for refusal in REFUSALS:
+        if refusal.matches(config, names, tensors):
+            raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
+    if is_eagle3(config, tensors):
+        return EAGLE3
+    raise ValueError(
+        f"{name} is a checkpoint of no known drafter dialect. Looked in config.json for a model_type of hf_specdec, "
+        "speculators_model_type (speculators), eagle_config (NVIDIA ModelOpt, SpecForge), an Eagle3 architecture "
+        "(SpecForge), draft_vocab_size (SafeAILab); found "
+        f"model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the keys "
+        f"{sorted(config)}."
+    )

@@ -1,0 +1,177 @@
+"""Which reading of an ambiguous checkpoint were its weights trained for? One prompt tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from .config import DEFAULT_ROPE_THETA, Eagle3Config
+from .drafters.dialects import SPECFORGE
+from .drafters.eagle3 import Eagle3Drafter
+from .drafters.layers import rotary_embedding
+from .taps import TapRecorder, decoder_layers
+
+NUM_STEPS = 3
+
+
+class Reading(NamedTuple):
+    """One way to read a checkpoint, by keywords of `AutoDrafter.from_pretrained`; `taps` None: no boundary is read."""
+
+    taps: tuple[int, ...] | None
+    norm_before_residual: bool
+    norm_output: bool
+    final_norm: bool
+    rope_theta: float
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.changes().items())
+
+    def changes(self) -> dict[str, Any]:
+        taps = {} if self.taps is None else {"taps": list(self.taps)}
+        return taps | {name: getattr(self, name) for name in self._fields[1:]}
+
+
+class Score(NamedTuple):
+    """How often a reading's drafts are the target's own choice.
+
+    Attributes:
+        reading: what was scored.
+        agreement: a fraction for each draft step.
+        hits: bool, over all positions and steps; the same positions for every reading.
+    """
+
+    reading: Reading
+    agreement: tuple[float, ...]
+    hits: torch.Tensor
+
+    @property
+    def mean(self) -> float:
+        return float(self.hits.float().mean())
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """Scores of all readings, best first.
+
+    Attributes:
+        scores: one a reading.
+        current: the reading that loading chose.
+    """
+
+    scores: tuple[Score, ...]
+    current: Reading
+
+    @property
+    def best(self) -> Score:
+        return self.scores[0]
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether the best reading beats the current one by more than twice the noise of a sign test."""
+        current = next(score for score in self.scores if score.reading == self.current)
+        won = int((self.best.hits & ~current.hits).sum())
+        lost = int((current.hits & ~self.best.hits).sum())
+        return won - lost > 2 * (won + lost) ** 0.5
+
+    @property
+    def verdict(self) -> str:
+        if not self.conclusive:
+            return f"the current reading stands ({self.current}): no other is clearly better."
+        changed = {
+            name: value for name, value in self.best.reading.changes().items() if self.current.changes()[name] != value
+        }
+        keywords = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        return f"the weights were trained for another reading; pass {keywords} to AutoDrafter.from_pretrained."
+
+
+def readings_of(config: Eagle3Config, taps: list[int], num_layers: int, target_theta: float) -> Iterator[Reading]:
+    """Every reading that a published checkpoint of this configuration might mean, the current one first.
+
+    Args:
+        config: the drafter's.
+        taps: boundaries it taps at present, ascending.
+        num_layers: of the target. Boundaries one lower and one higher are tried where they exist.
+        target_theta: RoPE base of the target.
+    """
+    shifted = [tuple(tap + shift for tap in taps) for shift in (0, 1, -1)]
+    boundaries = [found for found in shifted if found[0] >= 0 and found[-1] <= num_layers] if taps else [None]
+    thetas = dict.fromkeys((config.rope_parameters["rope_theta"], DEFAULT_ROPE_THETA, target_theta))
+    residuals = (config.norm_before_residual, not config.norm_before_residual)
+    feedbacks = (config.norm_output, not config.norm_output)
+    # Only SpecForge's files may hold a final norm that is not to be applied.
+    finals = (True, False) if config.final_norm and config.dialect == SPECFORGE else (config.final_norm,)
+    for reading in product(boundaries, residuals, feedbacks, finals, thetas):
+        yield Reading(*reading)
+
+
+def reread(drafter: Eagle3Drafter, target: PreTrainedModel, reading: Reading) -> Eagle3Drafter:
+    """The same weights, not copied, under another reading, bound to `target`."""
+    settings = drafter.config.to_dict() | reading.changes()
+    theta = settings.pop("rope_theta")
+    settings["rope_parameters"] = drafter.config.rope_parameters | {"rope_theta": theta}
+    config = Eagle3Config.from_dict(settings)
+    with torch.device("meta"):
+        other = Eagle3Drafter(config)
+    weights = drafter.state_dict()
+    other.load_state_dict({name: weights[name] for name in other.state_dict()}, assign=True)
+    other.rotary_emb = rotary_embedding(config).to(drafter.device)
+    other.bind(target)
+    return other.eval()
+
+
+@torch.no_grad()
+def self_check(
+    drafter: Eagle3Drafter, target: PreTrainedModel, input_ids: torch.Tensor, num_new_tokens: int = 128
+) -> SelfCheck:
+    """Score every reading of a bound drafter on a prompt and the target's own greedy continuation of it.
+
+    The target runs once over the text. Each reading then drafts from every position, `NUM_STEPS` tokens deep, and is
+    scored by how often its first choice is the target's.
+
+    Args:
+        drafter: bound to `target`.
+        target: in eval mode.
+        input_ids: `[1, n]` int64 prompt.
+        num_new_tokens: length of the continuation.
+    """
+    input_ids = input_ids.to(target.device)
+    text = target.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=num_new_tokens, do_sample=False
+    )
+    num_layers = len(decoder_layers(target))
+    target_rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
+    target_theta = float(target_rope.get("rope_theta", DEFAULT_ROPE_THETA))
+    readings = list(readings_of(drafter.config, drafter.tap_boundaries, num_layers, target_theta))
+    boundaries = sorted({boundary for reading in readings for boundary in reading.taps or ()})
+    with TapRecorder(target, boundaries, last_hidden_state=drafter.taps_last_hidden_state) as recorder:
+        choices = target(text, use_cache=False).logits[0].argmax(-1)
+        taps = recorder.taps
+    width = drafter.config.target_hidden_size
+    recorded = dict(zip(boundaries, taps.split(width, dim=-1), strict=True)) if boundaries else {}
+    scores = []
+    for reading in readings:
+        chosen = taps if reading.taps is None else torch.cat([recorded[tap] for tap in reading.taps], dim=-1)
+        scores.append(_score(reread(drafter, target, reading), reading, text, chosen, choices))
+    ordered = sorted(scores, key=lambda score: -score.mean)
+    return SelfCheck(tuple(ordered), readings[0])
+
+
+def _score(
+    drafter: Eagle3Drafter, reading: Reading, text: torch.Tensor, taps: torch.Tensor, choices: torch.Tensor
+) -> Score:
+    """Score one reading. `choices` is `[S]`: the target's most likely token after each of the `[1, S]` tokens."""
+    device = drafter.device
+    steps = drafter(text.to(device), taps.to(device), num_steps=NUM_STEPS)
+    hits = []
+    for step, logits in enumerate(steps):
+        drafted = logits[0].argmax(-1)
+        drafted = drafted if drafter.target_ids is None else drafter.target_ids[drafted]
+        # At step s slot p drafts the token at position p + 2 + s, the target's choice at position p + 1 + s.
+        wanted = choices[step + 1 :].to(device)
+        hits.append((drafted[: len(wanted)] == wanted).cpu())
+    return Score(reading, tuple(float(hit.float().mean()) for hit in hits), torch.cat(hits))

@@ -1,0 +1,98 @@
+"""Checkpoints that are known and cannot be run are refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from dialects import Spec, make_weights, tiny_target, write
+from safetensors.torch import save_file
+
+from hf_specdec import AutoDrafter
+
+SPEC = Spec()
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 128}
+EAGLE3 = LLAMA | {"draft_vocab_size": 40}
+SPECULATORS = {"architectures": ["X"], "transformer_layer_config": {"model_type": "llama"}, "draft_vocab_size": 40}
+MEDUSA_HEAD = "parallel_draft_heads.0.medusa_layers.0.linear.weight"
+
+REFUSED = {
+    "eagle-1 of SafeAILab": (
+        LLAMA | {"bias": True},
+        ["fc.weight", "layers.0.mlp.up_proj.weight"],
+        "EAGLE-1 or EAGLE-2",
+    ),
+    "eagle-1 of vLLM": ({"model_type": "eagle", "model": LLAMA, "architectures": ["EAGLEModel"]}, [], "EAGLE-1"),
+    "eagle-1 of speculators": (SPECULATORS | {"speculators_model_type": "eagle"}, [], "EAGLE-1"),
+    "medusa": ({"model_type": "medusa", "medusa_num_heads": 4}, [], "Medusa heads"),
+    "medusa by key": (LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1}, [], "Medusa heads"),
+    "medusa of ModelOpt": (EAGLE3 | {"eagle_config": {"parallel_draft_step": 3}}, [], "Medusa heads"),
+    "medusa by tensor": (EAGLE3, ["fc.weight", MEDUSA_HEAD], "Medusa heads"),
+    "pard-2": (LLAMA | {"pard2_target_dim": 128, "pard2_scale": 0.02, "pard_token": 5}, [], "PARD-2"),
+    "dflash": (LLAMA | {"architectures": ["DFlashDraftModel"], "block_size": 16, "dflash_config": {}}, [], "DFlash"),
+    "dflash of speculators": (SPECULATORS | {"speculators_model_type": "dflash"}, [], "DFlash"),
+    "dspark": (LLAMA | {"block_size": 7, "markov_rank": 64, "dspark_noise_token_id": 3}, [], "DSpark"),
+    "p-eagle of speculators": (SPECULATORS | {"speculators_model_type": "peagle", "mask_token_id": 3}, [], "P-EAGLE"),
+    "p-eagle by token": (EAGLE3 | {"ptd_token_id": 7}, [], "P-EAGLE"),
+    "p-eagle by pard_token": (EAGLE3 | {"pard_token": 7}, [], "P-EAGLE"),
+    "p-eagle by tensor": (EAGLE3, ["fc.weight", "mask_hidden"], "P-EAGLE"),
+    "p-eagle by name": (EAGLE3 | {"architectures": ["PEagleDraftModel"]}, [], "P-EAGLE"),
+    "pard": (LLAMA | {"pard_token": 7, "spd_type": "pard"}, ["model.embed_tokens.weight"], "PARD"),
+    "mlp speculator": ({"model_type": "mlp_speculator", "n_predict": 3}, [], "MLP speculator"),
+    "mla": (
+        EAGLE3 | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"},
+        [],
+        "latent attention",
+    ),
+    "mtp": (LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}, [], "MTP modules"),
+    "mtp of qwen3.5": ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}, [], "MTP modules"),
+    "draft model": (LLAMA, ["model.layers.0.mlp.up_proj.weight"], "an ordinary draft model"),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(SPEC)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case, target, tmp_path):
+    config, tensors, family = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(1) for name in tensors or ["x"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{tmp_path} is .*{family}"):
+        AutoDrafter.from_pretrained(tmp_path, target)
+
+
+@pytest.mark.core
+def test_unknown_dialect_says_what_was_looked_for(target, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no known drafter dialect.*speculators_model_type.*'bert'.*hidden_size"):
+        AutoDrafter.from_pretrained(tmp_path, target)
+
+
+def test_unknown_type_of_speculators(target, tmp_path):
+    config = SPECULATORS | {"speculators_model_type": "novel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="no known drafter dialect"):
+        AutoDrafter.from_pretrained(tmp_path, target)
+
+
+def test_tensors_alone_tell_eagle3(target, tmp_path):
+    """A config without draft_vocab_size, as an ordinary Llama's, whose weights are EAGLE-3's."""
+    folder = write("safeailab", tmp_path, SPEC, make_weights(SPEC), draft_vocab_size=...)
+    drafter = AutoDrafter.from_pretrained(folder, target)
+    assert drafter.config.draft_vocab_size == SPEC.draft_vocab_size
+
+
+@pytest.mark.core
+def test_normal_form_of_a_newer_version(target, tmp_path):
+    config = EAGLE3 | {"model_type": "hf_specdec_of_tomorrow"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'hf_specdec_of_tomorrow', which is not registered"):
+        AutoDrafter.from_pretrained(tmp_path, target)

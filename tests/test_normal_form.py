@@ -1,0 +1,164 @@
+"""What is saved is one form, and it loads back bit for bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from dialects import DIALECTS, Spec, make_weights, tiny_target, write
+from safetensors.torch import load_file
+
+from hf_specdec import AutoDrafter
+from hf_specdec.config import Eagle3Config
+from hf_specdec.drafters.base import Drafter, register_drafter
+from hf_specdec.drafters.eagle3 import Eagle3Drafter
+
+SPEC = Spec(norm_before_residual=True, num_layers=2, own_embedding=True)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(SPEC, dtype=torch.float32)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_round_trip(dialect, target, tmp_path):
+    first = AutoDrafter.from_pretrained(write(dialect, tmp_path / "a", SPEC, make_weights(SPEC)), target)
+    first.save_pretrained(tmp_path / "b")
+    second = AutoDrafter.from_pretrained(tmp_path / "b", target)
+    second.save_pretrained(tmp_path / "c")
+    assert type(second) is Eagle3Drafter
+    saved = load_file(tmp_path / "b" / "model.safetensors")
+    assert saved.keys() == first.state_dict().keys() == second.state_dict().keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in second.state_dict().items())
+    assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in saved.items())
+    assert "layers.0.hidden_norm.weight" in saved and "layers.1.mlp.up_proj.weight" in saved
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["model_type"] == "hf_specdec_eagle3" and config["taps"] == [2, 4, 5]
+    assert second.config.dialect == first.config.dialect
+
+
+def test_all_dialects_save_the_same(target, tmp_path):
+    configs = []
+    for dialect in DIALECTS:
+        drafter = AutoDrafter.from_pretrained(write(dialect, tmp_path / dialect, SPEC, make_weights(SPEC)), target)
+        drafter.save_pretrained(tmp_path / f"{dialect}-saved")
+        config = json.loads((tmp_path / f"{dialect}-saved" / "config.json").read_text())
+        own = ("dialect", "num_assistant_tokens", "target_name_or_path")
+        configs.append({name: value for name, value in config.items() if name not in own})
+    assert all(config == configs[0] for config in configs)
+
+
+@pytest.mark.core
+def test_copies_of_the_target_are_shared(target, tmp_path):
+    spec = Spec(draft_vocab_size=128, maps_vocabulary=False, own_embedding=True)
+    weights = make_weights(spec) | {
+        "embed_tokens.weight": target.get_input_embeddings().weight.detach(),
+        "lm_head.weight": target.get_output_embeddings().weight.detach(),
+    }
+    folder = write("speculators", tmp_path / "a", spec, weights)
+    drafter = AutoDrafter.from_pretrained(folder, target)
+    assert drafter.embed_tokens is None and drafter.lm_head is None
+    tokens = torch.tensor([[3, 5]])
+    assert torch.equal(drafter.embed(tokens), target.get_input_embeddings()(tokens))
+    drafter.save_pretrained(tmp_path / "b")
+    assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(tmp_path / "b" / "model.safetensors").keys()
+    assert AutoDrafter.from_pretrained(tmp_path / "b", target).lm_head is None
+
+    kept = AutoDrafter.from_pretrained(folder, target, share_embedding=False, share_head=False)
+    assert kept.embed_tokens is not None and kept.lm_head is not None
+
+
+def test_sharing_can_be_forced(target, tmp_path):
+    folder = write("speculators", tmp_path, SPEC, make_weights(SPEC))
+    assert AutoDrafter.from_pretrained(folder, target).embed_tokens is not None
+    drafter = AutoDrafter.from_pretrained(folder, target, share_embedding=True, share_head=True)
+    assert drafter.embed_tokens is None and drafter.lm_head is None
+    rows = target.get_output_embeddings().weight[drafter.target_ids]
+    torch.testing.assert_close(drafter.logits(rows[:1]), rows[:1] @ rows.T)
+
+
+def test_sharing_what_is_not_there(target, tmp_path):
+    spec = Spec()
+    folder = write("specforge", tmp_path, spec, make_weights(spec))
+    with pytest.raises(ValueError, match=r"share_embedding is False.*no tensor embed_tokens.weight"):
+        AutoDrafter.from_pretrained(folder, target, share_embedding=False)
+
+
+def test_head_absent_is_borrowed(target, tmp_path):
+    spec = Spec()
+    weights = make_weights(spec)
+    del weights["lm_head.weight"]
+    drafter = AutoDrafter.from_pretrained(write("modelopt", tmp_path, spec, weights), target)
+    rows = target.get_output_embeddings().weight[drafter.target_ids]
+    torch.testing.assert_close(drafter.logits(rows[:1]), rows[:1] @ rows.T)
+
+
+@pytest.mark.core
+def test_dtype(tmp_path):
+    target = tiny_target(SPEC, dtype=torch.bfloat16)
+    folder = write("safeailab-bin", tmp_path, SPEC, make_weights(SPEC))
+    drafter = AutoDrafter.from_pretrained(folder, target)
+    assert drafter.dtype == torch.bfloat16 and drafter.d2t.dtype == torch.int64
+    assert AutoDrafter.from_pretrained(folder, target, dtype=torch.float32).dtype == torch.float32
+    assert AutoDrafter.from_pretrained(folder, target, dtype="float16").dtype == torch.float16
+
+
+def test_settings_and_overrides(target, tmp_path):
+    folder = write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
+    drafter = AutoDrafter.from_pretrained(
+        folder,
+        target,
+        num_assistant_tokens=7,
+        draft_probs=False,
+        engine="stock",
+        compile=False,
+        device_map="cpu",
+        taps=[1, 3, 8],
+        norm_before_residual=False,
+        norm_output=True,
+        rope_theta=5000,
+    )
+    assert (drafter.num_assistant_tokens, drafter.draft_probs, drafter.engine) == (7, False, "stock")
+    config = drafter.config
+    assert config.taps == drafter.tap_boundaries == [1, 3, 8]
+    assert (config.norm_before_residual, config.norm_output) == (False, True)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
+
+    drafter.save_pretrained(tmp_path / "b")
+    again = AutoDrafter.from_pretrained(tmp_path / "b", target, taps=[2, 4, 6], rope_theta=7.0)
+    assert again.config.taps == [2, 4, 6] and again.config.norm_output
+    assert again.config.rope_parameters["rope_theta"] == 7.0
+
+
+@pytest.mark.core
+def test_registered_family_loads(target, tmp_path, monkeypatch):
+    """A family that a user adds is found by its model_type and held to the same checks."""
+    monkeypatch.setattr("hf_specdec.drafters.base._FAMILIES", {})
+
+    class OwnConfig(Eagle3Config):
+        model_type = "someones_drafter"
+        family = "own"
+
+    @register_drafter
+    class OwnDrafter(Eagle3Drafter):
+        config_class = OwnConfig
+
+    drafter = AutoDrafter.from_pretrained(write("modelopt", tmp_path / "a", SPEC, make_weights(SPEC)), target)
+    own = OwnDrafter(OwnConfig.from_dict(drafter.config.to_dict() | {"model_type": "someones_drafter"}))
+    own.load_state_dict(drafter.state_dict())
+    own.save_pretrained(tmp_path / "b")
+    loaded = AutoDrafter.from_pretrained(tmp_path / "b", target)
+    assert type(loaded) is OwnDrafter and isinstance(loaded, Drafter) and loaded.is_bound
+
+
+def test_narrow_drafter_without_embedding(tmp_path):
+    spec = replace(SPEC, hidden_size=24, own_embedding=False)
+    folder = write("specforge", tmp_path, spec, make_weights(spec))
+    with pytest.raises(ValueError, match="no embedding of its own, and the target's is 32 wide"):
+        AutoDrafter.from_pretrained(folder, tiny_target(spec))

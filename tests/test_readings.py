@@ -1,0 +1,314 @@
+"""How a config.json is read: what is stated, what is a rule, what is in doubt."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialects import Spec, make_weights, tiny_target, write
+from transformers import LlamaConfig
+
+from hf_specdec.drafters.auto import AutoDrafter, CheckpointReading, read_checkpoint
+from hf_specdec.drafters.checkpoints import open_checkpoint
+from hf_specdec.drafters.dialects import detect_dialect
+
+SPEC = Spec()
+NESTED = "eagle_aux_hidden_state_layer_ids"
+
+
+def target_config(num_layers: int = 8) -> LlamaConfig:
+    return LlamaConfig(hidden_size=32, vocab_size=128, num_hidden_layers=num_layers)
+
+
+def read(
+    folder: Path,
+    dialect: str,
+    spec: Spec = SPEC,
+    weights: dict[str, torch.Tensor] | None = None,
+    num_layers: int | None = 8,
+    overrides: dict[str, Any] | None = None,
+    **changes: Any,
+) -> CheckpointReading:
+    """Write a checkpoint with `changes` to its config.json and read it."""
+    write(dialect, folder, spec, make_weights(spec) if weights is None else weights, **changes)
+    target = None if num_layers is None else target_config(num_layers)
+    return read_checkpoint(open_checkpoint(folder), target, overrides)
+
+
+def decision(found: CheckpointReading, name: str):
+    (one,) = [decision for decision in found.decisions if decision.name == name]
+    return one
+
+
+@pytest.mark.parametrize(
+    ("config", "dialect"),
+    [
+        ({"draft_vocab_size": 1, "architectures": ["LlamaForCausalLM"]}, "SafeAILab"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "SpecForge"),
+        ({"eagle_config": {NESTED: [1, 2, 3], "use_aux_hidden_state": True}}, "SpecForge"),
+        ({"eagle_config": {NESTED: [1, 2, 3], "next_layer_regular": True}}, "NVIDIA ModelOpt"),
+        ({"eagle_config": {"layer_ids": [1, 2, 3]}}, "NVIDIA ModelOpt"),
+        ({"speculators_model_type": "eagle3"}, "speculators"),
+    ],
+)
+def test_dialect(config, dialect):
+    assert detect_dialect(config) == dialect
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("num_layers", "ids", "taps"),
+    [
+        (8, [1, 3, 4], [2, 4, 5]),
+        (8, [4, 1, 3], [2, 4, 5]),
+        (8, [2, 4, 5], [2, 4, 5]),
+        (8, [1, 3, 5], [1, 3, 5]),
+        (36, [24, 30, 36], [24, 30, 36]),
+        (9, [1, 3, 5], [2, 4, 6]),
+    ],
+)
+@pytest.mark.parametrize("key", [NESTED, "layer_ids"])
+def test_nested_ids(num_layers, ids, taps, key, tmp_path):
+    """Outputs of layers where the ids are the default of trainers that count so, else boundaries."""
+    nested = {key: ids, "use_aux_hidden_state": True}
+    found = read(tmp_path, "modelopt", num_layers=num_layers, eagle_config=nested)
+    assert found.config.taps == taps
+    assert decision(found, "taps").doubtful
+
+
+@pytest.mark.core
+def test_top_level_ids_are_boundaries(tmp_path):
+    found = read(tmp_path, "speculators", eagle_aux_hidden_state_layer_ids=[4, 1, 3, 3])
+    assert found.config.taps == [1, 3, 4] and not decision(found, "taps").doubtful
+
+
+@pytest.mark.parametrize("dialect", ["safeailab", "specforge", "speculators", "modelopt"])
+def test_default_taps(dialect, tmp_path):
+    changes = {"eagle_config": {"next_layer_regular": True}} if dialect == "modelopt" else {"eagle_config": ...}
+    found = read(tmp_path, dialect, num_layers=36, **{NESTED: ...}, **changes)
+    assert found.config.taps == [2, 18, 33]
+
+
+def test_taps_without_target(tmp_path):
+    assert read(tmp_path / "a", "safeailab", num_layers=None).config.taps is None
+    found = read(tmp_path / "b", "specforge", num_layers=None)
+    assert found.config.taps == [1, 3, 4] and decision(found, "taps").doubtful
+
+
+def test_four_layer_target_has_two_default_taps(tmp_path):
+    spec = replace(SPEC, target_layers=4, taps=(1, 2))
+    target = tiny_target(spec, dtype=torch.float32)
+    drafter = AutoDrafter.from_pretrained(write("safeailab", tmp_path, spec, make_weights(spec)), target)
+    assert drafter.tap_boundaries == [1, 2]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_theta": ...}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_theta": 500000}, {"rope_type": "default", "rope_theta": 500000.0}),
+        (
+            {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"rope_type": "default", "rope_theta": 1e6},
+        ),
+        ({"rope_theta": ..., "rope_scaling": {"rope_theta": 7.0}}, {"rope_type": "default", "rope_theta": 7.0}),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        ),
+        ({"rope_theta": 1e4, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 1e4}),
+    ],
+)
+def test_rope(changes, expected, tmp_path):
+    found = read(tmp_path, "safeailab", **changes)
+    assert found.config.rope_parameters == expected
+    assert not decision(found, "rope_theta").doubtful
+
+
+def test_rope_contradiction_is_in_doubt(tmp_path):
+    found = read(tmp_path, "specforge", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert found.config.rope_parameters["rope_theta"] == 1e6
+    assert decision(found, "rope_theta").doubtful
+
+
+def test_rope_inside_transformer_layer_config(tmp_path):
+    layer = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    layer |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 128, "rope_theta": 1e6}
+    found = read(tmp_path, "speculators", transformer_layer_config=layer)
+    assert found.config.rope_parameters["rope_theta"] == 1e6
+    assert found.config.rms_norm_eps == LlamaConfig().rms_norm_eps
+    assert found.config.head_dim == 8
+
+
+@pytest.mark.core
+def test_speculators_keys_left_out_are_class_defaults(tmp_path):
+    """Qwen3's class default of head_dim is 128, whatever hidden_size / heads is."""
+    spec = replace(SPEC, qk_norm=True, head_dim=128)
+    found = read(tmp_path, "speculators", spec)
+    assert "head_dim" not in open_checkpoint(tmp_path).config["transformer_layer_config"]
+    assert found.config.head_dim == 128 and found.config.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("dialect", "stated", "expected", "doubtful"),
+    [
+        ("safeailab", ..., False, False),
+        ("specforge", ..., False, False),
+        ("modelopt", ..., False, False),
+        ("modelopt", True, True, False),
+        ("speculators", False, False, False),
+        ("speculators", ..., True, True),
+    ],
+)
+def test_norm_before_residual(dialect, stated, expected, doubtful, tmp_path):
+    found = read(tmp_path, dialect, norm_before_residual=stated)
+    assert found.config.norm_before_residual is expected
+    assert decision(found, "norm_before_residual").doubtful is doubtful
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fc_norm", "stated", "expected", "doubtful"),
+    [
+        ("speculators", False, True, True, False),
+        ("safeailab", False, ..., False, False),
+        ("specforge", False, ..., False, False),
+        ("specforge", False, True, False, True),
+        ("specforge", True, True, True, True),
+        ("specforge", True, ..., False, False),
+    ],
+)
+def test_norm_output(dialect, fc_norm, stated, expected, doubtful, tmp_path):
+    found = read(tmp_path, dialect, replace(SPEC, fc_norm=fc_norm), norm_output=stated)
+    assert found.config.norm_output is expected
+    assert decision(found, "norm_output").doubtful is doubtful
+    assert found.config.final_norm
+
+
+def test_final_norm(tmp_path):
+    weights = make_weights(SPEC)
+    found = read(tmp_path / "a", "specforge", norm_output=False)
+    assert found.config.final_norm and decision(found, "final_norm").doubtful
+    found = read(tmp_path / "b", "specforge", norm_output=False, overrides={"final_norm": False})
+    assert not found.config.final_norm
+    del weights["norm.weight"]
+    nested = {NESTED: [1, 3, 4], "use_last_layernorm": False}
+    assert not read(tmp_path / "c", "modelopt", weights=weights, eagle_config=nested).config.final_norm
+    nested["use_last_layernorm"] = None
+    assert not read(tmp_path / "d", "modelopt", weights=weights, eagle_config=nested).config.final_norm
+
+
+@pytest.mark.core
+def test_norm_before_fc_inside_eagle_config(tmp_path):
+    spec = replace(SPEC, norm_before_fc=True)
+    assert read(tmp_path, "modelopt", spec).config.norm_before_fc
+    assert "norm_before_fc" not in open_checkpoint(tmp_path).config
+
+
+@pytest.mark.core
+def test_head_that_reads_the_last_hidden_state(tmp_path):
+    weights = make_weights(SPEC)
+    del weights["fc.weight"]
+    nested = {"use_aux_hidden_state": False, "next_layer_regular": True}
+    folder = write("modelopt", tmp_path, SPEC, weights, eagle_config=nested)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
+    assert drafter.taps_last_hidden_state and drafter.tap_boundaries == [] and drafter.fc is None
+
+
+def test_biases(tmp_path):
+    weights = make_weights(SPEC)
+    for name in ("q", "k", "v"):
+        rows = weights[f"layers.0.self_attn.{name}_proj.weight"].shape[0]
+        weights[f"layers.0.self_attn.{name}_proj.bias"] = torch.zeros(rows)
+    weights["fc.bias"] = torch.zeros(SPEC.hidden_size)
+    config = read(tmp_path, "safeailab", weights=weights, attention_bias=True, bias=True).config
+    assert config.attention_bias and config.fc_bias and not config.mlp_bias
+
+
+def test_sliding_window(tmp_path):
+    found = read(tmp_path / "a", "safeailab", layer_types=["sliding_attention"], sliding_window=16)
+    assert found.config.layer_types == ["sliding_attention"] and found.config.sliding_window == 16
+    assert read(tmp_path / "b", "safeailab", sliding_window=16).config.sliding_window is None
+    with pytest.raises(ValueError, match="sliding_window None"):
+        read(tmp_path / "c", "safeailab", layer_types=["sliding_attention"])
+    with pytest.raises(ValueError, match="each of its 1 draft layers"):
+        read(tmp_path / "d", "safeailab", layer_types=["full_attention"] * 2)
+
+
+@pytest.mark.core
+def test_sizes_from_shapes(tmp_path):
+    """What config.json leaves out is read off the tensors."""
+    spec = replace(SPEC, hidden_size=24, head_dim=6, own_embedding=True)
+    found = read(tmp_path, "specforge", spec, draft_vocab_size=..., target_hidden_size=..., num_hidden_layers=...)
+    config = found.config
+    assert (config.draft_vocab_size, config.target_hidden_size, config.num_hidden_layers) == (40, 32, 1)
+
+
+@pytest.mark.core
+def test_ignored_tensors_and_prefix(tmp_path):
+    """`model.` is NeMo's prefix; masks, RoPE tables and the trainer's copy of the target are never read."""
+    weights = {f"model.{name}": tensor for name, tensor in make_weights(SPEC).items()}
+    weights |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "verifier_norm.weight": torch.ones(32)}
+    folder = write("speculators", tmp_path, SPEC, weights)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
+    assert torch.equal(drafter.fc.weight, weights["model.fc.weight"].double())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("table", ["zero", "identity", "absent"])
+def test_full_vocabulary_needs_no_table(table, tmp_path):
+    spec = replace(SPEC, draft_vocab_size=SPEC.vocab_size, maps_vocabulary=False)
+    tables = {"zero": torch.zeros(128, dtype=torch.int64), "identity": torch.arange(128)}
+    extra = {} if table == "absent" else {"d2t": tables[table], "t2d": torch.ones(128, dtype=torch.bool)}
+    folder = write("specforge", tmp_path, spec, make_weights(spec) | extra)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(spec))
+    assert drafter.target_ids is None
+
+
+def test_decisions_are_logged_once(tmp_path, caplog):
+    folder = write("speculators", tmp_path, SPEC, make_weights(SPEC), norm_before_residual=...)
+    with caplog.at_level(logging.INFO, logger="hf_specdec"):
+        AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
+    records = [record for record in caplog.records if record.name.startswith("hf_specdec")]
+    assert [record.levelname for record in records] == ["INFO", "WARNING"]
+    for name in ("taps", "norm_before_residual", "norm_output", "rope_theta", "share_embedding", "share_head"):
+        assert f"{name} = " in records[0].getMessage()
+    warning = records[1].getMessage()
+    assert "norm_before_residual = True" in warning and "--self-check" in warning and "rope_theta" not in warning
+
+
+def test_no_warning_where_nothing_is_in_doubt(tmp_path, caplog):
+    folder = write("safeailab-bin", tmp_path, SPEC, make_weights(SPEC))
+    with caplog.at_level(logging.WARNING):
+        AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
+    assert not caplog.records
+
+
+def test_long_positions_are_not_clamped(tmp_path):
+    """SafeAILab's configs say max_position_embeddings 2048, which is the size of a cache of theirs."""
+    folder = write("safeailab", tmp_path, SPEC, make_weights(SPEC), max_position_embeddings=4)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
+    cos, _ = drafter.rotary_emb(torch.zeros(1), torch.tensor([[3, 4, 5000]]))
+    torch.testing.assert_close(cos[0, :, 0], torch.tensor([3.0, 4.0, 5000.0]).cos())
+
+
+def test_logit_scale(tmp_path):
+    target = tiny_target(SPEC)
+    plain = AutoDrafter.from_pretrained(write("safeailab", tmp_path / "a", SPEC, make_weights(SPEC)), target)
+    folder = write("safeailab", tmp_path / "b", SPEC, make_weights(SPEC), logit_scale=0.25)
+    scaled = AutoDrafter.from_pretrained(folder, target)
+    hidden = torch.randn(3, SPEC.hidden_size, dtype=torch.float64)
+    assert torch.equal(scaled.logits(hidden), plain.logits(hidden) * 0.25)
+
+
+def test_tied_embeddings_are_never_tied(tmp_path):
+    """Head and embedding have as many rows as draft and target vocabulary, whatever tie_word_embeddings says."""
+    weights = make_weights(replace(SPEC, own_embedding=True))
+    folder = write("safeailab", tmp_path, SPEC, weights, tie_word_embeddings=True)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC, dtype=torch.float32))
+    assert torch.equal(drafter.lm_head.weight, weights["lm_head.weight"])
+    assert torch.equal(drafter.embed_tokens.weight, weights["embed_tokens.weight"])

@@ -1,0 +1,154 @@
+"""The self-check finds the reading that a drafter's weights were trained for.
+
+The drafter is fitted to one text in under a second, so that it agrees with the target there under the true reading.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from dialects import Spec, tiny_target, write
+from torch.nn import functional as F
+
+from hf_specdec import AutoDrafter
+from hf_specdec.cli import main
+from hf_specdec.config import Eagle3Config
+from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.selfcheck import Reading, SelfCheck, reread, self_check
+from hf_specdec.taps import TapRecorder
+
+SPEC = Spec(vocab_size=64, draft_vocab_size=64, maps_vocabulary=False, own_embedding=True)
+TRUTH = Reading((2, 4, 5), norm_before_residual=False, norm_output=True, final_norm=True, rope_theta=10000.0)
+NUM_NEW_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Fitted:
+    target: torch.nn.Module
+    drafter: Eagle3Drafter
+    prompt: torch.Tensor
+
+    def check(self, drafter: Eagle3Drafter) -> SelfCheck:
+        return self_check(drafter, self.target, self.prompt, NUM_NEW_TOKENS)
+
+
+def fit(target, spec: Spec, truth: Reading, text: torch.Tensor, steps: int = 60) -> Eagle3Drafter:
+    """A drafter that under `truth` drafts what the target chooses in `text`."""
+    torch.manual_seed(0)
+    config = Eagle3Config(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        rms_norm_eps=spec.eps,
+        taps=list(truth.taps),
+        norm_before_residual=truth.norm_before_residual,
+        norm_output=truth.norm_output,
+        final_norm=truth.final_norm,
+        initializer_range=0.2,
+    )
+    drafter = Eagle3Drafter(config)
+    drafter.bind(target)
+    with torch.no_grad(), TapRecorder(target, drafter.tap_boundaries) as recorder:
+        choices, taps = target(text).logits.argmax(-1), recorder.taps
+        for name, weight in drafter.named_parameters():
+            if "norm" in name:
+                weight.mul_(1 + 0.5 * torch.randn_like(weight))
+        # A faint embedding, so that the drafter learns to read its taps.
+        drafter.layers[0].input_layernorm.weight.mul_(0.3)
+        drafter.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.01)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for step, logits in enumerate(drafter(text, taps, num_steps=3)):
+            wanted = choices[:, step + 1 :]
+            loss = loss + F.cross_entropy(logits[:, : wanted.shape[1]].flatten(0, 1), wanted.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.eval()
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Fitted:
+    target = tiny_target(SPEC, dtype=torch.float32, initializer_range=0.4)
+    prompt = torch.randint(SPEC.vocab_size, (1, 160), generator=torch.Generator().manual_seed(1))
+    text = target.generate(prompt, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
+    return Fitted(target, fit(target, SPEC, TRUTH, text), prompt)
+
+
+@pytest.mark.core
+def test_true_reading_stands(fitted):
+    result = fitted.check(fitted.drafter)
+    assert result.best.reading == result.current == TRUTH
+    assert result.best.mean > 0.9 and not result.conclusive
+    assert "stands" in result.verdict
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"taps": (3, 5, 6)},
+        {"taps": (1, 3, 4)},
+        {"norm_before_residual": True},
+        {"norm_output": False},
+        {"rope_theta": 1e6},
+        {"taps": (3, 5, 6), "norm_output": False, "rope_theta": 1e6},
+    ],
+    ids=str,
+)
+def test_wrong_reading_is_corrected(fitted, wrong):
+    misread = reread(fitted.drafter, fitted.target, TRUTH._replace(**wrong))
+    result = fitted.check(misread)
+    assert result.best.reading == TRUTH and result.conclusive
+    assert all(f"{name}=" in result.verdict for name in wrong)
+
+
+def test_reread_copies_no_weight(fitted):
+    other = reread(fitted.drafter, fitted.target, TRUTH._replace(norm_output=False))
+    assert other.lm_head.weight.data_ptr() == fitted.drafter.lm_head.weight.data_ptr()
+    assert fitted.drafter.config.norm_output and not other.config.norm_output
+
+
+def test_specforge_norm_that_is_not_applied(fitted):
+    """Before its pull request 879 SpecForge's norm_output False meant that the norm in the file is not applied."""
+    text = fitted.target.generate(fitted.prompt, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
+    truth = TRUTH._replace(norm_output=False, final_norm=False)
+    drafter = fit(fitted.target, SPEC, truth, text, steps=90)
+    config = Eagle3Config.from_dict(drafter.config.to_dict() | {"final_norm": True, "dialect": "SpecForge"})
+    written = Eagle3Drafter(config)
+    generator = torch.Generator().manual_seed(0)
+    never_trained = 1 + torch.randn(SPEC.hidden_size, generator=generator)
+    written.load_state_dict(drafter.state_dict() | {"norm.weight": never_trained})
+    written.bind(fitted.target)
+    result = fitted.check(written)
+    assert not result.best.reading.final_norm and "final_norm=False" in result.verdict
+
+
+@pytest.mark.core
+def test_inspect_finds_ids_that_look_like_layer_outputs(fitted, tmp_path, capsys):
+    """Ids that equal the layer-output default and yet are boundaries, as in one of NVIDIA's gpt-oss-120b heads."""
+    spec = replace(SPEC, taps=(1, 3, 4))
+    truth = TRUTH._replace(taps=(1, 3, 4), norm_output=False)
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(SPEC.vocab_size, (1, 16), generator=generator)
+    text = fitted.target.generate(prompt, max_new_tokens=128, do_sample=False)
+    drafter = fit(fitted.target, spec, truth, text)
+    fitted.target.save_pretrained(tmp_path / "target")
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
+    folder = write("specforge", tmp_path / "drafter", spec, drafter.state_dict(), eagle_config=nested)
+    assert AutoDrafter.from_pretrained(folder, fitted.target).tap_boundaries == [2, 4, 5]
+
+    capsys.readouterr()
+    command = ["inspect", str(folder), "--target", str(tmp_path / "target"), "--self-check"]
+    assert main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["self_check"]
+    assert result["conclusive"] and result["best"]["taps"] == [1, 3, 4]
+    assert main(command) == 0
+    assert "pass taps=[1, 3, 4]" in capsys.readouterr().out
