@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _ASSISTED_DECODING = GenerationMixin._assisted_decoding
 _GET_CANDIDATE_GENERATOR = GenerationMixin._get_candidate_generator
+_PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
 _VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
 
 
@@ -38,6 +39,16 @@ def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
     return _GET_CANDIDATE_GENERATOR(self, *args, assistant_model=assistant_model, **kwargs)
 
 
+@functools.wraps(_PREPARE_GENERATION_CONFIG)
+def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
+    prepared, model_kwargs = _PREPARE_GENERATION_CONFIG(self, generation_config, *args, **kwargs)
+    # transformers fills in a default of its own, after which it cannot be told what the caller asked for.
+    asked = (kwargs, getattr(generation_config, "__dict__", {}), self.generation_config.__dict__)
+    numbers = (settings.get("num_assistant_tokens") for settings in asked)
+    prepared._asked_num_assistant_tokens = next((number for number in numbers if number is not None), None)
+    return prepared, model_kwargs
+
+
 @functools.wraps(_VALIDATE_GENERATION_MODE)
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
     drafter = generation_mode_kwargs.get("assistant_model")
@@ -52,6 +63,7 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
 _SEAM: dict[str, tuple[Callable, Callable]] = {
     "_assisted_decoding": (_ASSISTED_DECODING, _assisted_decoding),
     "_get_candidate_generator": (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
+    "_prepare_generation_config": (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
     "_validate_generation_mode": (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
 }
 
@@ -144,9 +156,10 @@ def _generate(
         )
     if input_ids.shape[1] == 0:
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
-    num_draft_tokens = drafter.num_assistant_tokens
-    if generation_config.num_assistant_tokens is not None:
-        num_draft_tokens = check_num_assistant_tokens(generation_config.num_assistant_tokens)
+    num_draft_tokens = getattr(generation_config, "_asked_num_assistant_tokens", None)
+    num_draft_tokens = check_num_assistant_tokens(
+        drafter.num_assistant_tokens if num_draft_tokens is None else num_draft_tokens
+    )
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
     engine, reason = _choose_engine(drafter, obstacle)
