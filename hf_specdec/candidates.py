@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -20,7 +20,7 @@ from .decoding import SpeculativeOutput, draws_draft_probs, row_seeds
 from .drafters.base import Drafter
 from .sampling import Verdict
 from .state import DecodeState
-from .stats import SpeculationStats
+from .stats import Counters, SpeculationStats
 from .taps import TapRecorder
 
 
@@ -59,7 +59,8 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._state: DecodeState | None = None
         self._num_candidates = 0
         self._num_rounds = 0
-        self._start = 0.0
+        self._counters = Counters(1, num_draft_tokens, drafter.device)
+        self._start: float | None = None
 
     def get_candidates(
         self, input_ids: torch.LongTensor, is_first_iteration: bool = False, n_last_matches: int = 0, **kwargs
@@ -84,24 +85,22 @@ class DrafterCandidateGenerator(CandidateGenerator):
         logits = None if probs is None else probs[:, : self._num_candidates].log()
         return candidates[:, : length + self._num_candidates], logits
 
-    def summary(self, reason: str) -> SpeculationStats | None:
-        """Statistics of the whole call; None if nothing was drafted. The last block is counted as far as it got."""
-        if self._state is None:
-            return None
-        return self._state.counters.summary(
+    def summary(self, reason: str) -> SpeculationStats:
+        """Statistics of the whole call. The last block is counted as far as it got."""
+        return self._counters.summary(
             num_assistant_tokens=self._num_draft_tokens,
             engine="stock",
             reason=reason,
-            draft_probs=self._state.draft_probs,
+            draft_probs=draws_draft_probs(self._drafter, self._temperature),
             num_rounds=self._num_rounds,
-            seconds=time.perf_counter() - self._start,
+            seconds=0.0 if self._start is None else time.perf_counter() - self._start,
         )
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         if self._state is None:
             return
         matches = torch.full_like(self._state.lengths, int(num_matches))
-        self._state.counters.count(matches, matches + 1, torch.full_like(matches, self._num_candidates))
+        self._counters.count(matches, matches + 1, torch.full_like(matches, self._num_candidates))
         self._num_rounds += 1
 
     def _begin(self, input_ids: torch.Tensor) -> None:
@@ -141,6 +140,31 @@ class DrafterCandidateGenerator(CandidateGenerator):
         count = torch.full_like(self._state.lengths, committed)
         verdict = Verdict(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
         self._state.proposal = self._drafter.propose(self._state, window, verdict)
+
+
+class ReachableProcessors(LogitsProcessorList):
+    """Logits processors that are not asked about texts which they themselves rule out.
+
+    The loop asks about every prefix of a block, whatever was said about the one before, but a processor such as
+    `prefix_allowed_tokens_fn` may know nothing of what follows a token that it forbids. The scores after such a token
+    are left unprocessed: it will not be accepted.
+    """
+
+    _scores: torch.Tensor | None = None
+    _length: int | None = None
+    _is_ruled_out = False
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        length = input_ids.shape[1]
+        # Every block begins with a token that was possible, so a text that goes on from the last one tells all.
+        if self._length == length - 1:
+            self._is_ruled_out |= bool(self._scores[0, input_ids[0, -1]].isneginf())
+        else:
+            self._is_ruled_out = False
+        if not self._is_ruled_out:
+            self._scores = scores = super().__call__(input_ids, scores, **kwargs)
+        self._length = length
+        return scores
 
 
 class ReplayCache(DynamicCache):
@@ -210,13 +234,14 @@ def assist(
     criteria: StoppingCriteriaList,
     num_draft_tokens: int,
     reason: str,
+    logits_processor: LogitsProcessorList,
     **kwargs,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate through transformers' `assisted_decoding` with our candidates.
 
     Args:
         assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
-        model, input_ids, config, criteria, kwargs: what `generate()` called it with.
+        model, input_ids, config, criteria, logits_processor, kwargs: what `generate()` called it with.
         drafter: bound to `model`.
         num_draft_tokens: K.
         reason: why this engine runs, for the statistics.
@@ -242,6 +267,7 @@ def assist(
             stopping_criteria=criteria,
             generation_config=config,
             assistant_model=generator,
+            logits_processor=ReachableProcessors(logits_processor),
             **kwargs,
         )
         drafter._last_stats = generator.summary(reason)
