@@ -24,6 +24,21 @@ from .stats import Counters, SpeculationStats
 from .taps import TapRecorder
 
 
+class SpokenCriteria(StoppingCriteriaList):
+    """Stopping criteria that say nothing of a block without candidates before the target has added its token to it.
+
+    transformers 5.17 asks about such blocks too, so that a criterion which does not read the text, such as a time
+    limit, would end an output without its first token.
+    """
+
+    committed = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.Tensor:
+        if input_ids.shape[1] == self.committed:
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return super().__call__(input_ids, scores, **kwargs)
+
+
 class DrafterCandidateGenerator(CandidateGenerator):
     """transformers' `CandidateGenerator` over a `Drafter`.
 
@@ -46,7 +61,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self,
         drafter: Drafter,
         recorder: TapRecorder,
-        criteria: StoppingCriteriaList,
+        criteria: SpokenCriteria,
         config: GenerationConfig,
         num_draft_tokens: int,
     ):
@@ -66,6 +81,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, is_first_iteration: bool = False, n_last_matches: int = 0, **kwargs
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Candidates `[1, length + n]` for `input_ids` `[1, length]`, and logits `[1, n, V]` of their distribution."""
+        self._criteria.committed = input_ids.shape[1]
         if is_first_iteration:
             return input_ids, None
         if self._state is None:
@@ -255,6 +271,7 @@ def assist(
             f"generation takes one row at a time, but the batch has {input_ids.shape[0]}. Generate row by row, or "
             "without assistant_model."
         )
+    criteria = SpokenCriteria(criteria)
     with ExitStack() as stack:
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
         cache = kwargs.get("past_key_values")
