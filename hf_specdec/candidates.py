@@ -98,7 +98,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         if self._num_candidates == 0:
             return input_ids, None
         probs = self._state.proposal.probs
-        logits = None if probs is None else probs[:, : self._num_candidates].log()
+        logits = None if probs is None else probs[:, : self._num_candidates].log().to(input_ids.device)
         return candidates[:, : length + self._num_candidates], logits
 
     def summary(self, reason: str) -> SpeculationStats:
@@ -121,7 +121,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
 
     def _begin(self, input_ids: torch.Tensor) -> None:
         # A cache that came filled holds tokens whose hidden states nobody recorded: the drafter starts after them.
-        taps = self._recorder.taps
+        taps = self._taps()
         num_seen = input_ids.shape[1] - 1 if taps is None else taps.shape[1]
         tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
         self._state = state = DecodeState.allocate(
@@ -145,7 +145,12 @@ class DrafterCandidateGenerator(CandidateGenerator):
         length = int(self._state.lengths)
         self._state.tokens[:, length : length + committed] = input_ids[:, -committed:]
         self._state.lengths += committed
-        self._propose(committed, self._recorder.taps)
+        self._propose(committed, self._taps())
+
+    def _taps(self) -> torch.Tensor | None:
+        # The layers of a target under hooks may run on several devices, none of which need be the drafter's.
+        taps = self._recorder.taps
+        return None if taps is None else taps.to(self._drafter.device)
 
     def _propose(self, committed: int, taps: torch.Tensor | None) -> None:
         """Draft after a block of which the first `committed` rows, with `taps` `[1, n, width]`, were committed."""

@@ -105,10 +105,15 @@ def check_call(
             f"assistant_ensemble_weight is {config.assistant_ensemble_weight}, which accepts drafts lossily; "
             "hf_specdec is lossless only. Drop that option."
         )
-    if drafter.device != model.device:
+    if model.device.type == "meta":
         raise ValueError(
-            f"The drafter is on {drafter.device} and {name} on {model.device}; expected the same device. "
-            f"Move it with drafter.to({str(model.device)!r}) and call drafter.bind(model) again."
+            f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves tokens "
+            "to where they are; expected them in memory. Offload later layers only (`device_map`)."
+        )
+    if drafter.device.type == "meta":
+        raise ValueError(
+            "The drafter is on the meta device, so it has no weights; expected a device that holds them. Load it with "
+            "AutoDrafter.from_pretrained(..., target=model)."
         )
 
 
@@ -165,6 +170,7 @@ def _generate(
     engine, reason = _choose_engine(drafter, obstacle)
     logger.info("hf_specdec runs the %s engine: %s", engine, reason)
     if engine == "static":
+        _check_same_device(model, drafter)
         return decode(
             model,
             drafter,
@@ -191,6 +197,14 @@ def _generate(
         inputs_tensor=inputs_tensor,
         **model_kwargs,
     )
+
+
+def _check_same_device(model: PreTrainedModel, drafter: Drafter) -> None:
+    if drafter.device != model.device:
+        raise ValueError(
+            f"The drafter is on {drafter.device} and {type(model).__name__} on {model.device}; expected the same "
+            f"device. Move it with drafter.to({str(model.device)!r}) and call drafter.bind(model) again."
+        )
 
 
 def _choose_engine(drafter: Drafter, obstacle: str | None) -> tuple[str, str]:
