@@ -16,6 +16,7 @@ from .config import check_num_assistant_tokens
 from .decoding import decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
+from .sampling import check_processors
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,8 @@ def check_call(
         )
     if model.device.type == "meta":
         raise ValueError(
-            f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves tokens "
-            "to where they are; expected them in memory. Offload later layers only (`device_map`)."
+            f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves "
+            "tokens to where they are; expected them in memory. Offload later layers only (`device_map`)."
         )
     if drafter.device.type == "meta":
         raise ValueError(
@@ -165,6 +166,7 @@ def _generate(
     num_draft_tokens = check_num_assistant_tokens(
         drafter.num_assistant_tokens if num_draft_tokens is None else num_draft_tokens
     )
+    check_processors(logits_processor)
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
     engine, reason = _choose_engine(drafter, obstacle)

@@ -151,6 +151,17 @@ POINTWISE_PROCESSORS = frozenset(
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
+def check_processors(processors: LogitsProcessorList) -> None:
+    """Raise `ValueError` if a processor is known to keep state between calls."""
+    for processor in processors:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} keeps state from one token to the next and cannot judge draft tokens; "
+                "expected processors that are functions of their arguments. Generate without a drafter, or "
+                "without the option that adds it."
+            )
+
+
 class BlockProcessor:
     """Applies `generate()`'s logits processors to every position of a round's block.
 
@@ -164,19 +175,9 @@ class BlockProcessor:
         processors: as prepared by `generate()`.
         prompts: `[B, P]` int64, left-padded.
         padding: padding tokens of each row.
-
-    Raises:
-        ValueError: a processor is known to keep state between calls.
     """
 
     def __init__(self, processors: LogitsProcessorList, prompts: torch.Tensor, padding: list[int]):
-        for processor in processors:
-            if isinstance(processor, STATEFUL_PROCESSORS):
-                raise ValueError(
-                    f"{type(processor).__name__} keeps state from one token to the next and cannot judge draft tokens; "
-                    "expected processors that are functions of their arguments. Generate without a drafter, or "
-                    "without the option that adds it."
-                )
         self._processors = LogitsProcessorList(map(self._asking_rows_only, processors))
         self._asking: set[int] = set()
         self._prompts = prompts
