@@ -127,11 +127,11 @@ class DependsOnRow(LogitsProcessor):
 
 
 class ReadsWholeText(LogitsProcessor):
-    """Depends on everything that is shown, padding included."""
+    """Favours a token that depends on everything that is shown, padding included."""
 
     def __call__(self, input_ids, scores):
-        weights = torch.arange(1, input_ids.shape[1] + 1)
-        return scores.roll((input_ids * weights).sum(dim=1).remainder(3).max().item() if len(scores) == 1 else 1, 1)
+        favoured = (input_ids * torch.arange(1, input_ids.shape[1] + 1)).sum(dim=1) % VOCAB
+        return scores.scatter_add(1, favoured[:, None], torch.full((len(scores), 1), 6.0))
 
 
 @pytest.mark.core
@@ -139,6 +139,7 @@ class ReadsWholeText(LogitsProcessor):
 @pytest.mark.parametrize("processor", [DependsOnText, DependsOnRow, ReadsWholeText])
 def test_processor_of_the_user(processor, batch):
     target, inputs, free = free_run(batch)
+    inputs = {**inputs, "input_ids": torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], 7)}
     shaped = check_greedy(target, inputs, lambda: {"logits_processor": LogitsProcessorList([processor()])})
     assert not torch.equal(shaped, free)
 

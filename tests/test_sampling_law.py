@@ -42,12 +42,13 @@ class ChosenNumbers:
         assert stream == Stream.ACCEPT
         shape = torch.broadcast_shapes(seeds.shape, positions.shape, tokens.shape)
         assert shape == self.numbers.shape
+        self.accept_positions = positions.expand(shape)
         return self.numbers
 
     def race(self, weights, seeds, positions, stream):
         assert stream == Stream.TARGET
         assert weights.isfinite().all() and (weights >= 0).all() and (weights.sum(dim=1) > 0).all()
-        self.weights = weights
+        self.weights, self.race_positions = weights, positions
         return weights.argmax(dim=1)
 
 
@@ -66,6 +67,9 @@ def outcomes(chosen, scores, drafts, draft_probs):
         chosen.numbers = numbers
         verdict = verify_sampling(scores, drafts, draft_probs, seeds, lengths)
         assert torch.equal(verdict.committed, verdict.accepted + 1)
+        # Every number belongs to the position that its token takes, so none is used twice.
+        assert torch.equal(chosen.accept_positions, lengths[:, None] + torch.arange(width).expand(num, -1))
+        assert torch.equal(chosen.race_positions, lengths + verdict.accepted)
         kept = torch.arange(width) < verdict.accepted[:, None]
         assert torch.equal(verdict.tokens[:, :width][kept], drafts[kept])
         return verdict.accepted

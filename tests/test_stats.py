@@ -8,6 +8,7 @@ import torch
 from contract import PROMPTS, continuations
 from oracle import OracleDrafter, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec import SpeculationStats
 from hf_specdec.stats import Counters, RowStats
@@ -114,6 +115,30 @@ def test_rows_that_end_count_what_they_said():
     assert [row.committed for row in drafter.stats.rows] == expected
     assert [row.rounds for row in drafter.stats.rows] == [-(-count // 5) for count in expected]
     assert drafter.stats.num_rounds == -(-max(expected) // 5)
+
+
+class FirstRowEnds(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.arange(len(input_ids)) == 0
+
+
+@pytest.mark.core
+def test_a_row_ended_by_a_criterion_takes_part_in_no_more_rounds():
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+    drafter = OracleDrafter(target, continuations(inputs, free), PROMPTS[3], accuracy=0.6)
+    unused = next(token for token in range(96) if token not in free)
+    target.generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=MAX_NEW_TOKENS,
+        eos_token_id=unused,
+        pad_token_id=PAD,
+        stopping_criteria=StoppingCriteriaList([FirstRowEnds()]),
+        assistant_model=drafter,
+        num_assistant_tokens=2,
+    )
+    assert drafter.stats.rows[0].rounds == 1 and drafter.stats.num_rounds > 2
 
 
 @pytest.mark.core
