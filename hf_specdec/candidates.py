@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -20,8 +20,23 @@ from .decoding import SpeculativeOutput, draws_draft_probs, row_seeds
 from .drafters.base import Drafter
 from .sampling import Verdict
 from .state import DecodeState
-from .stats import SpeculationStats
+from .stats import Counters, SpeculationStats
 from .taps import TapRecorder
+
+
+class SpokenCriteria(StoppingCriteriaList):
+    """Stopping criteria that say nothing of a block without candidates before the target has added its token to it.
+
+    transformers 5.17 asks about such blocks too, so that a criterion which does not read the text, such as a time
+    limit, would end an output without its first token.
+    """
+
+    committed = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.Tensor:
+        if input_ids.shape[1] == self.committed:
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return super().__call__(input_ids, scores, **kwargs)
 
 
 class DrafterCandidateGenerator(CandidateGenerator):
@@ -46,7 +61,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self,
         drafter: Drafter,
         recorder: TapRecorder,
-        criteria: StoppingCriteriaList,
+        criteria: SpokenCriteria,
         config: GenerationConfig,
         num_draft_tokens: int,
     ):
@@ -59,12 +74,14 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._state: DecodeState | None = None
         self._num_candidates = 0
         self._num_rounds = 0
-        self._start = 0.0
+        self._counters = Counters(1, num_draft_tokens, drafter.device)
+        self._start: float | None = None
 
     def get_candidates(
         self, input_ids: torch.LongTensor, is_first_iteration: bool = False, n_last_matches: int = 0, **kwargs
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Candidates `[1, length + n]` for `input_ids` `[1, length]`, and logits `[1, n, V]` of their distribution."""
+        self._criteria.committed = input_ids.shape[1]
         if is_first_iteration:
             return input_ids, None
         if self._state is None:
@@ -81,32 +98,30 @@ class DrafterCandidateGenerator(CandidateGenerator):
         if self._num_candidates == 0:
             return input_ids, None
         probs = self._state.proposal.probs
-        logits = None if probs is None else probs[:, : self._num_candidates].log()
+        logits = None if probs is None else probs[:, : self._num_candidates].log().to(input_ids.device)
         return candidates[:, : length + self._num_candidates], logits
 
-    def summary(self, reason: str) -> SpeculationStats | None:
-        """Statistics of the whole call; None if nothing was drafted. The last block is counted as far as it got."""
-        if self._state is None:
-            return None
-        return self._state.counters.summary(
+    def summary(self, reason: str) -> SpeculationStats:
+        """Statistics of the whole call. The last block is counted as far as it got."""
+        return self._counters.summary(
             num_assistant_tokens=self._num_draft_tokens,
             engine="stock",
             reason=reason,
-            draft_probs=self._state.draft_probs,
+            draft_probs=draws_draft_probs(self._drafter, self._temperature),
             num_rounds=self._num_rounds,
-            seconds=time.perf_counter() - self._start,
+            seconds=0.0 if self._start is None else time.perf_counter() - self._start,
         )
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         if self._state is None:
             return
         matches = torch.full_like(self._state.lengths, int(num_matches))
-        self._state.counters.count(matches, matches + 1, torch.full_like(matches, self._num_candidates))
+        self._counters.count(matches, matches + 1, torch.full_like(matches, self._num_candidates))
         self._num_rounds += 1
 
     def _begin(self, input_ids: torch.Tensor) -> None:
         # A cache that came filled holds tokens whose hidden states nobody recorded: the drafter starts after them.
-        taps = self._recorder.taps
+        taps = self._taps()
         num_seen = input_ids.shape[1] - 1 if taps is None else taps.shape[1]
         tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
         self._state = state = DecodeState.allocate(
@@ -130,7 +145,12 @@ class DrafterCandidateGenerator(CandidateGenerator):
         length = int(self._state.lengths)
         self._state.tokens[:, length : length + committed] = input_ids[:, -committed:]
         self._state.lengths += committed
-        self._propose(committed, self._recorder.taps)
+        self._propose(committed, self._taps())
+
+    def _taps(self) -> torch.Tensor | None:
+        # The layers of a target under hooks may run on several devices, none of which need be the drafter's.
+        taps = self._recorder.taps
+        return None if taps is None else taps.to(self._drafter.device)
 
     def _propose(self, committed: int, taps: torch.Tensor | None) -> None:
         """Draft after a block of which the first `committed` rows, with `taps` `[1, n, width]`, were committed."""
@@ -141,6 +161,31 @@ class DrafterCandidateGenerator(CandidateGenerator):
         count = torch.full_like(self._state.lengths, committed)
         verdict = Verdict(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
         self._state.proposal = self._drafter.propose(self._state, window, verdict)
+
+
+class ReachableProcessors(LogitsProcessorList):
+    """Logits processors that are not asked about texts which they themselves rule out.
+
+    The loop asks about every prefix of a block, whatever was said about the one before, but a processor such as
+    `prefix_allowed_tokens_fn` may know nothing of what follows a token that it forbids. The scores after such a token
+    are left unprocessed: it will not be accepted.
+    """
+
+    _scores: torch.Tensor | None = None
+    _length: int | None = None
+    _is_ruled_out = False
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        length = input_ids.shape[1]
+        # Every block begins with a token that was possible, so a text that goes on from the last one tells all.
+        if self._length == length - 1:
+            self._is_ruled_out |= bool(self._scores[0, input_ids[0, -1]].isneginf())
+        else:
+            self._is_ruled_out = False
+        if not self._is_ruled_out:
+            self._scores = scores = super().__call__(input_ids, scores, **kwargs)
+        self._length = length
+        return scores
 
 
 class ReplayCache(DynamicCache):
@@ -210,13 +255,14 @@ def assist(
     criteria: StoppingCriteriaList,
     num_draft_tokens: int,
     reason: str,
+    logits_processor: LogitsProcessorList,
     **kwargs,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate through transformers' `assisted_decoding` with our candidates.
 
     Args:
         assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
-        model, input_ids, config, criteria, kwargs: what `generate()` called it with.
+        model, input_ids, config, criteria, logits_processor, kwargs: what `generate()` called it with.
         drafter: bound to `model`.
         num_draft_tokens: K.
         reason: why this engine runs, for the statistics.
@@ -230,6 +276,7 @@ def assist(
             f"generation takes one row at a time, but the batch has {input_ids.shape[0]}. Generate row by row, or "
             "without assistant_model."
         )
+    criteria = SpokenCriteria(criteria)
     with ExitStack() as stack:
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
         cache = kwargs.get("past_key_values")
@@ -242,6 +289,7 @@ def assist(
             stopping_criteria=criteria,
             generation_config=config,
             assistant_model=generator,
+            logits_processor=ReachableProcessors(logits_processor),
             **kwargs,
         )
         drafter._last_stats = generator.summary(reason)

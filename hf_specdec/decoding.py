@@ -182,6 +182,13 @@ def row_seeds(batch: int, temperature: float | None) -> torch.Tensor:
     return torch.randint(0, 2**63 - 1, (batch,), dtype=torch.int64)
 
 
+def padding_token(criteria: StoppingCriteriaList, config: GenerationConfig) -> int | None:
+    """What rows continue with that stopped before others; None if plain `generate()` lets them go on instead."""
+    if config._pad_token_tensor is None or not any(hasattr(rule, "eos_token_id") for rule in criteria):
+        return None
+    return int(config._pad_token_tensor)
+
+
 def decode(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -213,7 +220,7 @@ def decode(
         for name in ("scores", "logits", "hidden_states")
     }
     temperature = (config.temperature or 1.0) if config.do_sample else None
-    pad_token = None if config._eos_token_tensor is None else int(config._pad_token_tensor)
+    pad_token = padding_token(criteria, config)
     max_new_tokens = config.max_length - input_ids.shape[1]
     transcript = Transcript(input_ids, criteria, pad_token, max_new_tokens, streamer, wants["scores"], wants["logits"])
     process = BlockProcessor(processors, input_ids, padding)

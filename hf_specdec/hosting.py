@@ -48,7 +48,7 @@ def _why_not_target(model: PreTrainedModel) -> str | None:
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"the target is spread over {len(devices)} devices by hooks"
-    if any(hasattr(module, "_hf_hook") for module in decoder_layers(model)):
+    if any(hasattr(module, "_hf_hook") for module in decoder_layers(model).modules()):
         return "the target's layers run under accelerate hooks"
     if has_recurrent_layers(model):
         return "the target has linear-attention layers, whose state cannot be indexed by position"

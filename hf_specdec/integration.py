@@ -16,11 +16,13 @@ from .config import check_num_assistant_tokens
 from .decoding import decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
+from .sampling import check_processors
 
 logger = logging.getLogger(__name__)
 
 _ASSISTED_DECODING = GenerationMixin._assisted_decoding
 _GET_CANDIDATE_GENERATOR = GenerationMixin._get_candidate_generator
+_PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
 _VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
 
 
@@ -38,6 +40,16 @@ def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
     return _GET_CANDIDATE_GENERATOR(self, *args, assistant_model=assistant_model, **kwargs)
 
 
+@functools.wraps(_PREPARE_GENERATION_CONFIG)
+def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
+    prepared, model_kwargs = _PREPARE_GENERATION_CONFIG(self, generation_config, *args, **kwargs)
+    # transformers fills in a default of its own, after which it cannot be told what the caller asked for.
+    asked = (kwargs, getattr(generation_config, "__dict__", {}), self.generation_config.__dict__)
+    numbers = (settings.get("num_assistant_tokens") for settings in asked)
+    prepared._asked_num_assistant_tokens = next((number for number in numbers if number is not None), None)
+    return prepared, model_kwargs
+
+
 @functools.wraps(_VALIDATE_GENERATION_MODE)
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
     drafter = generation_mode_kwargs.get("assistant_model")
@@ -52,6 +64,7 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
 _SEAM: dict[str, tuple[Callable, Callable]] = {
     "_assisted_decoding": (_ASSISTED_DECODING, _assisted_decoding),
     "_get_candidate_generator": (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
+    "_prepare_generation_config": (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
     "_validate_generation_mode": (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
 }
 
@@ -93,10 +106,15 @@ def check_call(
             f"assistant_ensemble_weight is {config.assistant_ensemble_weight}, which accepts drafts lossily; "
             "hf_specdec is lossless only. Drop that option."
         )
-    if drafter.device != model.device:
+    if model.device.type == "meta":
         raise ValueError(
-            f"The drafter is on {drafter.device} and {name} on {model.device}; expected the same device. "
-            f"Move it with drafter.to({str(model.device)!r}) and call drafter.bind(model) again."
+            f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves "
+            "tokens to where they are; expected them in memory. Offload later layers only (`device_map`)."
+        )
+    if drafter.device.type == "meta":
+        raise ValueError(
+            "The drafter is on the meta device, so it has no weights; expected a device that holds them. Load it with "
+            "AutoDrafter.from_pretrained(..., target=model)."
         )
 
 
@@ -144,14 +162,17 @@ def _generate(
         )
     if input_ids.shape[1] == 0:
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
-    num_draft_tokens = drafter.num_assistant_tokens
-    if generation_config.num_assistant_tokens is not None:
-        num_draft_tokens = check_num_assistant_tokens(generation_config.num_assistant_tokens)
+    num_draft_tokens = getattr(generation_config, "_asked_num_assistant_tokens", None)
+    num_draft_tokens = check_num_assistant_tokens(
+        drafter.num_assistant_tokens if num_draft_tokens is None else num_draft_tokens
+    )
+    check_processors(logits_processor)
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
     engine, reason = _choose_engine(drafter, obstacle)
     _log_engine(engine, reason)
     if engine == "static":
+        _check_same_device(model, drafter)
         return decode(
             model,
             drafter,
@@ -185,6 +206,14 @@ def _log_engine(engine: str, reason: str) -> None:
     """Say once which engine runs and why; loudly if it is the slow one and nobody asked for it."""
     level = logging.WARNING if engine == "stock" and not reason.startswith("forced") else logging.INFO
     logger.log(level, "hf_specdec runs the %s engine: %s", engine, reason)
+
+
+def _check_same_device(model: PreTrainedModel, drafter: Drafter) -> None:
+    if drafter.device != model.device:
+        raise ValueError(
+            f"The drafter is on {drafter.device} and {type(model).__name__} on {model.device}; expected the same "
+            f"device. Move it with drafter.to({str(model.device)!r}) and call drafter.bind(model) again."
+        )
 
 
 def _choose_engine(drafter: Drafter, obstacle: str | None) -> tuple[str, str]:

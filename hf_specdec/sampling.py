@@ -6,13 +6,14 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -150,32 +151,37 @@ POINTWISE_PROCESSORS = frozenset(
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
+def check_processors(processors: LogitsProcessorList) -> None:
+    """Raise `ValueError` if a processor is known to keep state between calls."""
+    for processor in processors:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} keeps state from one token to the next and cannot judge draft tokens; "
+                "expected processors that are functions of their arguments. Generate without a drafter, or "
+                "without the option that adds it."
+            )
+
+
 class BlockProcessor:
     """Applies `generate()`'s logits processors to every position of a round's block.
 
     A processor sees what plain `generate()` would show it: the whole batch, prompts with their padding, and at each
-    position the tokens before it, drafts included. It must be a function of what it is shown.
+    position the tokens before it, drafts included. It must be a function of what it is shown. A row asks only about
+    texts that plain `generate()` might reach: not past the length limit, nor after a draft that the processors rule
+    out or that ends the row. Rows of the batch that do not ask are shown too, at another point of their text, and the
+    answer for them is not used; `prefix_allowed_tokens_fn` is not asked about them.
 
     Args:
         processors: as prepared by `generate()`.
         prompts: `[B, P]` int64, left-padded.
         padding: padding tokens of each row.
-
-    Raises:
-        ValueError: a processor is known to keep state between calls.
     """
 
     def __init__(self, processors: LogitsProcessorList, prompts: torch.Tensor, padding: list[int]):
-        for processor in processors:
-            if isinstance(processor, STATEFUL_PROCESSORS):
-                raise ValueError(
-                    f"{type(processor).__name__} keeps state from one token to the next and cannot judge draft tokens; "
-                    "expected processors that are functions of their arguments. Generate without a drafter, or "
-                    "without the option that adds it."
-                )
-        self._processors = processors
+        self._processors = LogitsProcessorList(map(self._asking_rows_only, processors))
+        self._asking: set[int] = set()
         self._prompts = prompts
-        self._padding = padding
+        self._padding = torch.tensor(padding, device=prompts.device)
         self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
@@ -188,27 +194,51 @@ class BlockProcessor:
             return self._processors(tokens, scores.flatten(0, 1).clone()).view_as(scores)
         return self._one_length_at_a_time(scores.clone(), block, state)
 
+    def _asking_rows_only(self, processor: LogitsProcessor) -> LogitsProcessor:
+        # A constraint may know nothing of texts outside its grammar, such as those of rows shown out of turn.
+        if type(processor) is not PrefixConstrainedLogitsProcessor:
+            return processor
+        allowed_tokens = processor._prefix_allowed_tokens_fn
+
+        def allowed(row: int, tokens: torch.Tensor) -> list[int]:
+            return allowed_tokens(row, tokens) if row in self._asking else [0]
+
+        return PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
+
     def _one_length_at_a_time(self, scores: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
         # Rows stand at different lengths, but a processor is shown a rectangle: one call for each length that occurs
         # somewhere in the batch, of which every row uses the calls that match its own positions. This path reads the
         # lengths on the host, so it is not part of a captured round.
-        batch, width = block.shape
-        lengths, finished = state.lengths.tolist(), state.finished.tolist()
-        shown = self._prompts.new_zeros(batch, max(self._padding) + state.slots + width)
-        first = {}
-        for row, (length, pad) in enumerate(zip(lengths, self._padding, strict=True)):
-            shown[row, :pad] = self._prompts[row, :pad]
-            shown[row, pad : pad + length] = state.tokens[row, :length]
-            shown[row, pad + length : pad + length + width - 1] = block[row, 1:]
-            if not finished[row]:
-                first[row] = pad + length
-        for length in range(min(first.values(), default=0), max(first.values(), default=-width) + width):
-            steps = {row: length - start for row, start in first.items() if 0 <= length - start < width}
+        width = block.shape[1]
+        shown, asks = self._texts(block, state)
+        for length in range(min(asks.values(), default=0), max(asks.values(), default=-width) + width):
+            steps = {row: length - first for row, first in asks.items() if 0 <= length - first < width}
             if not steps:
                 continue
+            self._asking = set(steps)
             rows = torch.tensor(list(steps), device=scores.device)
             at = torch.tensor(list(steps.values()), device=scores.device)
             batch_scores = scores[:, 0].clone()
             batch_scores[rows] = scores[rows, at]
             scores[rows, at] = self._processors(shown[:, :length], batch_scores)[rows]
+
+            draft = block[rows, (at + 1).clamp(max=width - 1)]
+            is_over = torch.isin(draft, state.eos) | scores[rows, at, draft].isneginf()
+            is_over |= self._padding[rows] + state.limits[rows] <= length + 1
+            for row in rows[is_over].tolist():
+                del asks[row]
         return scores
+
+    def _texts(self, block: torch.Tensor, state: DecodeState) -> tuple[torch.Tensor, dict[int, int]]:
+        """What processors are shown, `[B, longest]`, and for each unfinished row the length of its committed text."""
+        batch, width = block.shape
+        shown = self._prompts.new_zeros(batch, self._prompts.shape[1] + state.slots + width)
+        first = {}
+        finished = state.finished.tolist()
+        for row, (length, pad) in enumerate(zip(state.lengths.tolist(), self._padding.tolist(), strict=True)):
+            shown[row, :pad] = self._prompts[row, :pad]
+            shown[row, pad : pad + length] = state.tokens[row, :length]
+            shown[row, pad + length : pad + length + width - 1] = block[row, 1:]
+            if not finished[row]:
+                first[row] = pad + length
+        return shown, first

@@ -23,8 +23,8 @@ class Transcript:
     Args:
         prompts: `[B, P]` int64, left-padded, as given to `generate()`.
         criteria: all stopping criteria.
-        pad_token: what finished rows continue with; None if no end-of-sequence token is set, in which case rows go on
-            until all of them are stopped, as in plain `generate()`.
+        pad_token: what finished rows continue with; None if no criterion knows an end-of-sequence token, in which
+            case rows go on until all of them are stopped, as in plain `generate()`.
         max_new_tokens: room for new tokens.
         streamer: gets the tokens `[B]` of each settled step, on the CPU.
         keep_scores, keep_logits: whether `add` is given scores and logits to keep.

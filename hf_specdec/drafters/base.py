@@ -41,6 +41,8 @@ class Drafter(PreTrainedModel):
         prefill(state, taps, positions) consume a chunk of the prompt
         propose(state, taps, verdict)   draft K tokens after the committed ones
 
+    A family without weights also says where it computes, by overriding `device`.
+
     `propose` runs inside the round: no host read, fixed shapes. There is no separate verb for the first round: after
     prefill the state is as if a round had just committed the last token of the prompt.
     """

@@ -127,6 +127,11 @@ class Eagle3Drafter(Drafter):
                 f"{name} has no {what} of its own and must borrow the target's, but the target's is "
                 f"{type(module).__name__}; expected a module with a floating-point `weight`."
             )
+        if weight.device.type == "meta":
+            raise ValueError(
+                f"{name} has no {what} of its own and must borrow the target's, but that is offloaded and not in "
+                f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
+            )
         if weight.shape[1] != self.config.hidden_size:
             raise ValueError(
                 f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "

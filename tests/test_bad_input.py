@@ -1,0 +1,279 @@
+"""What cannot work is refused with an error that names the thing, and everything stays as it was."""
+
+import pytest
+import torch
+from contract import PROMPTS
+from oracle import OracleDrafter, random_eagle3
+from targets import padded_prompts, tiny_target
+from test_seam import traces
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    WatermarkingConfig,
+)
+
+from hf_specdec import Drafter, DrafterConfig
+from hf_specdec.config import Eagle3Config
+from hf_specdec.drafters import Eagle3Drafter
+
+
+def refused(target, drafter, match, inputs=None, **options):
+    """Assert that a call is refused with an error of several parts, and that nothing has changed by it."""
+    before, bound = traces(target), drafter.is_bound
+    inputs = padded_prompts(PROMPTS[1]) if inputs is None else inputs
+    with pytest.raises(ValueError, match=match) as error:
+        target.generate(**inputs, **{"max_new_tokens": 6, "assistant_model": drafter, **options})
+    assert traces(target) == before and drafter.is_bound == bound
+    return str(error.value)
+
+
+@pytest.fixture
+def target():
+    return tiny_target("llama")
+
+
+@pytest.fixture
+def drafter(target):
+    return random_eagle3(target)
+
+
+def llama(**options):
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **options})).eval()
+
+
+# ---- drafters that do not fit
+
+
+@pytest.mark.core
+def test_unbound_drafter(target, drafter):
+    unbound = Eagle3Drafter(drafter.config)
+    message = refused(target, unbound, "Eagle3Drafter is not bound to a target")
+    assert "drafter.bind(model)" in message
+
+
+@pytest.mark.core
+def test_drafter_bound_to_another_target(drafter):
+    refused(llama(), drafter, r"bound to another target than the one that generates; call drafter\.bind")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"hidden_size": 64}, "made for a target with hidden_size 32, but LlamaForCausalLM has hidden_size 64"),
+        ({"vocab_size": 128}, "made for a vocabulary of 96 tokens, but LlamaForCausalLM has 128"),
+        ({"num_hidden_layers": 5}, r"taps the boundaries \[1, 3, 6\], but LlamaForCausalLM has 5 layers"),
+    ],
+)
+def test_drafter_for_another_model(target, drafter, options, match):
+    other = llama(**options)
+    before = traces(other)
+    unbound = Eagle3Drafter(drafter.config)
+    for one in (unbound, drafter):
+        with pytest.raises(ValueError, match=match) as error:
+            one.bind(other)
+        assert "drafter for another model" in str(error.value)
+    assert not unbound.is_bound and unbound.tap_boundaries == drafter.config.taps
+    assert traces(other) == before
+    plain = target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=6)
+    out = target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=6, assistant_model=drafter)
+    assert torch.equal(out, plain), "a refused bind() broke the binding before it"
+
+
+@pytest.mark.core
+def test_taps_that_the_rule_cannot_give(drafter):
+    config = Eagle3Config(**{**drafter.config.to_dict(), "taps": None, "num_taps": 3})
+    unbound = Eagle3Drafter(config)
+    with pytest.raises(ValueError, match=r"reads 3 taps, but the rule for 4 layers .* \[1, 2\]; pass `taps=`"):
+        unbound.bind(llama(num_hidden_layers=4))
+    assert not unbound.is_bound
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("what", ["embedding", "head"])
+def test_nothing_to_borrow(drafter, what):
+    other = llama(hidden_size=64)
+    options = {f"own_{what}": False, "target_hidden_size": 64}
+    unbound = Eagle3Drafter(Eagle3Config(**{**drafter.config.to_dict(), **options}))
+    with pytest.raises(ValueError, match=f"no {what} of its own, and the target's is 64 wide .* needs 32"):
+        unbound.bind(other)
+    with pytest.raises(ValueError, match=f"no {what} of its own and must borrow the target's, but that is offloaded"):
+        unbound.bind(llama(hidden_size=64).to("meta"))
+    assert not unbound.is_bound
+
+
+@pytest.mark.core
+def test_drafter_without_weights(target, drafter):
+    refused(target, drafter.to("meta"), "drafter is on the meta device, so it has no weights")
+
+
+@pytest.mark.core
+def test_drafter_on_another_device(target, drafter, monkeypatch):
+    monkeypatch.setattr(Eagle3Drafter, "device", torch.device("cuda", 1))
+    message = refused(target, drafter, "drafter is on cuda:1 and LlamaForCausalLM on cpu; expected the same device")
+    assert "drafter.to('cpu')" in message
+
+
+@pytest.mark.core
+def test_family_without_verbs(target):
+    class Nothing(Drafter):
+        device = torch.device("cpu")
+
+    nothing = Nothing(DrafterConfig(vocab_size=96))
+    with pytest.raises(NotImplementedError, match=r"Nothing does not implement bind\(\)"):
+        nothing.bind(target)
+    nothing._target_config = target.config
+    before = traces(target)
+    with pytest.raises(NotImplementedError, match=r"Nothing does not implement propose\(\)"):
+        target.generate(**padded_prompts(PROMPTS[1]), assistant_model=nothing, max_new_tokens=4)
+    assert traces(target) == before
+
+
+# ---- settings
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("number", [0, -3, 2.5, True])
+def test_number_of_drafts(target, drafter, number):
+    match = rf"num_assistant_tokens is {number!r}; expected an integer of at least 1"
+    with pytest.raises(ValueError, match=match):
+        drafter.configure(num_assistant_tokens=number)
+    assert drafter.num_assistant_tokens == drafter.config.num_assistant_tokens
+    with pytest.raises((ValueError, TypeError)):
+        DrafterConfig(num_assistant_tokens=number)
+    for engine in ("static", "stock"):
+        drafter.configure(engine=engine)
+        refused(target, drafter, match, num_assistant_tokens=number)
+        refused(target, drafter, match, generation_config=GenerationConfig(num_assistant_tokens=number))
+
+
+@pytest.mark.core
+def test_other_settings(drafter):
+    with pytest.raises(ValueError, match="engine is 'fast'; expected one of 'auto', 'static', 'stock'"):
+        drafter.configure(engine="fast")
+    with pytest.raises(ValueError, match="draft_probs is 'yes'; expected True, False or \"auto\""):
+        drafter.configure(draft_probs="yes")
+    assert drafter.engine == "auto" and drafter.draft_probs == "auto"
+    with pytest.raises(ValueError, match="draft_vocab_size is 200; expected 1 to vocab_size = 96"):
+        DrafterConfig(vocab_size=96, draft_vocab_size=200)
+
+
+# ---- targets and calls that cannot be sped up
+
+
+@pytest.mark.core
+def test_target_in_training_mode():
+    target = llama().train()
+    drafter = random_eagle3(target)
+    refused(target, drafter, r"LlamaForCausalLM is in training mode.*; call model\.eval\(\) first")
+
+
+@pytest.mark.core
+def test_offloaded_target(drafter):
+    target = llama()
+    drafter.bind(target)
+    target.to("meta")
+    refused(target, drafter, "first weights of LlamaForCausalLM are offloaded .* expected them in memory")
+
+
+@pytest.mark.core
+def test_encoder_decoder(drafter):
+    sizes = {"vocab_size": 96, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    target = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    refused(target, drafter, "T5ForConditionalGeneration is an encoder-decoder; hf_specdec drafts for decoder-only")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"use_cache": False}, "use_cache is False, .* drop that option"),
+        ({"num_beams": 3}, "num_beams"),
+        ({"num_beams": 3, "do_sample": True}, "num_beams"),
+        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is 0.5, which accepts drafts lossily"),
+        ({"synced_gpus": True}, "synced_gpus is set .* expected synced_gpus=False"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state .* without a drafter"),
+        (
+            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7]), "do_sample": True},
+            "SynthIDTextWatermarkLogitsProcessor keeps state .* without a drafter",
+        ),
+    ],
+)
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_options_that_do_not_go_with_a_drafter(target, drafter, options, match, engine):
+    refused(target, drafter.configure(engine=engine), match, **options)
+
+
+@pytest.mark.core
+def test_stateless_watermark_works(target, drafter):
+    options = {"watermarking_config": WatermarkingConfig(bias=8.0), "do_sample": False, "max_new_tokens": 12}
+    plain = target.generate(**padded_prompts(PROMPTS[3]), **options)
+    out = target.generate(**padded_prompts(PROMPTS[3]), **options, assistant_model=drafter)
+    assert torch.equal(out, plain)
+
+
+def masked(rows):
+    mask = torch.tensor(rows)
+    return {"input_ids": torch.full(mask.shape, 5), "attention_mask": mask}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("rows", "row"),
+    [
+        ([[1, 1, 1, 1], [1, 1, 1, 0]], 1),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], 0),
+        ([[0, 1, 1, 1], [0, 1, 0, 1]], 1),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], 1),
+        ([[1, 1, 1, 0]], 0),
+    ],
+)
+def test_padding_elsewhere_than_on_the_left(target, drafter, rows, row):
+    message = refused(target, drafter, f"Row {row} of the batch has an attention_mask", inputs=masked(rows))
+    assert str(rows[row])[:-1] in message and "padding_side = 'left'" in message
+
+
+@pytest.mark.core
+def test_embeddings_without_tokens(target, drafter):
+    inputs = {"inputs_embeds": target.get_input_embeddings()(torch.tensor([[5, 6, 7]])).detach()}
+    refused(target, drafter, "inputs_embeds without input_ids, but a drafter reads token ids", inputs=inputs)
+
+
+@pytest.mark.core
+def test_batch_on_the_stock_engine(target, drafter):
+    drafter.configure(engine="stock")
+    message = refused(target, drafter, "one row at a time, but the batch has 3", inputs=padded_prompts(PROMPTS[3]))
+    assert "forced by engine='stock'" in message and "without assistant_model" in message
+    refused(target, drafter, "the batch has 2", num_return_sequences=2, do_sample=True)
+    hybrid = tiny_target("qwen3-next")
+    message = refused(hybrid, random_eagle3(hybrid), "batch has 3", inputs=padded_prompts(PROMPTS[3]))
+    assert "linear-attention" in message
+
+
+@pytest.mark.core
+def test_errors_leave_the_statistics_of_the_call_before(target, drafter):
+    target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=6, assistant_model=drafter)
+    stats = drafter.stats
+    refused(target, drafter, "use_cache", use_cache=False)
+    refused(target, drafter, "guidance_scale|Guidance", guidance_scale=1.5)
+    assert drafter.stats is stats
+
+
+@pytest.mark.core
+def test_an_oracle_is_refused_like_any_drafter(target):
+    drafter = OracleDrafter(target, torch.zeros(1, 4, dtype=torch.int64), [9])
+    refused(llama(), drafter, "OracleDrafter is bound to another target")

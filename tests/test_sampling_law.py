@@ -1,0 +1,470 @@
+"""Sampling with a drafter has exactly the target's law.
+
+The first part enumerates: random numbers are replaced by chosen ones, so that every outcome of a round and its
+probability come out of `verify_sampling` itself, and nothing is drawn. The second part draws, through the whole engine.
+"""
+
+import itertools
+
+import pytest
+import torch
+from oracle import random_eagle3
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, set_seed
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from hf_specdec import Drafter, DrafterConfig, ops
+from hf_specdec.drafters import Proposal
+from hf_specdec.sampling import BlockProcessor, Stream, draw_draft, verify_sampling
+from hf_specdec.state import DecodeState
+
+SMALLEST, LARGEST = 2.0**-33, 1.0 - 2.0**-24
+
+
+class ChosenNumbers:
+    """Stands in for `ops.uniform` and `ops.race`: gives the numbers it was told, keeps the weights it was shown."""
+
+    def __init__(self, monkeypatch):
+        self.numbers = torch.empty(0)
+        self.weights = torch.empty(0)
+        monkeypatch.setattr(ops, "uniform", self.uniform)
+        monkeypatch.setattr(ops, "race", self.race)
+
+    def uniform(self, seeds, positions, tokens, stream):
+        assert stream == Stream.ACCEPT
+        shape = torch.broadcast_shapes(seeds.shape, positions.shape, tokens.shape)
+        assert shape == self.numbers.shape
+        self.accept_positions = positions.expand(shape)
+        return self.numbers
+
+    def race(self, weights, seeds, positions, stream):
+        assert stream == Stream.TARGET
+        assert weights.isfinite().all() and (weights >= 0).all() and (weights.sum(dim=1) > 0).all()
+        self.weights, self.race_positions = weights, positions
+        return weights.argmax(dim=1)
+
+
+def outcomes(chosen, scores, drafts, draft_probs):
+    """All outcomes of a round for `[N, K]` drafts, from the code under test, integrated over the random numbers.
+
+    Returns:
+        accept: `[N, K]` probability that draft i is accepted if those before it were: the length of the interval of
+            numbers for which it is, found by bisection.
+        following: `[N, K + 1, V]` law of the token after i accepted drafts; zeros where that cannot happen.
+    """
+    num, width = drafts.shape
+    seeds, lengths = torch.zeros(num, dtype=torch.int64), torch.full((num,), 7)
+
+    def accepted(numbers):
+        chosen.numbers = numbers
+        verdict = verify_sampling(scores, drafts, draft_probs, seeds, lengths)
+        assert torch.equal(verdict.committed, verdict.accepted + 1)
+        # Every number belongs to the position that its token takes, so none is used twice.
+        assert torch.equal(chosen.accept_positions, lengths[:, None] + torch.arange(width).expand(num, -1))
+        assert torch.equal(chosen.race_positions, lengths + verdict.accepted)
+        kept = torch.arange(width) < verdict.accepted[:, None]
+        assert torch.equal(verdict.tokens[:, :width][kept], drafts[kept])
+        return verdict.accepted
+
+    def numbers_at(position, number):
+        numbers = torch.full((num, width), SMALLEST)
+        numbers[:, position] = number
+        return numbers
+
+    accept = torch.zeros(num, width, dtype=torch.float64)
+    following = torch.zeros(num, width + 1, scores.shape[-1], dtype=torch.float64)
+    reached = torch.ones(num, dtype=torch.bool)
+    for position in range(width):
+        low, high = torch.zeros(num), torch.ones(num)
+        for _ in range(26):
+            middle = ((low + high) / 2).clamp(SMALLEST, LARGEST)
+            is_accepted = accepted(numbers_at(position, middle)) > position
+            low, high = torch.where(is_accepted, middle, low), torch.where(is_accepted, high, middle)
+        accept[:, position] = torch.where(reached, ((low + high) / 2).double(), 0.0)
+        rejects = accepted(numbers_at(position, LARGEST)) == position
+        law = chosen.weights.double()
+        following[rejects & reached, position] = (law / law.sum(dim=1, keepdim=True))[rejects & reached]
+        reached &= accepted(torch.full((num, width), SMALLEST)) > position
+    all_accepted = accepted(torch.full((num, width), SMALLEST)) == width
+    law = chosen.weights.double()
+    following[all_accepted, width] = (law / law.sum(dim=1, keepdim=True))[all_accepted]
+    return accept, following
+
+
+class Silent(Drafter):
+    """Keeps nothing and proposes what it is told."""
+
+    def propose(self, state, taps, verdict):
+        return state.proposal
+
+
+class Text:
+    """Random logits for every text of up to `width + 1` tokens after a prompt, and what processors make of them."""
+
+    def __init__(self, vocabulary, width, processors, seed):
+        self.vocabulary, self.width = vocabulary, width
+        self.processors = LogitsProcessorList(processors)
+        self.prompt = torch.tensor([[1, 0, 1]])
+        generator = torch.Generator().manual_seed(seed)
+        self._logits = {
+            text: 2 * torch.randn(vocabulary, generator=generator)
+            for length in range(width + 1)
+            for text in itertools.product(range(vocabulary), repeat=length)
+        }
+
+    def law(self, text):
+        """`[V]` float64: what plain sampling draws the next token from."""
+        shown = torch.cat([self.prompt, torch.tensor([text], dtype=torch.int64)], dim=1)
+        scores = self.processors(shown, self._logits[text][None].clone())
+        return scores.double().softmax(dim=-1)[0]
+
+    def scores(self, drafts):
+        """`[N, K + 1, V]` float32: what the engine's own processing gives for blocks with these drafts `[N, K]`."""
+        num, width = drafts.shape
+        state = DecodeState.allocate(
+            [self.prompt[0]] * num,
+            width + 1,
+            Silent(DrafterConfig(vocab_size=self.vocabulary)),
+            width,
+            num_layers=1,
+            eos=None,
+            seeds=torch.zeros(num, dtype=torch.int64),
+            temperature=1.0,
+            draft_probs=False,
+        )
+        state.proposal = Proposal(drafts, None)
+        block, _ = state.block()
+        logits = torch.stack(
+            [torch.stack([self._logits[tuple(row[:step])] for step in range(width + 1)]) for row in drafts.tolist()]
+        )
+        process = BlockProcessor(self.processors, self.prompt.expand(num, -1), [0] * num)
+        return process(logits, block, state)
+
+    def law_of_continuations(self):
+        """`[V] * (K + 1)` float64: the target's law of the first K + 1 tokens."""
+        return self.continue_with({(): 1.0})
+
+    def continue_with(self, prefixes):
+        """The law of K + 1 tokens that begin as `prefixes`, texts with probabilities, and go on as the target does."""
+        law = torch.zeros([self.vocabulary] * (self.width + 1), dtype=torch.float64)
+        for text, probability in prefixes.items():
+            for rest in itertools.product(range(self.vocabulary), repeat=self.width + 1 - len(text)):
+                whole = text + rest
+                going_on = [self.law(whole[:step])[whole[step]] for step in range(len(text), self.width + 1)]
+                law[whole] += probability * torch.stack(going_on).prod() if going_on else probability
+        return law
+
+
+def committed_law(drafts, draft_law, accept, following):
+    """Law of the committed texts: a dict, given drafts `[N, K]` with probabilities `[N]` and `outcomes`."""
+    prefixes = {}
+    for row, text in enumerate(map(tuple, drafts.tolist())):
+        reaching = draft_law[row]
+        for step in range(len(text) + 1):
+            stays = accept[row, step] if step < len(text) else 0.0
+            for token, share in enumerate(following[row, step].tolist()):
+                if share > 0:
+                    whole = text[:step] + (token,)
+                    prefixes[whole] = prefixes.get(whole, 0.0) + float(reaching * (1 - stays) * share)
+            reaching = reaching * stays
+    return prefixes
+
+
+PROCESSORS = {
+    "none": [],
+    "temperature": [TemperatureLogitsWarper(0.6)],
+    "hot_top_k": [TemperatureLogitsWarper(1.5), TopKLogitsWarper(2)],
+    "top_p": [TopPLogitsWarper(0.7)],
+    "min_p": [MinPLogitsWarper(0.2)],
+    "typical": [TypicalLogitsWarper(0.6)],
+    "suppress": [SuppressTokensLogitsProcessor([1])],
+    "repetition_penalty": [RepetitionPenaltyLogitsProcessor(1.7), TemperatureLogitsWarper(1.2)],
+    "no_repeat_ngram": [NoRepeatNGramLogitsProcessor(3)],
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize(("vocabulary", "width"), [(3, 1), (3, 3), (5, 2)])
+def test_law_with_point_mass_drafts(vocabulary, width, processors, monkeypatch):
+    """For every deterministic draft of K tokens."""
+    text = Text(vocabulary, width, PROCESSORS[processors], seed=width)
+    drafts = torch.tensor(list(itertools.product(range(vocabulary), repeat=width)))
+    accept, following = outcomes(ChosenNumbers(monkeypatch), text.scores(drafts), drafts, None)
+    expected = text.law_of_continuations()
+    assert torch.allclose(expected.sum(), torch.ones((), dtype=torch.float64))
+    for row in range(len(drafts)):
+        prefixes = committed_law(drafts[row : row + 1], torch.ones(1), accept[row : row + 1], following[row : row + 1])
+        torch.testing.assert_close(text.continue_with(prefixes), expected, rtol=0, atol=1e-6)
+
+
+def draft_laws(kind, text, drafts, seed=0):
+    """`[N, K, V]` float32: the law q of each draft given those before it."""
+    generator = torch.Generator().manual_seed(seed)
+    tables = {}
+
+    def law(prefix):
+        if prefix in tables:
+            return tables[prefix]
+        if kind == "same":
+            table = text.scores(torch.tensor([prefix + (0,) * (text.width - len(prefix))])).softmax(dim=-1)
+            table = table[0, len(prefix)]
+        else:
+            logits = 2 * torch.randn(text.vocabulary, generator=generator)
+            if kind == "narrow":  # a draft vocabulary without the first token
+                logits[0] = float("-inf")
+            if kind == "certain":
+                logits = logits.log_softmax(-1).where(logits == logits.max(), torch.tensor(float("-inf")))
+            table = logits.softmax(dim=-1)
+        tables[prefix] = table
+        return table
+
+    return torch.stack(
+        [torch.stack([law(tuple(row[:step])) for step in range(drafts.shape[1])]) for row in drafts.tolist()]
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("kind", ["random", "same", "narrow", "certain"])
+@pytest.mark.parametrize(("vocabulary", "width"), [(3, 3), (5, 1)])
+def test_law_with_soft_drafts(vocabulary, width, kind, processors, monkeypatch):
+    text = Text(vocabulary, width, PROCESSORS[processors], seed=width)
+    drafts = torch.tensor(list(itertools.product(range(vocabulary), repeat=width)))
+    laws = draft_laws(kind, text, drafts)
+    draft_law = laws.double().gather(2, drafts[:, :, None]).squeeze(2).prod(dim=1)
+    assert torch.allclose(draft_law.sum(), torch.ones((), dtype=torch.float64))
+    accept, following = outcomes(ChosenNumbers(monkeypatch), text.scores(drafts), drafts, laws)
+    if kind == "same":
+        assert (accept[draft_law > 0] > 1 - 1e-6).all()
+    prefixes = committed_law(drafts, draft_law, accept, following)
+    torch.testing.assert_close(text.continue_with(prefixes), text.law_of_continuations(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.core
+def test_the_enumeration_notices_a_wrong_rule(monkeypatch):
+    """Argmax drafts judged by soft draft probabilities give another law; so the tests above can fail."""
+    text = Text(3, 2, [], seed=0)
+    drafts = torch.tensor(list(itertools.product(range(3), repeat=2)))
+    laws = draft_laws("random", text, drafts)
+    first = laws[0, 0].argmax().item()
+    row = next(
+        index for index, (one, two) in enumerate(drafts.tolist()) if one == first and two == laws[index, 1].argmax()
+    )
+    rows = slice(row, row + 1)
+    accept, following = outcomes(ChosenNumbers(monkeypatch), text.scores(drafts[rows]), drafts[rows], laws[rows])
+    law = text.continue_with(committed_law(drafts[rows], torch.ones(1), accept, following))
+    assert (law - text.law_of_continuations()).abs().max() > 1e-2
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_impossible_token_is_never_accepted(is_soft, monkeypatch):
+    chosen = ChosenNumbers(monkeypatch)
+    scores = torch.tensor([[[0.3, float("-inf"), 0.1], [0.0, 1.0, 2.0]]])
+    probs = torch.tensor([[[0.0, 1.0, 0.0]]]) if is_soft else None
+    for number in (0.0, SMALLEST, LARGEST):
+        chosen.numbers = torch.full((1, 1), number)
+        verdict = verify_sampling(scores, torch.tensor([[1]]), probs, torch.zeros(1).long(), torch.ones(1).long())
+        assert verdict.accepted.item() == 0 and verdict.committed.item() == 1
+        assert chosen.weights[0, 1] == 0
+        torch.testing.assert_close(chosen.weights, scores[:, 0].softmax(-1))
+
+
+@pytest.mark.core
+def test_empty_residual_falls_back_to_the_target(monkeypatch):
+    """Where p and q are equal max(p - q, 0) sums to 0; rounding may still have rejected the draft."""
+    chosen = ChosenNumbers(monkeypatch)
+    scores = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(0))
+    probs = scores[:, :1].softmax(dim=-1)
+    chosen.numbers = torch.ones(1, 1)
+    verdict = verify_sampling(scores, torch.tensor([[2]]), probs, torch.zeros(1).long(), torch.ones(1).long())
+    assert verdict.accepted.item() == 0
+    assert torch.equal(chosen.weights, probs[:, 0])
+
+
+@pytest.mark.core
+def test_draft_is_drawn_from_the_law_it_reports(monkeypatch):
+    shown = {}
+
+    def race(weights, seeds, positions, stream):
+        shown.update(weights=weights, positions=positions, stream=stream)
+        return weights.argmax(dim=1)
+
+    monkeypatch.setattr(ops, "race", race)
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    index, probs = draw_draft(logits, 0.7, torch.arange(3), torch.tensor([4, 5, 6]))
+    torch.testing.assert_close(probs, (logits / 0.7).softmax(dim=-1))
+    assert torch.equal(shown["weights"], probs) and shown["stream"] == Stream.DRAFT
+    assert torch.equal(index, probs.argmax(dim=1))
+
+
+# ---- draws
+
+
+def p_value(counts, law):
+    """Chi-square test of `counts` against `law`, both flat; cells that expect less than 5 are pooled."""
+    expected = law.double() * counts.sum()
+    assert (counts[law == 0] == 0).all(), "a token of probability 0 was drawn"
+    small = expected < 5
+    observed = torch.cat([counts[~small].double(), counts[small].sum().double()[None]])
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2, dtype=torch.float64), statistic / 2).item()
+
+
+@pytest.mark.core
+def test_race_has_the_law_of_its_weights():
+    weights = torch.tensor([0.5, 0.0, 3.0, 1.5, 1e-3])
+    draws = ops.race(weights.expand(40000, -1), torch.arange(40000) * 977, torch.full((40000,), 3), Stream.TARGET)
+    assert p_value(draws.bincount(minlength=5), weights / weights.sum()) > 1e-4
+    assert torch.equal(ops.race(torch.zeros(2, 5), torch.arange(2), torch.arange(2), 0), torch.zeros(2).long())
+
+
+VOCABULARY, LENGTH, DRAWS = 5, 4, 12000
+
+
+def tiny_target():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        initializer_range=0.25,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    target = LlamaForCausalLM(config).eval()
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+@torch.no_grad()
+def exact_law(target, prompt, processors):
+    """`[V ** LENGTH]` float64: the law of the continuations of `prompt`, from one pass over all texts."""
+    texts = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
+    whole = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
+    logits = target(whole).logits
+    law = torch.ones(len(texts), dtype=torch.float64)
+    for step in range(LENGTH):
+        at = prompt.shape[1] + step
+        scores = processors(whole[:, :at], logits[:, at - 1].clone())
+        law *= scores.double().softmax(dim=-1).gather(1, texts[:, step, None]).squeeze(1)
+    return law
+
+
+CALLS = {
+    "plain_law": ({"top_k": 0}, []),
+    "hot": ({"top_k": 0, "temperature": 1.6}, [TemperatureLogitsWarper(1.6)]),
+    "top_k": ({"top_k": 3, "temperature": 0.8}, [TemperatureLogitsWarper(0.8), TopKLogitsWarper(3)]),
+    "repetition_penalty": ({"top_k": 0, "repetition_penalty": 1.6}, [RepetitionPenaltyLogitsProcessor(1.6)]),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("how", ["without", "point_mass", "soft"])
+def test_draws_of_the_engine(how, call):
+    target = tiny_target()
+    prompt = torch.tensor([[1, 3, 2]])
+    options, processors = CALLS[call]
+    law = exact_law(target, prompt, LogitsProcessorList(processors))
+    options = {"do_sample": True, "max_new_tokens": LENGTH, "num_return_sequences": DRAWS // 4, **options}
+    drafter = None
+    if how != "without":
+        drafter = random_eagle3(
+            target, seed=3, num_attention_heads=2, num_key_value_heads=1, draft_vocab_size=4, taps=[1, 2, 3]
+        )
+        drafter.configure(num_assistant_tokens=2, draft_probs=how == "soft")
+        options["assistant_model"] = drafter
+    counts = torch.zeros(VOCABULARY**LENGTH, dtype=torch.int64)
+    for seed in range(4):
+        set_seed(seed)
+        out = target.generate(prompt, **options)[:, prompt.shape[1] :]
+        cells = (out * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
+        counts += cells.bincount(minlength=len(counts))
+    assert p_value(counts, law) > 1e-4
+    if drafter is not None:
+        assert drafter.stats.draft_probs == (how == "soft")
+        assert drafter.stats.acceptance_per_position[0] > 0.1, "hardly anything was accepted, so little was shown"
+
+
+# ---- random numbers
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter, key):
+    """Philox4x32-10 as its authors write it (Salmon et al., SC 2011), on Python integers."""
+    counter, key = list(counter), list(key)
+    for _ in range(10):
+        products = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [
+            (products[1] >> 32) ^ counter[1] ^ key[0],
+            products[1] & _WORD,
+            (products[0] >> 32) ^ counter[3] ^ key[1],
+            products[0] & _WORD,
+        ]
+        key = [(key[0] + 0x9E3779B9) & _WORD, (key[1] + 0xBB67AE85) & _WORD]
+    return counter
+
+
+@pytest.mark.core
+def test_uniform_is_philox():
+    """The recomputation passes Random123's known answers, and `uniform` is its first word."""
+    answers = [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([_WORD] * 4, [_WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ]
+    for counter, key, expected in answers:
+        assert philox(counter, key) == expected
+
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(0, 2**63 - 1, (50,), generator=generator)
+    seeds[:3] = torch.tensor([0, 1, 2**63 - 1])
+    positions = torch.randint(0, 2**20, (50,), generator=generator)
+    tokens = torch.randint(0, 2**18, (50,), generator=generator)
+    positions[0] = tokens[0] = 0
+    for stream in Stream:
+        numbers = ops.uniform(seeds, positions, tokens, stream)
+        assert numbers.dtype == torch.float32
+        for number, seed, position, token in zip(
+            numbers.tolist(), seeds.tolist(), positions.tolist(), tokens.tolist(), strict=True
+        ):
+            word = philox([token, position, int(stream), 0], [seed & _WORD, seed >> 32])[0]
+            assert abs(number - (word + 0.5) / 2**32) < 2**-24
+            assert 0.0 < number < 1.0
+    assert abs(ops.uniform(*torch.zeros(3, 1).long(), 0).item() - 0x6627E8D5 / 2**32) < 2**-24
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("axis", ["seeds", "positions", "tokens"])
+def test_uniform_is_uniform_and_independent_along_every_axis(axis):
+    count = 40000
+    arguments = {name: torch.full((count,), 5) for name in ("seeds", "positions", "tokens")}
+    arguments[axis] = torch.arange(count)
+    streams = [ops.uniform(**arguments, stream=stream) for stream in Stream]
+    bins = torch.full((20,), 1 / 20)
+    pairs = [(numbers[:-1], numbers[1:]) for numbers in streams] + list(itertools.combinations(streams, 2))
+    for numbers in streams:
+        assert p_value((numbers * 20).long().bincount(minlength=20), bins) > 1e-4
+    for one, other in pairs:
+        cells = (one * 10).long() * 10 + (other * 10).long()
+        assert p_value(cells.bincount(minlength=100), torch.full((100,), 1 / 100)) > 1e-4
