@@ -31,7 +31,7 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new states at the cache's `positions`; return the live keys and values, `[B, kv_heads, live, D]`."""
+        """Store new states at the cache's `positions`; return the live keys and values, `[B, kv_heads, live, D]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         positions, live = self._cache.positions, self._cache.live

@@ -34,7 +34,7 @@ def attention(query: torch.Tensor, *args, **kwargs) -> torch.Tensor:
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`inputs @ weight.T + bias` for `[..., in]` and `[out, in]`; a few float32 rows on a CPU as `(weight @ inputs.T).T`.
+    """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`; a few float32 rows on a CPU as `(weight @ inputs.T).T`.
 
     Weight-bound products run about twice as fast that way round: on two cores the products of a 135M-parameter model
     take 31 ms instead of 71 ms at 5 rows (torch 2.13, SmolLM2 shapes). One row is computed as two for the same reason.

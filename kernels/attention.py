@@ -1,4 +1,4 @@
-"""Triton attention over a ragged cache for the few queries a row of decoding; `reference.attention` is its definition."""
+"""Triton attention over a ragged cache, for the few queries a row of decoding; defined by `reference.attention`."""
 
 from __future__ import annotations
 

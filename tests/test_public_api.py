@@ -29,6 +29,7 @@ ORDER = [
     "hosting",
     "integration",
     "selfcheck",
+    "inspection",
     "cli",
 ]
 

@@ -10,7 +10,7 @@ from oracle import OracleDrafter, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec import SpeculationStats
+from hf_specdec import SpeculationStats, integration
 from hf_specdec.stats import Counters, RowStats
 
 MAX_NEW_TOKENS = 14
@@ -263,8 +263,10 @@ def test_target_spread_over_devices_runs_on_the_stock_engine():
 
 
 @pytest.mark.core
-def test_reason_is_logged(caplog):
+def test_reason_is_logged_once(caplog):
     target = tiny_target("llama")
+    integration._log_engine.cache_clear()
     with caplog.at_level("INFO", logger="hf_specdec"):
-        greedy(target, padded_prompts(PROMPTS[1]), assistant_model=random_eagle3(target))
-    assert any("static engine" in record.getMessage() for record in caplog.records)
+        for _ in range(2):
+            greedy(target, padded_prompts(PROMPTS[1]), assistant_model=random_eagle3(target))
+    assert sum("static engine" in record.getMessage() for record in caplog.records) == 1
