@@ -63,7 +63,6 @@ def generate_rows(
             chats[start : start + args.batch_size],
             add_generation_prompt=True,
             padding=True,
-            padding_side="left",
             return_tensors="pt",
             return_dict=True,
         ).to(model.device)
@@ -104,6 +103,7 @@ def pool(rows: list) -> dict:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     model, tokenizer = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device))
+    tokenizer.padding_side = "left"
     drafter = AutoDrafter.from_pretrained(args.drafter, target=model)
     report = {
         "dtype": args.dtype,

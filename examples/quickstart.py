@@ -29,8 +29,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
-    on_gpu = args.device.startswith("cuda")
-    model, tokenizer = load_smollm2(dtype=torch.bfloat16 if on_gpu else torch.float32, device=args.device)
+    model, tokenizer = load_smollm2(device=args.device)
     drafter = AutoDrafter.from_pretrained(args.drafter, target=model, num_assistant_tokens=args.num_assistant_tokens)
 
     def generate(prompt: str, **options) -> tuple[torch.Tensor, float]:

@@ -39,4 +39,3 @@ def test_bfloat16_outputs_differ_only_at_ties(batch_size):
                 # A bfloat16 has 8 significant bits; logits come out of a product of many such roundings.
                 assert gap <= 4 * 2.0**-8 * logits.abs().max(), (row, at, float(gap))
     print(f"batch {batch_size}: {identical} of {total} outputs identical")
-    assert identical >= 0.5 * total
