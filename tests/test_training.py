@@ -16,7 +16,7 @@ from transformers.generation import utils as generation_utils
 import hf_specdec
 from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters import Eagle3Drafter
-from hf_specdec.drafters.layers import UnrolledAttention, _ChainAttention, explicit_chain_attention
+from hf_specdec.drafters.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 from hf_specdec.taps import TapRecorder
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

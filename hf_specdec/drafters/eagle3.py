@@ -17,7 +17,8 @@ from ..config import Eagle3Config, default_taps
 from ..sampling import draw_draft
 from ..taps import decoder_layers
 from .base import Drafter, Proposal, register_drafter
-from .layers import Attend, DraftDecoderLayer, UnrolledAttention, rotary_embedding
+from .layers import Attend, DraftDecoderLayer, rotary_embedding
+from .unrolled import UnrolledAttention
 
 if TYPE_CHECKING:
     from ..sampling import Verdict

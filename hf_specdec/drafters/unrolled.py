@@ -1,0 +1,158 @@
+"""Attention of a drafter that drafts from every position of a sequence at once: training-time test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+
+class UnrolledAttention:
+    """Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): every slot drafts its own chain.
+
+    In step 0 the queries attend causally to all slots. In step s the query of slot p attends to step 0's keys of the
+    slots up to p and to the keys its own chain wrote in steps 1..s, which is what a draft step sees in its cache.
+    One instance serves one unrolled forward pass, whose calls tell the step of each layer.
+
+    Without a sliding window, and where a fused kernel takes the data type, the causal part never materialises its
+    scores (`_ChainAttention`); otherwise `explicit_chain_attention` runs.
+    """
+
+    def __init__(self) -> None:
+        self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def __call__(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        written = self._written.setdefault(layer_idx, [])
+        written.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
+        keys, values = zip(*written, strict=True)
+        is_fused = query.device.type == "cpu" or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16))
+        if window is not None or not is_fused:
+            return explicit_chain_attention(query, keys, values, window).transpose(1, 2)
+        if len(written) == 1:
+            return F.scaled_dot_product_attention(query, *written[0], is_causal=True).transpose(1, 2)
+        return _ChainAttention.apply(query, *keys, *values).transpose(1, 2)
+
+
+def explicit_chain_attention(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], window: int | None = None
+) -> torch.Tensor:
+    """The definition of `UnrolledAttention` at step `len(keys) - 1`, with all scores in memory.
+
+    Args:
+        query: `[B, heads, n, head_dim]` of this step.
+        keys, values: of steps 0 to this one, each shaped like `query`.
+        window: sliding window, in positions, or None.
+    """
+    (base_key, *chain_keys), (base_value, *chain_values) = keys, values
+    scale = query.shape[-1] ** -0.5
+    length, steps = query.shape[2], len(chain_keys)
+
+    slot = torch.arange(length, device=query.device)
+    visible = slot[:, None] >= slot[None, :]
+    if window is not None:
+        visible &= slot[:, None] + steps - slot[None, :] < window
+    scores = (query @ base_key.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
+    if not chain_keys:
+        return scores.softmax(-1).to(query.dtype) @ base_value
+    own = torch.stack([(query * key).sum(-1) * scale for key in chain_keys], dim=-1)
+    if window is not None:
+        own[..., : max(steps - window, 0)] = float("-inf")
+    weights = torch.cat([scores, own], dim=-1).softmax(-1).to(query.dtype)
+    out = weights[..., :length] @ base_value
+    for step, value in enumerate(chain_values):
+        out = out + weights[..., length + step, None] * value
+    return out
+
+
+class _ChainAttention(torch.autograd.Function):
+    """`explicit_chain_attention` without a window, its causal part in a fused kernel.
+
+    Forward: the kernel's output over step 0's keys and its log of the sum of exponentials are merged with the few
+    keys of the chain. Backward: a softmax's gradient at any subset of its keys needs only the whole softmax's output
+    and normaliser, so the kernel's backward runs with those of the merged attention.
+    """
+
+    @staticmethod
+    def forward(ctx, query: torch.Tensor, *keys_values: torch.Tensor) -> torch.Tensor:
+        steps = len(keys_values) // 2
+        (base_key, *chain_keys), (base_value, *chain_values) = keys_values[:steps], keys_values[steps:]
+        base, base_norm, rest = _causal_attention(query, base_key, base_value)
+        own = torch.stack([_score(query, key) for key in chain_keys])
+        norm = torch.logsumexp(torch.cat([base_norm.unsqueeze(0), own]), dim=0)
+        out = base * (base_norm - norm).exp().unsqueeze(-1)
+        for score, value in zip(own, chain_values, strict=True):
+            out += (score - norm).exp().unsqueeze(-1) * value
+        out = out.to(query.dtype)
+        ctx.rest = rest
+        ctx.save_for_backward(query, out, norm, own, *keys_values)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, out, norm, own, *keys_values = ctx.saved_tensors
+        steps = len(keys_values) // 2
+        (base_key, *chain_keys), (base_value, *chain_values) = keys_values[:steps], keys_values[steps:]
+        grad = grad.contiguous()
+        grad_query, grad_base_key, grad_base_value = _causal_attention_backward(
+            grad, query, base_key, base_value, out, norm, ctx.rest
+        )
+        grad_query = grad_query.to(norm.dtype)
+        scale = query.shape[-1] ** -0.5
+        shared = _dot(grad, out)
+        grad_keys, grad_values = [grad_base_key], [grad_base_value]
+        for score, key, value in zip(own, chain_keys, chain_values, strict=True):
+            weight = (score - norm).exp()
+            grad_score = (weight * (_dot(grad, value) - shared) * scale).unsqueeze(-1)
+            grad_query += grad_score * key
+            grad_keys.append((grad_score * query).to(key.dtype))
+            grad_values.append((weight.unsqueeze(-1) * grad).to(value.dtype))
+        return grad_query.to(query.dtype), *grad_keys, *grad_values
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Inner products over the last dimension, `[..., n, d]` to `[..., n]`, in at least float32."""
+    return (a * b).sum(-1, dtype=torch.promote_types(a.dtype, torch.float32))
+
+
+def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return _dot(query, key) * query.shape[-1] ** -0.5
+
+
+def _causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+    """Causal attention of the device's fused kernel.
+
+    Returns:
+        the output, the log of the sum of exponentials `[B, heads, n]`, and what the backward kernel wants besides.
+    """
+    if query.is_cuda:
+        out, norm, *rest, _ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)
+        return out, norm, tuple(rest)
+    out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, is_causal=True)
+    return out, norm, ()
+
+
+def _causal_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    norm: torch.Tensor,
+    rest: tuple,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value of `_causal_attention`, given the output and normaliser to use."""
+    if query.is_cuda:
+        cum_seq_q, cum_seq_k, max_q, max_k, seed, offset = rest
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, norm, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, True, seed, offset
+        )
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, norm, 0.0, True
+    )
