@@ -104,15 +104,15 @@ class Target:
         return out.logits, self.recorder.taps
 
 
-def prefill(state: DecodeState, target: Target, drafter: Drafter, chunk_size: int) -> None:
-    """Run the prompts but for their last tokens, and draft.
+def prefill(state: DecodeState, target: Target, drafter: Drafter, longest: int, chunk_size: int) -> None:
+    """Run the prompts, the longest of which has `longest` tokens, but for their last tokens; and draft.
 
     Afterwards the state is as if a round had just committed the last token of each prompt: that token has not passed
     through the target, and the drafter has proposed what follows it.
     """
     batch = state.tokens.shape[0]
     prompt_end = state.lengths - 1
-    width = max(state.live - 1, 1)
+    width = max(longest - 1, 1)
     rows = torch.arange(batch, device=state.tokens.device)
     columns = torch.arange(width, device=state.tokens.device)
     last_taps = None
@@ -238,10 +238,12 @@ def decode(
             temperature=temperature,
             draft_probs=draws_draft_probs(drafter, temperature),
         )
-        prefill(state, target, drafter, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
+        longest = max(prompt_lengths)
+        prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
         num_rounds, start = 0, time.perf_counter()
         while not transcript.is_complete:
-            state.live = max(prompt_lengths) + transcript.longest_row() + num_draft_tokens
+            # The drafts verified now, and those drafted after all of them were accepted.
+            state.live = longest + transcript.longest_row() + 2 * num_draft_tokens
             verdict, scores, logits = step(state, target, drafter, process)
             records = {"scores": scores, "logits": logits.float()} if wants["scores"] or wants["logits"] else {}
             transcript.add(verdict.tokens, verdict.committed, **records)

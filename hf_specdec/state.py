@@ -30,7 +30,7 @@ class DecodeState:
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         cache: the target's keys and values.
         counters: acceptance counts.
-        live: slots that the next round may need; a bound that the host knows.
+        live: slots that the next round, its drafts included, may need; a bound that the host knows.
         proposal: drafts that the next round verifies; set by `Drafter.propose`.
         memory: what the drafter keeps; set from `Drafter.new_memory`.
     """
@@ -88,7 +88,7 @@ class DecodeState:
             draft_probs=draft_probs,
             cache=RaggedCache(num_layers, slots) if num_layers else None,
             counters=Counters(batch, num_draft_tokens, device),
-            live=longest,
+            live=longest + num_draft_tokens,
         )
         state.memory = drafter.new_memory(state)
         return state
