@@ -58,7 +58,7 @@ def test_sampled_tokens_follow_the_target(smollm2, draft_probs):
     # The first two tokens, three candidates each: nine outcomes whose probabilities the target gives exactly.
     model, tokenizer = smollm2
     drafter = AutoDrafter.from_pretrained(DRAFTERS[0], target=model, num_assistant_tokens=3, draft_probs=draft_probs)
-    inputs = next(chat_batches(tokenizer, num_prompts=1, batch_size=1))
+    inputs = tokenizer("Once upon a time there was", return_tensors="pt")
     draws, top_k, temperature = 768, 3, 1.5
     torch.manual_seed(20)
     counts: dict[tuple[int, int], int] = {}
@@ -92,3 +92,12 @@ def first_two_tokens_law(model, input_ids, top_k, temperature) -> dict[tuple[int
         for first, p_first in law(input_ids)
         for second, p_second in law(torch.cat([input_ids, torch.tensor([[first]])], dim=1))
     }
+
+
+@pytest.mark.parametrize("folder", DRAFTERS, ids=lambda path: path.name)
+def test_custom_generate_of_the_card(smollm2, folder):
+    model, tokenizer = smollm2
+    inputs = tokenizer("The three primary colours are", return_tensors="pt")
+    options = {"do_sample": False, "max_new_tokens": 12}
+    out = model.generate(**inputs, **options, custom_generate=str(folder), trust_remote_code=True, drafter=str(folder))
+    assert torch.equal(out, model.generate(**inputs, **options))
