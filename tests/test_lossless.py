@@ -123,3 +123,12 @@ def test_stock_engine_is_identical(family):
             )
             assert torch.equal(out, plain), num_draft_tokens
             assert drafter.stats.engine == "stock"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_greedy_is_identical_with_a_drafter_that_reads_the_last_hidden_state(family):
+    target, inputs, plain = prompts_and_plain(family, 3)
+    drafter = random_eagle3(target, use_aux_hidden_state=False)
+    out = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS, assistant_model=drafter)
+    assert torch.equal(out, plain)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import dynamic_module_utils
 
 from hf_specdec import AutoDrafter
 
@@ -95,7 +96,8 @@ def first_two_tokens_law(model, input_ids, top_k, temperature) -> dict[tuple[int
 
 
 @pytest.mark.parametrize("folder", DRAFTERS, ids=lambda path: path.name)
-def test_custom_generate_of_the_card(smollm2, folder):
+def test_custom_generate_of_the_card(smollm2, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     model, tokenizer = smollm2
     inputs = tokenizer("The three primary colours are", return_tensors="pt")
     options = {"do_sample": False, "max_new_tokens": 12}
