@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drafter", default=str(DRAFTER), help="folder or Hub repository of the drafter")
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--num-assistant-tokens", type=int, default=None, help="draft tokens a round")
+    parser.add_argument("--num-assistant-tokens", type=int, default=3, help="draft tokens a round")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 

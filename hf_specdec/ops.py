@@ -44,7 +44,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return F.linear(inputs, weight, bias)
     flat = inputs.reshape(rows, -1)
     if rows == 1:
-        flat = flat.expand(2, -1)
+        flat = flat.repeat(2, 1)
     out = (weight @ flat.t())[:, :rows].t()
     if bias is not None:
         out = out + bias
