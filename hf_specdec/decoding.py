@@ -189,6 +189,30 @@ def padding_token(criteria: StoppingCriteriaList, config: GenerationConfig) -> i
     return int(config._pad_token_tensor)
 
 
+def run_rounds(
+    state: DecodeState,
+    target: Target,
+    drafter: Drafter,
+    process: BlockProcessor,
+    transcript: Transcript,
+    longest: int,
+) -> int:
+    """Run rounds until the transcript is complete; `longest` is the length of the longest prompt. Returns their number.
+
+    This is where the host looks at the device: once a round, at the committed tokens.
+    """
+    num_rounds = 0
+    while not transcript.is_complete:
+        # The drafts verified now, and those drafted after all of them were accepted.
+        state.live = longest + transcript.longest_row() + 2 * state.num_draft_tokens
+        verdict, scores, logits = step(state, target, drafter, process)
+        transcript.add(verdict.tokens, verdict.committed, scores=scores, logits=logits)
+        if transcript.pads_finished_rows:
+            state.finished |= torch.tensor(transcript.stopped, device=state.finished.device)
+        num_rounds += 1
+    return num_rounds
+
+
 def decode(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -220,12 +244,18 @@ def decode(
         for name in ("scores", "logits", "hidden_states")
     }
     temperature = (config.temperature or 1.0) if config.do_sample else None
-    pad_token = padding_token(criteria, config)
     max_new_tokens = config.max_length - input_ids.shape[1]
-    transcript = Transcript(input_ids, criteria, pad_token, max_new_tokens, streamer, wants["scores"], wants["logits"])
+    transcript = Transcript(
+        input_ids,
+        criteria,
+        padding_token(criteria, config),
+        max_new_tokens,
+        streamer,
+        keep_scores=wants["scores"],
+        keep_logits=wants["logits"],
+    )
     process = BlockProcessor(processors, input_ids, padding)
     prompts = [row[pad:].to(model.device) for row, pad in zip(input_ids, padding, strict=True)]
-    prompt_lengths = [len(prompt) for prompt in prompts]
     with hosted(model, drafter, wants["hidden_states"]) as target:
         state = DecodeState.allocate(
             prompts,
@@ -238,24 +268,11 @@ def decode(
             temperature=temperature,
             draft_probs=draws_draft_probs(drafter, temperature),
         )
-        longest = max(prompt_lengths)
+        longest = max(map(len, prompts))
         prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
-        num_rounds, start = 0, time.perf_counter()
-        while not transcript.is_complete:
-            # The drafts verified now, and those drafted after all of them were accepted.
-            state.live = longest + transcript.longest_row() + 2 * num_draft_tokens
-            verdict, scores, logits = step(state, target, drafter, process)
-            records = {"scores": scores, "logits": logits.float()} if wants["scores"] or wants["logits"] else {}
-            transcript.add(verdict.tokens, verdict.committed, **records)
-            if pad_token is not None:
-                state.finished |= torch.tensor(transcript.stopped, device=state.finished.device)
-            num_rounds += 1
+        start = time.perf_counter()
+        num_rounds = run_rounds(state, target, drafter, process, transcript, longest)
         seconds = time.perf_counter() - start
-        hidden_states = (
-            target.hidden_states.steps(padding, input_ids.shape[1], transcript.steps)
-            if wants["hidden_states"]
-            else None
-        )
     transcript.finish()
     drafter._last_stats = state.counters.summary(
         num_assistant_tokens=num_draft_tokens,
@@ -271,6 +288,8 @@ def decode(
         sequences=transcript.sequences,
         scores=transcript.scores,
         logits=transcript.logits,
-        hidden_states=hidden_states,
+        hidden_states=(
+            target.hidden_states.steps(padding, input_ids.shape[1], transcript.steps) if target.hidden_states else None
+        ),
         speculation=drafter.stats,
     )

@@ -65,6 +65,11 @@ class Transcript:
         return all(self.stopped)
 
     @property
+    def pads_finished_rows(self) -> bool:
+        """Whether rows that have stopped are done, and not going on until all have stopped."""
+        return self._pad_token is not None
+
+    @property
     def sequences(self) -> torch.Tensor:
         """`[B, P + steps]` int64: prompts and settled tokens."""
         return self._sequences[:, : self._width + self.steps]
@@ -88,13 +93,13 @@ class Transcript:
         Args:
             tokens: `[B, K + 1]` int64.
             committed: `[B]` int64, how many of them each row keeps.
-            records: `scores` and `logits`, `[B, K + 1, V]`, where they are kept.
+            records: `scores` and `logits`, `[B, K + 1, V]`; kept, in float32, where they were asked for.
         """
         counts = committed.tolist()
         for row, (new, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             self._rows[row] += new[:count]
             for name, record in self._records.items():
-                record[row] += records[name][row, :count].unbind(0)
+                record[row] += records[name][row, :count].float().unbind(0)
         while not self.is_complete and self._is_next_step_known():
             self._settle()
 
@@ -103,7 +108,7 @@ class Transcript:
             self._streamer.end()
 
     def _is_padded(self, row: int) -> bool:
-        return self.stopped[row] and self._pad_token is not None
+        return self.stopped[row] and self.pads_finished_rows
 
     def _is_next_step_known(self) -> bool:
         return all(self._is_padded(row) or len(new) > self.steps for row, new in enumerate(self._rows))
@@ -116,6 +121,9 @@ class Transcript:
             blank = torch.zeros_like(record[present][step])
             values = [blank if self._is_padded(row) else record[row][step] for row in range(len(column))]
             self._settled[name] += (torch.stack(values),)
+            for kept in record:
+                if step < len(kept):
+                    kept[step] = None  # a view that would keep a whole round in memory
         tokens = torch.tensor(column)
         self._sequences[:, self._width + step] = tokens.to(self._sequences.device)
         self.steps += 1
