@@ -1,8 +1,19 @@
-"""One thread a worker: several workers with a thread for every core each would only get in each other's way."""
+"""What holds for every test."""
 
 import os
 
+import pytest
 import torch
 
+# Without a GPU Triton kernels run in its interpreter; Triton reads this when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Several workers with a thread for every core each would only get in each other's way.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The real model first: its tests are the longest, and a worker that begins them last keeps the others waiting."""
+    items.sort(key=lambda item: item.get_closest_marker("smollm2") is None)

@@ -1,16 +1,12 @@
 """The Triton attention against its reference; on a machine without a GPU in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
+from hf_specdec.kernels import reference
+from hf_specdec.kernels.attention import attention
 
-from hf_specdec.kernels import reference  # noqa: E402
-from hf_specdec.kernels.attention import attention  # noqa: E402
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.core

@@ -45,7 +45,7 @@ def test_forty_chat_answers_are_identical_and_drafts_are_accepted(smollm2, folde
     model, tokenizer = smollm2
     drafter = AutoDrafter.from_pretrained(folder, target=model, num_assistant_tokens=5)
     rounds = committed = 0
-    for inputs in chat_batches(tokenizer, num_prompts=40, batch_size=10):
+    for inputs in chat_batches(tokenizer, num_prompts=40, batch_size=20):
         plain = model.generate(**inputs, do_sample=False, max_new_tokens=128)
         out = model.generate(**inputs, do_sample=False, max_new_tokens=128, assistant_model=drafter)
         assert torch.equal(out, plain)
