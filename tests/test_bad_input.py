@@ -74,9 +74,9 @@ def test_drafter_bound_to_another_target(drafter):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"hidden_size": 64}, "made for a target with hidden_size 32, but LlamaForCausalLM has hidden_size 64"),
-        ({"vocab_size": 128}, "made for a vocabulary of 96 tokens, but LlamaForCausalLM has 128"),
-        ({"num_hidden_layers": 5}, r"taps the boundaries \[1, 3, 6\], but LlamaForCausalLM has 5 layers"),
+        ({"hidden_size": 64}, "made for a target with hidden_size 32, but llama has hidden_size 64"),
+        ({"vocab_size": 128}, "made for a vocabulary of 96 tokens, but llama has 128"),
+        ({"num_hidden_layers": 5}, r"taps the boundaries \[1, 3, 6\], but llama has 5 layers"),
     ],
 )
 def test_drafter_for_another_model(target, drafter, options, match):
