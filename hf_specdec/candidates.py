@@ -16,7 +16,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .decoding import SpeculativeOutput, draws_draft_probs, row_seeds
+from .decoding import SpeculativeOutput, draws_draft_probs, row_seeds, sampling_temperature
 from .drafters.base import Drafter
 from .sampling import Verdict
 from .state import DecodeState
@@ -70,7 +70,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._criteria = criteria
         self._config = config
         self._num_draft_tokens = num_draft_tokens
-        self._temperature = (config.temperature or 1.0) if config.do_sample else None
+        self._temperature = sampling_temperature(config)
         self._state: DecodeState | None = None
         self._num_candidates = 0
         self._num_rounds = 0

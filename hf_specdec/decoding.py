@@ -166,6 +166,11 @@ def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -
         yield Target(model, recorder, HiddenStates() if keep_hidden_states else None)
 
 
+def sampling_temperature(config: GenerationConfig) -> float | None:
+    """The temperature that tokens are sampled at; None when decoding is greedy."""
+    return (config.temperature or 1.0) if config.do_sample else None
+
+
 def draws_draft_probs(drafter: Drafter, temperature: float | None) -> bool:
     """Whether drafts are drawn from the drafter's distribution at this temperature (None: greedy)."""
     if temperature is None:
@@ -243,7 +248,7 @@ def decode(
         name: bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
         for name in ("scores", "logits", "hidden_states")
     }
-    temperature = (config.temperature or 1.0) if config.do_sample else None
+    temperature = sampling_temperature(config)
     max_new_tokens = config.max_length - input_ids.shape[1]
     transcript = Transcript(
         input_ids,
