@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from .kernels import reference
-from .kernels.reference import race, uniform, write_kv
+from .kernels.reference import DraftInputs, race, uniform, write_kv
 
-__all__ = ["attention", "linear", "narrow_products", "race", "uniform", "write_kv"]
+__all__ = ["DraftInputs", "attention", "linear", "narrow_products", "prepare_inputs", "race", "uniform", "write_kv"]
 
 _NARROW_ROWS = 16
 _DECODE_QUERIES = 64
@@ -26,11 +26,26 @@ def _decode_attention() -> Callable[..., torch.Tensor]:
     return decode_attention
 
 
+@functools.cache
+def _prepare_inputs() -> Callable[..., None]:
+    from .kernels.inputs import prepare_inputs as prepare_in_triton
+
+    return prepare_in_triton
+
+
 def attention(query: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """`kernels.reference.attention`; on a GPU in Triton for the few queries a row of a round."""
     if query.is_cuda and query.shape[2] <= _DECODE_QUERIES:
         return _decode_attention()(query, *args, **kwargs)
     return reference.attention(query, *args, **kwargs)
+
+
+def prepare_inputs(tokens: torch.Tensor, *args, **kwargs) -> None:
+    """`kernels.reference.prepare_inputs`; on a GPU in Triton."""
+    if tokens.is_cuda:
+        _prepare_inputs()(tokens, *args, **kwargs)
+    else:
+        reference.prepare_inputs(tokens, *args, **kwargs)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,6 +5,8 @@ They run wherever there is no Triton kernel for the device, and they are what th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -70,6 +72,78 @@ def write_kv(cache: torch.Tensor, states: torch.Tensor, positions: torch.Tensor)
     """
     rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
     cache[rows, positions] = states.transpose(1, 2).to(cache.dtype)
+
+
+class DraftInputs(NamedTuple):
+    """What a drafter's first pass of a round runs, `[B, W]` int64 each; written by `prepare_inputs`.
+
+    Attributes:
+        tokens: to embed.
+        slots: of the drafter's cache; the scrap slot for columns that are inert.
+        positions: to embed; 0 for columns that are inert.
+        sources: which row of the round's verified block a column's hidden state comes from; -1 for mask columns,
+            which have a hidden state of their own, and for inert ones.
+    """
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    sources: torch.Tensor
+
+    @classmethod
+    def allocate(cls, batch: int, width: int, device: torch.device | str) -> DraftInputs:
+        """Buffers for `batch` rows of `width` columns: K + 1 for the tokens of a round, and K - 1 for masks."""
+        return cls(*(torch.zeros(batch, width, dtype=torch.int64, device=device) for _ in cls._fields))
+
+
+def prepare_inputs(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    committed: torch.Tensor,
+    limits: torch.Tensor,
+    finished: torch.Tensor,
+    out: DraftInputs,
+    num_masks: int,
+    mask_token: int,
+    shift: int,
+) -> None:
+    """Lay out the rows of a drafter's first pass after a round: `[inert | kept | masks]`.
+
+    Every row ends with `num_masks` mask columns; before them stand the tokens that the round kept, as many as the row
+    committed, the newest last; what is left in front is inert. So the newest kept token of every row is in the same
+    column, and the `1 + num_masks` draft tokens of a row are read off its last `1 + num_masks` columns.
+
+    Slots run up to the newest kept token's, `length - 1 - shift`, and on through the masks. A kept column holds the
+    token `shift` places after its slot. A column predicts the token `1 + shift` places after its slot; a mask whose
+    prediction would lie at the length limit or beyond is inert. All columns of a finished row are. An inert column
+    goes to the scrap slot, the last one, so that nothing of it reaches a live slot; it reads token 0 at position 0.
+
+    Masks do not outlive the round: the next one writes its kept tokens where this one's masks began, its own masks
+    after them, and what is beyond those no query sees.
+
+    Args:
+        tokens: `[B, slots]` int64, committed tokens; the last column is the scrap slot's.
+        lengths: `[B]` int64, committed tokens of each row.
+        committed: `[B]` int64, how many of them the last round added; counts accepted tokens, not drafted ones.
+        limits: `[B]` int64, length at which a row ends, less than `slots`.
+        finished: `[B]` bool.
+        out: `[B, W]` each, unit stride along a row; every element is written, and nothing else.
+        num_masks: 0 for sequential drafting, K - 1 for parallel.
+        mask_token: the id that mask columns embed.
+        shift: 1 where slot p holds token p + 1 beside the hidden state at p (EAGLE), 0 where it holds token p.
+    """
+    num_kept = out.tokens.shape[1] - num_masks
+    column = torch.arange(out.tokens.shape[1], device=tokens.device)
+    slot = (lengths - shift - num_kept)[:, None] + column
+    source = column - (num_kept - committed)[:, None]
+    is_mask = column >= num_kept
+    is_kept = (source >= 0) & ~is_mask
+    is_live = (is_kept | is_mask) & (slot >= 0) & (slot + 1 + shift < limits[:, None]) & ~finished[:, None]
+    kept = tokens.gather(1, (slot + shift).clamp(0, tokens.shape[1] - 1))
+    out.tokens.copy_(torch.where(is_live, torch.where(is_mask, mask_token, kept), 0))
+    out.slots.copy_(torch.where(is_live, slot, tokens.shape[1] - 1))
+    out.positions.copy_(torch.where(is_live, slot, 0))
+    out.sources.copy_(torch.where(is_live & is_kept, source, -1))
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: int) -> torch.Tensor:
