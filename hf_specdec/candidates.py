@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .decoding import SpeculativeOutput, draws_draft_probs, row_seeds, sampling_temperature
 from .drafters.base import Drafter
+from .hosting import has_recurrent_layers
 from .sampling import Verdict
 from .state import DecodeState
 from .stats import Counters, SpeculationStats
@@ -238,12 +238,6 @@ def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
             kept[name] = kept[name][..., :-by]
     kept["logits_to_keep"] = 1
     return kept
-
-
-def has_recurrent_layers(target: PreTrainedModel) -> bool:
-    """Whether layers of `target` keep a state that a token cannot be taken out of again."""
-    layers = DynamicCache(config=target.config.get_text_config()).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def assist(

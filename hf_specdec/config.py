@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 DEFAULT_ROPE_THETA = 10000.0
 
@@ -24,6 +24,8 @@ class DrafterConfig(PreTrainedConfig):
         num_assistant_tokens: draft tokens a round (K) unless `generate()` is told otherwise.
         dialect: publisher whose layout the checkpoint was read from; `"hf_specdec"` for our own.
         target_name_or_path: name of the target the drafter was trained for, if the checkpoint says.
+        parallel_drafting: whether all K tokens are drafted in one pass, the last K - 1 of them at mask tokens.
+        mask_token_id: the token that such a pass embeds where it has no token yet.
     """
 
     model_type = "hf_specdec"
@@ -34,6 +36,8 @@ class DrafterConfig(PreTrainedConfig):
     num_assistant_tokens: int = 5
     dialect: str = "hf_specdec"
     target_name_or_path: str | None = None
+    parallel_drafting: bool = False
+    mask_token_id: int | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
@@ -44,7 +48,25 @@ class DrafterConfig(PreTrainedConfig):
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size = {self.vocab_size}."
             )
         check_num_assistant_tokens(self.num_assistant_tokens)
+        self._check_mask_token()
         super().__post_init__(**kwargs)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens that the drafter can embed."""
+        return self.vocab_size
+
+    def _check_mask_token(self) -> None:
+        if self.mask_token_id is None:
+            if self.parallel_drafting:
+                raise ValueError(
+                    "parallel_drafting is True, but mask_token_id is None; expected the id of the mask token."
+                )
+        elif not 0 <= self.mask_token_id < self.num_embeddings:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}; expected one of the {self.num_embeddings} tokens that the "
+                "drafter embeds."
+            )
 
 
 class Eagle3Config(DrafterConfig):
@@ -137,6 +159,47 @@ class Eagle3Config(DrafterConfig):
     def tap_width(self) -> int:
         """Width of what the drafter reads at one position: all taps side by side, or one hidden state."""
         return (self.num_taps if self.use_aux_hidden_state else 1) * self.target_hidden_size
+
+
+class PEagleConfig(Eagle3Config):
+    """P-EAGLE drafter (arXiv 2602.01469): EAGLE-3 that drafts all K tokens in one pass.
+
+    The K - 1 places that have no token yet embed `mask_token_id` and read a learned hidden state.
+
+    Args:
+        mask_hidden_shape: of the tensor `mask_hidden`, which stands in for a position's taps; publishers differ in
+            the number of leading ones. `[1, 1, tap_width]` when None.
+    """
+
+    model_type = "hf_specdec_peagle"
+    family = "p-eagle"
+
+    parallel_drafting: bool = True
+    mask_hidden_shape: list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.mask_hidden_shape is None:
+            self.mask_hidden_shape = [1, 1, self.tap_width]
+
+
+class DraftModelConfig(DrafterConfig):
+    """A causal language model as drafter, sequential (arXiv 2211.17192) or parallel (PARD, arXiv 2504.18583).
+
+    Args:
+        model: the model's own configuration.
+    """
+
+    model_type = "hf_specdec_draft_model"
+    family = "draft model"
+
+    model: dict | None = None
+
+    @property
+    def num_embeddings(self) -> int:
+        return (
+            self.vocab_size if self.model is None else AutoConfig.for_model(**self.model).get_text_config().vocab_size
+        )
 
 
 def check_num_assistant_tokens(value: int) -> int:

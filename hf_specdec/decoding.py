@@ -128,7 +128,7 @@ def prefill(state: DecodeState, target: Target, drafter: Drafter, longest: int, 
         else:
             drafter.prefill(state, None, slots)
     blank = state.tokens.new_zeros(batch, state.num_draft_tokens + 1)
-    verdict = Verdict(blank, state.lengths.new_zeros(batch), (prompt_end > 0).long())
+    verdict = Verdict(blank, state.lengths.new_zeros(batch), state.lengths.new_ones(batch))
     window = None
     if last_taps is not None:
         window = last_taps.new_zeros(batch, state.num_draft_tokens + 1, last_taps.shape[-1])

@@ -1,13 +1,13 @@
-"""Whether the static engine can host a target and a call."""
+"""Whether the static engine can host a model and a call."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from .candidates import has_recurrent_layers
 from .taps import decoder_layers
 
 HOSTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -40,36 +40,43 @@ def why_not_static(
         input_ids: `[B, P]` int64.
         model_kwargs: inputs of the model as prepared by `generate()`.
     """
-    return _why_not_target(model) or _why_not_call(config, input_ids, model_kwargs)
+    return why_not_hosted(model) or _why_not_call(config, input_ids, model_kwargs)
 
 
-def _why_not_target(model: PreTrainedModel) -> str | None:
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    """Whether layers of `model` keep a state that a token cannot be taken out of again."""
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def why_not_hosted(model: PreTrainedModel, role: str = "the target") -> str | None:
+    """The reason why `model`, called `role` in it, cannot run on a `RaggedCache`; None if it can."""
     text = model.config.get_text_config()
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
-        return f"the target is spread over {len(devices)} devices by hooks"
+        return f"{role} is spread over {len(devices)} devices by hooks"
     if any(hasattr(module, "_hf_hook") for module in decoder_layers(model).modules()):
-        return "the target's layers run under accelerate hooks"
+        return f"{role}'s layers run under accelerate hooks"
     if has_recurrent_layers(model):
-        return "the target has linear-attention layers, whose state cannot be indexed by position"
+        return f"{role} has linear-attention layers, whose state cannot be indexed by position"
     others = set(getattr(text, "layer_types", None) or ()) - HOSTED_LAYER_TYPES
     if others:
-        return f"the target has layers of type {', '.join(sorted(others))}"
+        return f"{role} has layers of type {', '.join(sorted(others))}"
     if not getattr(model, "_supports_attention_backend", False):
         return f"{type(model).__name__} does not use transformers' attention interface"
     if getattr(text, "num_kv_shared_layers", 0):
-        return "layers of the target share keys and values"
-    return _why_not_positions(text)
+        return f"layers of {role} share keys and values"
+    return _why_not_positions(text, role)
 
 
-def _why_not_positions(text: Any) -> str | None:
+def _why_not_positions(text: Any, role: str) -> str | None:
     rope = getattr(text, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in by_layer_type or [rope]:
         if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            return f"the target's RoPE ({parameters['rope_type']}) changes with the length of the text"
+            return f"{role}'s RoPE ({parameters['rope_type']}) changes with the length of the text"
         if parameters.get("mrope_section"):
-            return "the target's tokens have several positions each (M-RoPE)"
+            return f"{role}'s tokens have several positions each (M-RoPE)"
     return None
 
 

@@ -55,7 +55,7 @@ class TapRecorder:
         if self._last_hidden_state:
             decoder = self._target.get_decoder()
             self._handles.append(decoder.register_forward_hook(self._keep_last))
-        else:
+        elif self._boundaries:
             layers = decoder_layers(self._target)
             for boundary in self._boundaries:
                 self._handles.append(self._listen(layers, boundary))

@@ -2,6 +2,16 @@
 
 from .auto import AutoDrafter
 from .base import Drafter, Proposal, register_drafter
+from .draft_model import DraftModelDrafter
 from .eagle3 import Eagle3Drafter
+from .peagle import PEagleDrafter
 
-__all__ = ["AutoDrafter", "Drafter", "Eagle3Drafter", "Proposal", "register_drafter"]
+__all__ = [
+    "AutoDrafter",
+    "DraftModelDrafter",
+    "Drafter",
+    "Eagle3Drafter",
+    "PEagleDrafter",
+    "Proposal",
+    "register_drafter",
+]

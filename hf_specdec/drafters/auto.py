@@ -14,12 +14,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import DrafterConfig
 from .base import Drafter, registered_drafters
 from .checkpoints import Checkpoint, open_checkpoint
-from .dialects import KEY_MAPPING, Decision, read_eagle3
+from .dialects import Decision, read_eagle3, read_peagle
+from .draft_model import DraftModelDrafter, read_draft_model
 from .eagle3 import Eagle3Drafter
-from .families import check_family
-from .tensors import check_tensors
+from .families import DRAFT_MODEL, EAGLE3, P_EAGLE, check_family
+from .peagle import PEagleDrafter
 
 logger = logging.getLogger(__name__)
+
+# How the families of published checkpoints are read, and what runs them.
+_READERS = {
+    EAGLE3: (read_eagle3, Eagle3Drafter),
+    P_EAGLE: (read_peagle, PEagleDrafter),
+    DRAFT_MODEL: (read_draft_model, DraftModelDrafter),
+}
 
 
 class CheckpointReading(NamedTuple):
@@ -52,12 +60,12 @@ def read_checkpoint(
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     family = registered_drafters().get(checkpoint.config.get("model_type"))
     if family is None:
-        check_family(checkpoint.name, checkpoint.config, checkpoint.tensors)
-        reading = read_eagle3(checkpoint, target.get_text_config() if target is not None else None, given)
-        found = CheckpointReading(Eagle3Drafter, reading.config, reading.decisions)
+        read, family = _READERS[check_family(checkpoint.name, checkpoint.config, checkpoint.tensors)]
+        reading = read(checkpoint, target.get_text_config() if target is not None else None, given)
+        found = CheckpointReading(family, reading.config, reading.decisions)
     else:
         found = _read_own(checkpoint, family, given)
-    check_tensors(checkpoint, found.family, found.config)
+    found.family.check_checkpoint(checkpoint, found.config)
     found.config.name_or_path = checkpoint.name
     return found
 
@@ -104,6 +112,8 @@ class AutoDrafter:
         rope_theta: float | None = None,
         share_embedding: bool | None = None,
         share_head: bool | None = None,
+        parallel_drafting: bool | None = None,
+        mask_token_id: int | None = None,
     ) -> Drafter:
         """Load a drafter as published, bound to `target`, in eval mode.
 
@@ -122,6 +132,9 @@ class AutoDrafter:
             rope_theta: base of the draft layers' RoPE.
             share_embedding, share_head: True to use the target's, False to use the checkpoint's own. None: the
                 checkpoint's own if it has one that differs from the target's.
+            parallel_drafting: True to draft all tokens of a round in one pass, False one after the other; by default
+                what the checkpoint was trained for.
+            mask_token_id: the token that stands in parallel drafting where there is no token yet.
 
         Raises:
             OSError: no such repository, no access, or a file is missing.
@@ -138,6 +151,8 @@ class AutoDrafter:
             "rope_theta": rope_theta,
             "share_embedding": share_embedding,
             "share_head": share_head,
+            "parallel_drafting": parallel_drafting,
+            "mask_token_id": mask_token_id,
         }
         checkpoint = open_checkpoint(
             pretrained_model_name_or_path,
@@ -149,12 +164,14 @@ class AutoDrafter:
             force_download=force_download,
         )
         found = read_checkpoint(checkpoint, target.config, overrides)
-        drafter = load_weights(
+        drafter = found.family.load_checkpoint(
             checkpoint,
-            found,
+            found.config,
             dtype=target.dtype if dtype is None else dtype,
             device_map=_device_of(target) if device_map is None else device_map,
+            use_safetensors=checkpoint.uses_safetensors,
         )
+        drafter.config.name_or_path = checkpoint.name
         share_with_target(drafter, target, share_embedding, share_head)
         drafter.bind(target)
         drafter.configure(num_assistant_tokens, draft_probs, engine)
@@ -164,28 +181,6 @@ class AutoDrafter:
 
 def _device_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
     return None if target.device.type == "cpu" else {"": target.device}
-
-
-def load_weights(checkpoint: Checkpoint, found: CheckpointReading, dtype: Any, device_map: Any) -> Drafter:
-    """Load the checkpoint's weights with transformers' own loader.
-
-    Raises:
-        ValueError: a weight was not loaded, or a tensor of the files found no place.
-    """
-    drafter, info = found.family.from_pretrained(
-        checkpoint.folder,
-        config=found.config,
-        key_mapping=KEY_MAPPING,
-        dtype=dtype,
-        device_map=device_map,
-        use_safetensors=checkpoint.uses_safetensors,
-        output_loading_info=True,
-    )
-    problems = {what: sorted(map(str, names)) for what, names in info.items() if names}
-    if problems:
-        raise ValueError(f"The weights of {checkpoint.name} were not loaded completely: {problems}.")
-    drafter.config.name_or_path = checkpoint.name
-    return drafter
 
 
 def share_with_target(

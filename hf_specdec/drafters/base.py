@@ -9,10 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import DrafterConfig, check_num_assistant_tokens
+from .tensors import KEY_MAPPING, check_tensors
 
 if TYPE_CHECKING:
     from ..sampling import Verdict
     from ..state import DecodeState
+    from .checkpoints import Checkpoint
 
 ENGINES = ("auto", "static", "stock")
 
@@ -78,6 +80,33 @@ class Drafter(PreTrainedModel):
     @property
     def is_bound(self) -> bool:
         return self._target_config is not None
+
+    @classmethod
+    def check_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig) -> None:
+        """Compare what the files hold with what `config` asks for, loading no weights.
+
+        Raises:
+            ValueError: naming every tensor that is missing, unexpected or of another shape.
+        """
+        check_tensors(checkpoint, cls, config)
+
+    @classmethod
+    def load_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig, **options: Any) -> Drafter:
+        """A drafter with the checkpoint's weights.
+
+        Args:
+            checkpoint: that passed `check_checkpoint`.
+            config: its normal form.
+            options: `dtype`, `device_map`, `use_safetensors` of `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: a weight was not loaded, or a tensor of the files found no place.
+        """
+        drafter, info = cls.from_pretrained(
+            checkpoint.folder, config=config, key_mapping=KEY_MAPPING, output_loading_info=True, **options
+        )
+        checkpoint.check_loaded(info)
+        return drafter
 
     def configure(
         self,

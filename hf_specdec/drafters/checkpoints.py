@@ -56,6 +56,12 @@ class Checkpoint:
                 return opened.get_tensor(name)
         return _load_pickle(file)[name]
 
+    def check_loaded(self, info: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if transformers' loading `info` speaks of anything that did not find its place."""
+        problems = {what: sorted(map(str, names)) for what, names in info.items() if names}
+        if problems:
+            raise ValueError(f"The weights of {self.name} were not loaded completely: {problems}.")
+
     @property
     def uses_safetensors(self) -> bool:
         return all(tensor.file.suffix == ".safetensors" for tensor in self.tensors.values())

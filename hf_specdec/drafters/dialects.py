@@ -15,14 +15,12 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from ..config import DEFAULT_ROPE_THETA, Eagle3Config, default_taps
+from ..config import DEFAULT_ROPE_THETA, DrafterConfig, Eagle3Config, PEagleConfig, default_taps
 from .checkpoints import Checkpoint, StoredTensor
 from .families import architectures, eagle_settings
+from .tensors import rename
 
 SAFEAILAB, SPECFORGE, SPECULATORS, MODELOPT = "SafeAILab", "SpecForge", "speculators", "NVIDIA ModelOpt"
-
-# `midlayer.` is SafeAILab's and SpecForge's name of the first layer, `model.` a prefix that NeMo writes.
-KEY_MAPPING = {r"^model\.": "", r"^midlayer\.": "layers.0."}
 
 _LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _LAYER_FIELDS = (
@@ -49,6 +47,10 @@ _MODELOPT_MARKS = {
 }
 
 
+# Where a mask token may stand, in the order of vLLM's look-up (llm_base_proposer.py).
+MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+
+
 @dataclass(frozen=True)
 class Decision:
     """One thing that a checkpoint leaves open, and how it was settled.
@@ -73,15 +75,8 @@ class Decision:
 class Reading:
     """A checkpoint's configuration in normal form, and the decisions that led to it."""
 
-    config: Eagle3Config
+    config: DrafterConfig
     decisions: tuple[Decision, ...]
-
-
-def rename(name: str) -> str:
-    """The normal form's name of a tensor."""
-    for pattern, replacement in KEY_MAPPING.items():
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def detect_dialect(config: Mapping[str, Any]) -> str:
@@ -108,6 +103,11 @@ def read_eagle3(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrid
     return _Eagle3Reader(checkpoint, target, overrides).read()
 
 
+def read_peagle(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> Reading:
+    """Read a P-EAGLE checkpoint of any dialect; as `read_eagle3`."""
+    return _PEagleReader(checkpoint, target, overrides).read()
+
+
 class _Eagle3Reader:
     """One reading of one checkpoint; `decisions` fills up as questions are settled."""
 
@@ -122,10 +122,13 @@ class _Eagle3Reader:
         self.overrides = {name: value for name, value in overrides.items() if value is not None}
         self.decisions: list[Decision] = []
 
+    config_class: type[Eagle3Config] = Eagle3Config
+
     def read(self) -> Reading:
         layers = self._layers()
         taps = self._taps()
-        config = Eagle3Config(
+        config = self.config_class(
+            **self._drafting(),
             **layers,
             **self._sizes(layers, taps),
             taps=taps,
@@ -173,6 +176,15 @@ class _Eagle3Reader:
                 f"{'a' if present else 'no'} tensor {tensor}."
             )
         return present
+
+    def _drafting(self) -> dict[str, Any]:
+        """The fields of the configuration that say how tokens are drafted."""
+        if self.overrides.get("parallel_drafting"):
+            raise ValueError(
+                f"{self.name} is to draft in parallel, but it is an EAGLE-3 drafter: it has no tensor mask_hidden for "
+                "the places without a token. Expected a P-EAGLE drafter, or no `parallel_drafting=True`."
+            )
+        return {}
 
     def _layers(self) -> dict[str, Any]:
         """The fields of `Eagle3Config` that describe the decoder layers."""
@@ -341,3 +353,30 @@ class _Eagle3Reader:
     def _num_assistant_tokens(self) -> int:
         methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
         return methods[0].get("speculative_tokens") or Eagle3Config.num_assistant_tokens
+
+
+class _PEagleReader(_Eagle3Reader):
+    """A reading of a P-EAGLE checkpoint: EAGLE-3's questions, and what the masks are."""
+
+    config_class = PEagleConfig
+
+    def _drafting(self) -> dict[str, Any]:
+        mask = self.tensors.get("mask_hidden")
+        return {
+            "parallel_drafting": self._settle("parallel_drafting", True, "the checkpoint is a P-EAGLE drafter"),
+            "mask_token_id": self._mask_token(),
+            "mask_hidden_shape": None if mask is None else list(mask.shape),
+        }
+
+    def _mask_token(self) -> int:
+        sources = [(self.top.get("dflash_config") or {}, "mask_token_id")]
+        sources += [(self.top, key) for key in MASK_TOKEN_KEYS]
+        for source, key in sources:
+            if source.get(key) is not None:
+                return self._settle("mask_token_id", source[key], f"{key} of config.json")
+        if "mask_token_id" in self.overrides:
+            return self._settle("mask_token_id", None, "")
+        raise ValueError(
+            f"{self.name} is a P-EAGLE drafter, but its config.json names no mask token; looked for "
+            f"{', '.join(MASK_TOKEN_KEYS)}. Pass `mask_token_id=` with the id that it was trained with."
+        )

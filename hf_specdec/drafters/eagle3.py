@@ -12,16 +12,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .. import ops
 from ..attention import cached_attend
-from ..cache import RaggedCache
 from ..config import Eagle3Config, default_taps
-from ..sampling import draw_draft
 from ..taps import decoder_layers
-from .base import Drafter, Proposal, register_drafter
+from .base import register_drafter
+from .cached import CachedDrafter
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
 from .unrolled import UnrolledAttention
 
 if TYPE_CHECKING:
-    from ..sampling import Verdict
     from ..state import DecodeState
 
 
@@ -59,7 +57,7 @@ def check_fit(config: Eagle3Config, target: PreTrainedConfig, num_layers: int, n
 
 
 @register_drafter
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(CachedDrafter):
     """EAGLE-3 drafter.
 
     Slot p pairs the embedding of the token at position p + 1 with the target's taps at position p, has RoPE position
@@ -69,6 +67,7 @@ class Eagle3Drafter(Drafter):
     """
 
     config_class = Eagle3Config
+    shift = 1
     # Training leftovers that published files carry; `check_tensors` decides what else a file may hold.
     _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"rotary_emb\.", r"^verifier_", r"^norm\.weight$"]
 
@@ -91,6 +90,8 @@ class Eagle3Drafter(Drafter):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         else:
             self.d2t = None
+        # `[H]`, what columns without a hidden state read; None if all of those are inert.
+        self.register_buffer("mask_state", None, persistent=False)
         self._taps = config.taps
         self._borrowed: dict[str, torch.Tensor] = {}
         self.post_init()
@@ -188,55 +189,31 @@ class Eagle3Drafter(Drafter):
         logits = ops.linear(normed, self.head_weight.to(normed.dtype))
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
-    def new_memory(self, state: DecodeState) -> RaggedCache:
-        return RaggedCache(len(self.layers), state.slots)
+    @property
+    def num_cached_layers(self) -> int:
+        return len(self.layers)
 
-    def prefill(self, state: DecodeState, taps: torch.Tensor, positions: torch.Tensor) -> None:
-        self._extend(state, self.combine(taps), positions)
+    def read(self, taps: torch.Tensor) -> torch.Tensor:
+        return self.combine(taps)
 
-    def propose(self, state: DecodeState, taps: torch.Tensor, verdict: Verdict) -> Proposal:
-        batch, width = taps.shape[:2]
-        rows = torch.arange(batch, device=taps.device)
-        offsets = torch.arange(width, device=taps.device)
-        start = state.lengths - 1 - verdict.committed
-        is_true = offsets < verdict.committed[:, None]
-        positions = torch.where(is_true, start[:, None] + offsets, state.scrap)
-        normed, feedback = self._extend(state, self.combine(taps), positions)
-        last = (verdict.committed - 1).clamp(min=0)
-        normed, feedback = normed[rows, last, None], feedback[rows, last, None]
+    def spread(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        picked = hidden.gather(1, sources.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+        return torch.where(sources[..., None] < 0, 0.0 if self.mask_state is None else self.mask_state, picked)
 
-        tokens, probs = [], []
-        for step in range(state.num_draft_tokens):
-            if step > 0:
-                positions = state.slot_of(state.lengths - 2 + step)[:, None]
-                normed, feedback = self._extend(state, feedback, positions, tokens[-1][:, None])
-            token, distribution = self._draw(state, self.logits(normed[:, 0]), state.lengths + step)
-            tokens.append(token)
-            probs.append(distribution)
-        return Proposal(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if state.draft_probs else None)
-
-    def _extend(
-        self, state: DecodeState, hidden: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run slots at `positions`; their tokens are the committed ones unless given."""
-        if tokens is None:
-            tokens = state.tokens.gather(1, (positions + 1).clamp(max=state.scrap))
-        state.memory.advance(positions, state.live)
-        return self.run(tokens, hidden, state.position_ids(positions), cached_attend(state.memory, positions))
-
-    def _draw(
-        self, state: DecodeState, logits: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One draft token a row, `[B]` in the target's vocabulary, and its distribution over that if wanted."""
-        target_ids = self.target_ids
-        if not state.draft_probs:
-            index = logits.argmax(dim=-1)
-            return (index if target_ids is None else target_ids[index]), None
-        index, probs = draw_draft(logits, state.temperature, state.seeds, positions)
-        if target_ids is None:
-            return index, probs
-        full = probs.new_zeros(probs.shape[0], self.config.vocab_size)
-        return target_ids[index], full.index_copy_(1, target_ids, probs)
+    def extend(
+        self,
+        state: DecodeState,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        num_logits: int,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        cache = state.memory.cache
+        cache.advance(slots, state.live)
+        normed, feedback = self.run(tokens, hidden, positions, cached_attend(cache, slots))
+        logits = self.logits(normed[:, -num_logits:]) if num_logits else None
+        return logits, feedback[:, -1:]
 
     def forward(self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int = 1) -> list[torch.Tensor]:
         """Draft from every position of whole sequences at once, `num_steps` tokens deep: training-time test.
@@ -261,9 +238,18 @@ class Eagle3Drafter(Drafter):
         attend = UnrolledAttention()
         hidden = self.combine(taps)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        tokens, outputs = input_ids, []
+        tokens, outputs = following(input_ids), []
         for step in range(num_steps):
-            tokens = F.pad(tokens[:, 1:], (0, 1))
-            normed, hidden = self.run(tokens, hidden, positions + step, attend)
+            normed, feedback = self.run(tokens, hidden, positions + step, attend)
             outputs.append(normed)
+            tokens, hidden = self.continue_chains(tokens, feedback)
         return outputs
+
+    def continue_chains(self, tokens: torch.Tensor, feedback: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the next step of `unroll` reads after one that read `tokens` `[B, S]` and fed back `[B, S, H]`."""
+        return following(tokens), feedback
+
+
+def following(tokens: torch.Tensor) -> torch.Tensor:
+    """`[B, S]` int64 moved one place to the left, with a zero at the end."""
+    return F.pad(tokens[:, 1:], (0, 1))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..config import DrafterConfig
 
-EAGLE3 = "EAGLE-3"
+EAGLE3, P_EAGLE, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "draft model"
 _NOT_YET = "this version does not run that family yet"
 
 
@@ -84,8 +84,8 @@ def _is_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
         config.get("speculators_model_type") == "peagle"
         or "peagle" in names
         or any(name.endswith("mask_hidden") for name in tensors)
-        or any(config.get(key) is not None for key in ("ptd_token_id", "mask_token_id"))
-        or (config.get("pard_token") is not None and is_eagle3(config, tensors))
+        or config.get("ptd_token_id") is not None
+        or (is_eagle3(config, tensors) and any(config.get(key) is not None for key in ("mask_token_id", "pard_token")))
     )
 
 
@@ -111,7 +111,7 @@ def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
 
 
 def _is_draft_model(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    return "forcausallm" in names and not is_eagle3(config, tensors)
+    return "forcausallm" in names
 
 
 # The first that matches names the checkpoint.
@@ -120,22 +120,19 @@ REFUSALS = (
     Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
     Refusal("DSpark", _NOT_YET, _is_dspark),
     Refusal("DFlash", _NOT_YET, _is_dflash),
-    Refusal("P-EAGLE", _NOT_YET, _is_peagle),
-    Refusal("PARD", _NOT_YET, _has("pard_token", "spd_type")),
     Refusal("an MLP speculator", "it is not supported; use an EAGLE-3 drafter", _has("n_predict")),
     Refusal("EAGLE-3 with multi-head latent attention in its draft layer", _NOT_YET, _is_mla),
     Refusal("MTP modules (multi-token prediction)", _NOT_YET, _is_mtp),
     Refusal("EAGLE-1 or EAGLE-2", "they are not supported; use an EAGLE-3 drafter for the same target", _is_eagle1),
-    Refusal(
-        "an ordinary draft model",
-        "load it with AutoModelForCausalLM and pass it as `assistant_model=`, which transformers supports itself",
-        _is_draft_model,
-    ),
 )
 
 
 def check_family(name: str, config: Mapping[str, Any], tensors: Collection[str]) -> str:
-    """Return `EAGLE3`, or raise `ValueError` that names the family, or what was looked for if there is none."""
+    """Return `EAGLE3`, `P_EAGLE` or `DRAFT_MODEL`.
+
+    Raises:
+        ValueError: another family, named, or none; then with what was looked for.
+    """
     names, model_type = architectures(config), config.get("model_type") or ""
     if model_type.startswith(DrafterConfig.model_type):
         raise ValueError(
@@ -145,12 +142,16 @@ def check_family(name: str, config: Mapping[str, Any], tensors: Collection[str])
     for refusal in REFUSALS:
         if refusal.matches(config, names, tensors):
             raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
+    if _is_peagle(config, names, tensors):
+        return P_EAGLE
     if is_eagle3(config, tensors):
         return EAGLE3
+    if _is_draft_model(config, names, tensors):
+        return DRAFT_MODEL
     raise ValueError(
         f"{name} is a checkpoint of no known drafter dialect. Looked in config.json for a model_type of hf_specdec, "
         "speculators_model_type (speculators), eagle_config (NVIDIA ModelOpt, SpecForge), an Eagle3 architecture "
-        "(SpecForge), draft_vocab_size (SafeAILab); found "
+        "(SpecForge), draft_vocab_size (SafeAILab), a ForCausalLM architecture (draft models, PARD); found "
         f"model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the keys "
         f"{sorted(config)}."
     )

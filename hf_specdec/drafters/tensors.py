@@ -1,21 +1,33 @@
-"""Does a checkpoint hold exactly the tensors that its configuration asks for?"""
+"""Names of tensors, and whether a checkpoint holds exactly those that its configuration asks for."""
 
 from __future__ import annotations
 
 import logging
 import re
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config import DrafterConfig
-from .base import Drafter
 from .checkpoints import Checkpoint
-from .dialects import rename
+
+if TYPE_CHECKING:
+    from .base import Drafter
 
 logger = logging.getLogger(__name__)
 
+# `midlayer.` is SafeAILab's and SpecForge's name of the first layer, `model.` a prefix that NeMo writes.
+KEY_MAPPING = {r"^model\.": "", r"^midlayer\.": "layers.0."}
+
 # Never read when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target.
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*")
+
+
+def rename(name: str) -> str:
+    """The normal form's name of a tensor."""
+    for pattern, replacement in KEY_MAPPING.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def check_tensors(checkpoint: Checkpoint, family: type[Drafter], config: DrafterConfig) -> None:

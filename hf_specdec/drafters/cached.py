@@ -1,0 +1,143 @@
+"""Drafting with a cache: one pass over what a round kept, and one step for every draft token that is then missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from .. import ops
+from ..cache import RaggedCache
+from ..sampling import draw_draft
+from .base import Drafter, Proposal
+
+if TYPE_CHECKING:
+    from ..sampling import Verdict
+    from ..state import DecodeState
+
+
+@dataclass
+class DraftMemory:
+    """What such a drafter keeps through a generation.
+
+    Attributes:
+        cache: its keys and values.
+        inputs: buffers of a round's first pass.
+    """
+
+    cache: RaggedCache
+    inputs: ops.DraftInputs
+
+
+class CachedDrafter(Drafter):
+    """A drafter that extends a cache of its own.
+
+    The first pass of a round runs the tokens that the round kept and, when drafting in parallel, K - 1 mask tokens
+    after them; its last columns draft 1 or K tokens. Every token that is then missing takes a step that reads the one
+    before it. What a draft or a mask wrote into the cache is overwritten with what was kept in the next round.
+
+    A family implements `extend`, `num_cached_layers` and, if it reads hidden states, `spread`; and says its `shift`.
+    """
+
+    # Places between a slot and the token in it: 1 for drafters that pair a token with the hidden state before it.
+    shift = 0
+
+    @property
+    def num_cached_layers(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} does not say how many layers its cache has.")
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """`[V_d]` int64 ids in the target's vocabulary of what the head scores; None if they are the same."""
+        return None
+
+    def num_masks(self, num_draft_tokens: int) -> int:
+        """Mask tokens in the first pass of a round of `num_draft_tokens`."""
+        return num_draft_tokens - 1 if self.config.parallel_drafting else 0
+
+    def read(self, taps: torch.Tensor | None) -> torch.Tensor | None:
+        """What `extend` reads of `[B, n, width]` taps, `[B, n, H]`; None for a drafter that reads none."""
+        return None
+
+    def spread(self, hidden: torch.Tensor | None, sources: torch.Tensor) -> torch.Tensor | None:
+        """Rows `sources` `[B, W]` of `hidden` `[B, n, H]`, and the mask's hidden state where a source is -1."""
+        return None
+
+    def extend(
+        self,
+        state: DecodeState,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        num_logits: int,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run `[B, n]` `tokens` at `[B, n]` `slots` of the cache, with RoPE `positions`.
+
+        Args:
+            state: its memory's cache is told where to write.
+            tokens, slots, positions: int64.
+            hidden: `[B, n, H]`, from `read` or `spread`, or what the step before fed back; or None.
+            num_logits: how many of the last columns to score; 0 for none.
+
+        Returns:
+            logits `[B, num_logits, V_d]`, or None; and what the next step reads, `[B, 1, H]`, or None.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement extend().")
+
+    def new_memory(self, state: DecodeState) -> DraftMemory:
+        batch, num_drafts = state.lengths.shape[0], state.num_draft_tokens
+        width = num_drafts + 1 + self.num_masks(num_drafts)
+        return DraftMemory(
+            RaggedCache(self.num_cached_layers, state.slots),
+            ops.DraftInputs.allocate(batch, width, state.lengths.device),
+        )
+
+    def prefill(self, state: DecodeState, taps: torch.Tensor | None, positions: torch.Tensor) -> None:
+        tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.scrap))
+        self.extend(state, tokens, positions, state.position_ids(positions), self.read(taps), num_logits=0)
+
+    def propose(self, state: DecodeState, taps: torch.Tensor | None, verdict: Verdict) -> Proposal:
+        num_masks = self.num_masks(state.num_draft_tokens)
+        inputs = state.memory.inputs
+        ops.prepare_inputs(
+            state.tokens,
+            state.lengths,
+            verdict.committed,
+            state.limits,
+            state.finished,
+            inputs,
+            num_masks=num_masks,
+            mask_token=self.config.mask_token_id or 0,
+            shift=self.shift,
+        )
+        hidden = self.spread(self.read(taps), inputs.sources)
+        logits, feedback = self.extend(
+            state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits=1 + num_masks
+        )
+        drafts = [self.draw(state, logits, first=0)]
+        for step in range(1 + num_masks, state.num_draft_tokens):
+            slots = state.slot_of(state.lengths - 1 - self.shift + step)[:, None]
+            last = drafts[-1].tokens
+            logits, feedback = self.extend(state, last, slots, state.position_ids(slots), feedback, num_logits=1)
+            drafts.append(self.draw(state, logits, first=step))
+        tokens, probs = zip(*drafts, strict=True)
+        return Proposal(torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None)
+
+    def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
+        """Draft tokens number `first` and following from their logits `[B, n, V_d]`."""
+        target_ids = self.target_ids
+        if not state.draft_probs:
+            index = logits.argmax(dim=-1)
+            return Proposal(index if target_ids is None else target_ids[index], None)
+        batch, num_drafts, size = logits.shape
+        positions = state.lengths[:, None] + torch.arange(first, first + num_drafts, device=logits.device)
+        seeds = state.seeds[:, None].expand_as(positions)
+        index, probs = draw_draft(logits.flatten(0, 1), state.temperature, seeds.flatten(), positions.flatten())
+        index, probs = index.view(batch, num_drafts), probs.view(batch, num_drafts, size)
+        if target_ids is None:
+            return Proposal(index, F.pad(probs, (0, self.config.vocab_size - size)))
+        full = probs.new_zeros(batch, num_drafts, self.config.vocab_size)
+        return Proposal(target_ids[index], full.index_copy_(2, target_ids, probs))

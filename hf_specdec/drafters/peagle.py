@@ -1,0 +1,41 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3 that drafts all K tokens in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import PEagleConfig
+from .base import register_drafter
+from .eagle3 import Eagle3Drafter
+
+
+@register_drafter
+class PEagleDrafter(Eagle3Drafter):
+    """P-EAGLE drafter.
+
+    The first pass of a round is EAGLE-3's, with K - 1 more slots that have no token and no taps yet: they embed the
+    mask token and read a learned hidden state, `mask_hidden`, which takes the taps' way through `fc`. With
+    `config.parallel_drafting` False the same weights draft token by token, as EAGLE-3 does.
+    """
+
+    config_class = PEagleConfig
+
+    def __init__(self, config: PEagleConfig):
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.zeros(config.mask_hidden_shape))
+
+    def bind(self, target: PreTrainedModel) -> None:
+        super().bind(target)
+        with torch.no_grad():
+            self.mask_state = self.project_mask()
+
+    def project_mask(self) -> torch.Tensor:
+        """`[H]`: `mask_hidden` on the taps' way into the drafter."""
+        return self.combine(self.mask_hidden.view(-1))
+
+    def continue_chains(self, tokens: torch.Tensor, feedback: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.config.parallel_drafting:
+            return super().continue_chains(tokens, feedback)
+        return torch.full_like(tokens, self.config.mask_token_id), self.project_mask().expand_as(feedback)
