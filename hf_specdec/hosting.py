@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from .taps import decoder_layers
+from .taps import find_decoder_layers
 
 HOSTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -51,11 +51,13 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 
 def why_not_hosted(model: PreTrainedModel, role: str = "the target") -> str | None:
     """The reason why `model`, called `role` in it, cannot run on a `RaggedCache`; None if it can."""
-    text = model.config.get_text_config()
+    text, layers = model.config.get_text_config(), find_decoder_layers(model)
+    if layers is None:
+        return f"{role} ({type(model).__name__}) does not keep its layers in `get_decoder().layers`"
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
-    if any(hasattr(module, "_hf_hook") for module in decoder_layers(model).modules()):
+    if any(hasattr(module, "_hf_hook") for module in layers.modules()):
         return f"{role}'s layers run under accelerate hooks"
     if has_recurrent_layers(model):
         return f"{role} has linear-attention layers, whose state cannot be indexed by position"

@@ -7,14 +7,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
+def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The decoder layers of `model`, first to last; None if they are not in `get_decoder().layers`."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    return layers if isinstance(layers, nn.ModuleList) and len(layers) > 0 else None
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, first to last.
 
     Raises:
         ValueError: the target keeps them somewhere else than `get_decoder().layers`.
     """
-    layers = getattr(target.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+    layers = find_decoder_layers(target)
+    if layers is None:
         raise ValueError(
             f"{type(target).__name__} has no `get_decoder().layers`, so its hidden states cannot be tapped; "
             "expected a decoder-only model of transformers."

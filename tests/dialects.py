@@ -1,7 +1,8 @@
-"""Writes one and the same EAGLE-3 weights to disk in every published layout.
+"""Writes one and the same EAGLE-3 or P-EAGLE weights to disk in every published layout, and draft models.
 
 Layouts as the publishers' own exporters write them: SafeAILab/EAGLE traineagle3, sgl-project/SpecForge,
-vllm-project/speculators, NVIDIA/Model-Optimizer.
+vllm-project/speculators, NVIDIA/Model-Optimizer; of P-EAGLE also Amazon and NVIDIA-NeMo/Automodel; of draft models
+AMD-AIG-AIMA/PARD.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 DIALECTS = ("safeailab", "safeailab-bin", "specforge", "speculators", "modelopt")
+# For a `Spec` with `parallel`. Amazon writes its layers' keys at top level, or nested as speculators does.
+PEAGLE_DIALECTS = ("amazon", "amazon-nested", "specforge-peagle", "speculators-peagle", "automodel")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """An EAGLE-3 drafter, described without any publisher's words. Its taps are the boundaries 2, 4, 5."""
+    """An EAGLE-3 drafter, described without any publisher's words. Its taps are the boundaries 2, 4, 5.
+
+    With `parallel` it is a P-EAGLE drafter: it has a tensor `mask_hidden`, and `mask_token` stands for no token.
+    """
 
     hidden_size: int = 32
     target_hidden_size: int = 32
@@ -43,6 +49,12 @@ class Spec:
     norm_output: bool = False
     own_embedding: bool = False
     maps_vocabulary: bool = True
+    parallel: bool = False
+    mask_token: int = 5
+
+
+# As P-EAGLE is published: several layers, trained embeddings, the target's vocabulary.
+PEAGLE = Spec(num_layers=2, draft_vocab_size=128, maps_vocabulary=False, own_embedding=True, parallel=True)
 
 
 def tiny_target(
@@ -113,6 +125,8 @@ def make_weights(spec: Spec, seed: int = 1) -> dict[str, torch.Tensor]:
         tokens = draft_tokens(spec)
         weights["d2t"] = tokens - torch.arange(len(tokens))
         weights["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
+    if spec.parallel:
+        weights["mask_hidden"] = torch.randn(1, 1, taps, generator=generator)
     return weights
 
 
@@ -197,12 +211,76 @@ def speculators_config(spec: Spec) -> dict[str, Any]:
     }
 
 
+def amazon_config(spec: Spec) -> dict[str, Any]:
+    nested = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.taps], "use_aux_hidden_state": True}
+    config = _plain_config(spec) | {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": spec.mask_token}
+    return config | {"eagle_config": nested}
+
+
+def amazon_nested_config(spec: Spec) -> dict[str, Any]:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "ptd_token_id": spec.mask_token,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "transformer_layer_config": _layer_config(spec),
+        **_optional(spec, "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    }
+    if spec.target_hidden_size != spec.hidden_size:
+        config["target_hidden_size"] = spec.target_hidden_size
+    if spec.taps != Spec.taps:
+        config["eagle_aux_hidden_state_layer_ids"] = list(spec.taps)
+    return config
+
+
+def specforge_peagle_config(spec: Spec) -> dict[str, Any]:
+    """Its trainer leaves the scaling of RoPE out, and the mask token it trained with is in no key of its own."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    config = _plain_config(spec) | {"architectures": ["PEagleDraftModel"], "mask_token_id": spec.mask_token}
+    config |= {"rope_scaling": scaling}
+    if spec.taps != Spec.taps:
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(spec.taps), "use_aux_hidden_state": True}
+    return config
+
+
+def speculators_peagle_config(spec: Spec) -> dict[str, Any]:
+    config = speculators_config(spec) | {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "mask_token_id": spec.mask_token,
+        "embed_requires_grad": True,
+    }
+    config["speculators_config"] |= {"algorithm": "peagle"}
+    return config
+
+
+def automodel_config(spec: Spec) -> dict[str, Any]:
+    return _plain_config(spec) | {
+        "architectures": ["LlamaEagle3DraftModel"],
+        "parallel_drafting": True,
+        "mask_token_id": spec.mask_token,
+        "num_depths": 6,
+        "num_aux_hidden_states": len(spec.taps),
+        "eagle_aux_hidden_state_layer_ids": list(spec.taps),
+    }
+
+
 _CONFIGS = {
     "safeailab": safeailab_config,
     "safeailab-bin": safeailab_config,
     "specforge": specforge_config,
     "speculators": speculators_config,
     "modelopt": modelopt_config,
+    "amazon": amazon_config,
+    "amazon-nested": amazon_nested_config,
+    "specforge-peagle": specforge_peagle_config,
+    "speculators-peagle": speculators_peagle_config,
+    "automodel": automodel_config,
 }
 
 
@@ -220,14 +298,46 @@ def write(
     config = {key: value for key, value in config.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     tensors = {name: tensor.clone() for name, tensor in weights.items()}
-    if dialect in ("safeailab", "safeailab-bin", "specforge"):
+    if dialect in ("safeailab", "safeailab-bin", "specforge", "amazon", "amazon-nested"):
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     if dialect == "modelopt":
         tensors.pop("t2d", None)
+    if dialect in PEAGLE_DIALECTS and spec.draft_vocab_size == spec.vocab_size and dialect != "speculators-peagle":
+        tensors |= {
+            "d2t": torch.zeros(spec.vocab_size, dtype=torch.int64),
+            "t2d": torch.ones(spec.vocab_size, dtype=torch.bool),
+        }
+    if dialect == "automodel":
+        outside = ("lm_head.weight", "d2t", "t2d", "mask_hidden")
+        tensors = {name if name in outside else f"model.{name}": tensor for name, tensor in tensors.items()}
+        if "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)
     if dialect == "safeailab-bin":
         torch.save(tensors, folder / "pytorch_model.bin")
     elif max_shard_size is not None:
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     else:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_draft_model(
+    folder: Path,
+    pard_token: int | None = None,
+    spec: Spec = Spec(target_layers=2),
+    seed: int = 2,
+    max_shard_size: str = "1GB",
+    **changes: Any,
+) -> Path:
+    """Write a random Llama as `save_pretrained` does and, with `pard_token`, as PARD's trainer marks its models.
+
+    `changes` are made to config.json; a value of `...` removes the key.
+    """
+    model = tiny_target(spec, seed, torch.float32)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    config = json.loads((folder / "config.json").read_text())
+    if pard_token is not None:
+        config |= {"pard_token": pard_token, "spd_type": "pard"}
+    config = {key: value for key, value in (config | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..config import DrafterConfig
+from ..config import DrafterConfig, Eagle3Config, PEagleConfig
 from .base import Drafter, registered_drafters
 from .checkpoints import Checkpoint, open_checkpoint
-from .dialects import Decision, read_eagle3, read_peagle
+from .dialects import Decision, read_eagle3, read_peagle, refuse_masks
 from .draft_model import DraftModelDrafter, read_draft_model
 from .eagle3 import Eagle3Drafter
 from .families import DRAFT_MODEL, EAGLE3, P_EAGLE, check_family
@@ -58,6 +58,7 @@ def read_checkpoint(
         ValueError: a family that is not supported, no known dialect, or contradictions, each named.
     """
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    _check_rope(given)
     family = registered_drafters().get(checkpoint.config.get("model_type"))
     if family is None:
         read, family = _READERS[check_family(checkpoint.name, checkpoint.config, checkpoint.tensors)]
@@ -70,18 +71,33 @@ def read_checkpoint(
     return found
 
 
+def _check_rope(given: Mapping[str, Any]) -> None:
+    rope = given.get("rope_parameters")
+    if rope is None:
+        return
+    if not isinstance(rope, Mapping) or not {"rope_type", "rope_theta"} <= rope.keys():
+        raise ValueError(
+            f"rope_parameters is {rope!r}; expected the whole of them as transformers has them, such as "
+            '{"rope_type": "default", "rope_theta": 10000.0}.'
+        )
+    if "rope_theta" in given:
+        raise ValueError("rope_theta and rope_parameters are both given; expected one of them.")
+
+
 def _read_own(checkpoint: Checkpoint, family: type[Drafter], given: Mapping[str, Any]) -> CheckpointReading:
     """Our normal form: complete, so the only decisions are the caller's."""
-    settings = dict(checkpoint.config)
+    settings, config_class = dict(checkpoint.config), family.config_class
+    if issubclass(config_class, Eagle3Config) and not issubclass(config_class, PEagleConfig):
+        refuse_masks(checkpoint.name, given)
     for name, value in given.items():
         if name == "rope_theta":
             settings["rope_parameters"] = settings.get("rope_parameters", {}) | {name: float(value)}
         elif name not in ("share_embedding", "share_head"):
-            if not hasattr(family.config_class, name):
-                raise ValueError(f"{checkpoint.name} is a {family.config_class.family} drafter: it has no {name}.")
+            if not hasattr(config_class, name):
+                raise ValueError(f"{checkpoint.name} is a {config_class.family} drafter: it has no {name}.")
             settings[name] = value
     decisions = tuple(Decision(name, value, "given by the caller") for name, value in given.items())
-    return CheckpointReading(family, family.config_class.from_dict(settings), decisions)
+    return CheckpointReading(family, config_class.from_dict(settings), decisions)
 
 
 class AutoDrafter:
@@ -110,6 +126,7 @@ class AutoDrafter:
         norm_output: bool | None = None,
         final_norm: bool | None = None,
         rope_theta: float | None = None,
+        rope_parameters: dict[str, Any] | None = None,
         share_embedding: bool | None = None,
         share_head: bool | None = None,
         parallel_drafting: bool | None = None,
@@ -130,6 +147,7 @@ class AutoDrafter:
             taps: boundaries to tap; boundary b is the stream that enters layer b, or leaves the last for b = n.
             norm_before_residual, norm_output, final_norm: see `Eagle3Config`.
             rope_theta: base of the draft layers' RoPE.
+            rope_parameters: all of the draft layers' RoPE, `{"rope_type": ..., "rope_theta": ..., ...}`.
             share_embedding, share_head: True to use the target's, False to use the checkpoint's own. None: the
                 checkpoint's own if it has one that differs from the target's.
             parallel_drafting: True to draft all tokens of a round in one pass, False one after the other; by default
@@ -149,6 +167,7 @@ class AutoDrafter:
             "norm_output": norm_output,
             "final_norm": final_norm,
             "rope_theta": rope_theta,
+            "rope_parameters": rope_parameters,
             "share_embedding": share_embedding,
             "share_head": share_head,
             "parallel_drafting": parallel_drafting,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,9 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+
+# How many tensors of one kind of trouble an error message names.
+NAMED_TENSORS = 16
 
 
 class StoredTensor(NamedTuple):
@@ -58,13 +61,40 @@ class Checkpoint:
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
         """Raise `ValueError` if transformers' loading `info` speaks of anything that did not find its place."""
-        problems = {what: sorted(map(str, names)) for what, names in info.items() if names}
+        self.refuse_tensors(
+            missing=info["missing_keys"],
+            unexpected=info["unexpected_keys"],
+            reshaped=info["mismatched_keys"],
+            errors=info["error_msgs"],
+        )
+
+    def refuse_tensors(
+        self,
+        missing: Iterable[str],
+        unexpected: Iterable[str],
+        reshaped: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+        errors: Iterable[str] = (),
+    ) -> None:
+        """Raise `ValueError` if there is anything to name; `reshaped` are names, shapes found and shapes expected."""
+        shapes = [f"{name} is {list(found)}, expected {list(wanted)}" for name, found, wanted in sorted(reshaped)]
+        found = (
+            ("missing tensors", sorted(missing)),
+            ("unexpected tensors", sorted(unexpected)),
+            ("wrong shapes", shapes),
+            ("errors", list(errors)),
+        )
+        problems = "; ".join(f"{what}: {_enumerate(names)}" for what, names in found if names)
         if problems:
-            raise ValueError(f"The weights of {self.name} were not loaded completely: {problems}.")
+            raise ValueError(f"The weights of {self.name} do not fit its config.json: {problems}.")
 
     @property
     def uses_safetensors(self) -> bool:
         return all(tensor.file.suffix == ".safetensors" for tensor in self.tensors.values())
+
+
+def _enumerate(names: Sequence[str]) -> str:
+    more = len(names) - NAMED_TENSORS
+    return ", ".join(names[:NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
 
 
 def open_checkpoint(repo: str | Path, subfolder: str = "", revision: str | None = None, **hub: Any) -> Checkpoint:

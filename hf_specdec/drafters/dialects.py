@@ -1,9 +1,9 @@
-"""Published EAGLE-3 dialects, read into the one normal form: `Eagle3Config`.
+"""Published dialects of EAGLE-3 and P-EAGLE, read into the one normal form: `Eagle3Config`, `PEagleConfig`.
 
 What a checkpoint leaves open is settled here by a stated rule, kept as a `Decision`, and can be overridden. The rules
-follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py), vllm-project/
-speculators (models/eagle3/config.py), NVIDIA/Model-Optimizer (export/plugins/hf_spec_export.py) and vLLM's readers of
-all four (llama_eagle3.py, configs/speculators/algos.py).
+follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py, peagle.py),
+vllm-project/speculators (models/eagle3, models/peagle), NVIDIA/Model-Optimizer (export/plugins/hf_spec_export.py),
+NVIDIA-NeMo/Automodel (speculative/eagle) and vLLM's readers of them (llama_eagle3.py, configs/speculators/algos.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from .families import architectures, eagle_settings
 from .tensors import rename
 
 SAFEAILAB, SPECFORGE, SPECULATORS, MODELOPT = "SafeAILab", "SpecForge", "speculators", "NVIDIA ModelOpt"
+AMAZON, AUTOMODEL = "Amazon", "NeMo Automodel"
+
+# Trained depth of speculators' and Automodel's P-EAGLE drafters that do not say theirs (`num_depths`).
+PEAGLE_DEPTH = 8
 
 _LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _LAYER_FIELDS = (
@@ -46,9 +50,14 @@ _MODELOPT_MARKS = {
     "layer_ids",
 }
 
-
-# Where a mask token may stand, in the order of vLLM's look-up (llm_base_proposer.py).
-MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+# Where the mask token of a drafter may stand, in the order of vLLM's look-up (llm_base_proposer.py).
+_MASK_TOKEN_KEYS = (
+    "dflash_config.mask_token_id",
+    "mask_token_id",
+    "dspark_noise_token_id",
+    "pard_token",
+    "ptd_token_id",
+)
 
 
 @dataclass(frozen=True)
@@ -80,13 +89,19 @@ class Reading:
 
 
 def detect_dialect(config: Mapping[str, Any]) -> str:
-    """The publisher whose layout an EAGLE-3 `config.json` has."""
+    """The publisher whose layout the `config.json` of an EAGLE-3 or P-EAGLE drafter has."""
     if "speculators_model_type" in config:
         return SPECULATORS
-    nested = eagle_settings(config)
+    names, nested = architectures(config), eagle_settings(config)
+    if "peagledraftmodel" in names.split():
+        return SPECFORGE
+    if {"llamaeagle3draftmodel", "llamapeagledraftmodel"} & set(names.split()) or "parallel_drafting" in config:
+        return AUTOMODEL
+    if config.get("ptd_token_id") is not None:
+        return AMAZON
     if _MODELOPT_MARKS & set(nested):
         return MODELOPT
-    return SPECFORGE if nested or "eagle3" in architectures(config) else SAFEAILAB
+    return SPECFORGE if nested or "eagle3" in names else SAFEAILAB
 
 
 def read_eagle3(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> Reading:
@@ -103,6 +118,20 @@ def read_eagle3(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrid
     return _Eagle3Reader(checkpoint, target, overrides).read()
 
 
+def refuse_masks(name: str, overrides: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if `overrides` ask an EAGLE-3 drafter called `name` for what only P-EAGLE can do."""
+    if overrides.get("parallel_drafting"):
+        raise ValueError(
+            f"{name} is to draft in parallel, but it is an EAGLE-3 drafter: it has no tensor mask_hidden for the "
+            "places without a token. Expected a P-EAGLE drafter, or no `parallel_drafting=True`."
+        )
+    if overrides.get("mask_token_id") is not None:
+        raise ValueError(
+            f"{name} was given mask_token_id {overrides['mask_token_id']}, but it is an EAGLE-3 drafter, which drafts "
+            "token by token and has no mask token. Drop `mask_token_id=`."
+        )
+
+
 def read_peagle(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> Reading:
     """Read a P-EAGLE checkpoint of any dialect; as `read_eagle3`."""
     return _PEagleReader(checkpoint, target, overrides).read()
@@ -116,7 +145,7 @@ class _Eagle3Reader:
         self.dialect = detect_dialect(checkpoint.config)
         self.top = checkpoint.config
         self.nested = eagle_settings(checkpoint.config)
-        self.layer = self.top.get("transformer_layer_config", {}) if self.dialect == SPECULATORS else self.top
+        self.layer = self._layer_settings()
         self.tensors: dict[str, StoredTensor] = {rename(key): value for key, value in checkpoint.tensors.items()}
         self.target = target
         self.overrides = {name: value for name, value in overrides.items() if value is not None}
@@ -124,11 +153,17 @@ class _Eagle3Reader:
 
     config_class: type[Eagle3Config] = Eagle3Config
 
+    def _layer_settings(self) -> Mapping[str, Any]:
+        """The part of config.json that describes the draft layers."""
+        nested = self.top.get("transformer_layer_config") or {}
+        return nested if self.dialect == SPECULATORS else {**self.top, **nested}
+
     def read(self) -> Reading:
+        drafting = self._drafting()
         layers = self._layers()
         taps = self._taps()
         config = self.config_class(
-            **self._drafting(),
+            **drafting,
             **layers,
             **self._sizes(layers, taps),
             taps=taps,
@@ -140,7 +175,7 @@ class _Eagle3Reader:
             own_head=self._owns("share_head", "lm_head.weight"),
             use_aux_hidden_state=self._agreed("use_aux_hidden_state", self._use_aux, "fc.weight"),
             norm_before_fc=self._agreed("norm_before_fc", self._setting("norm_before_fc"), "input_norm.weight"),
-            fc_norm=self._agreed("fc_norm", self._setting("fc_norm"), "fc_norm.0.weight"),
+            fc_norm=self._fc_norm(),
             fc_bias="fc.bias" in self.tensors,
             logit_scale=float(self._setting("logit_scale", 1.0)),
             num_assistant_tokens=self._num_assistant_tokens(),
@@ -179,30 +214,22 @@ class _Eagle3Reader:
 
     def _drafting(self) -> dict[str, Any]:
         """The fields of the configuration that say how tokens are drafted."""
-        if self.overrides.get("parallel_drafting"):
-            raise ValueError(
-                f"{self.name} is to draft in parallel, but it is an EAGLE-3 drafter: it has no tensor mask_hidden for "
-                "the places without a token. Expected a P-EAGLE drafter, or no `parallel_drafting=True`."
-            )
+        refuse_masks(self.name, self.overrides)
         return {}
 
     def _layers(self) -> dict[str, Any]:
         """The fields of `Eagle3Config` that describe the decoder layers."""
-        model_type = self.layer.get("model_type", "llama")
-        if model_type not in _LAYER_CONFIGS:
-            raise ValueError(
-                f"{self.name} has draft layers of model_type {model_type!r}; expected one of {sorted(_LAYER_CONFIGS)}."
-            )
+        layer_class = _layer_class(self.layer, self.name)
         stated = {key: self.layer[key] for key in _LAYER_FIELDS if self.layer.get(key) is not None}
         # The class fills in what speculators leaves out: its files hold the difference to the class defaults.
-        filled = _LAYER_CONFIGS[model_type](**stated)
+        filled = layer_class(**stated)
         fields = {key: getattr(filled, key) for key in _LAYER_FIELDS}
         fields["num_hidden_layers"] = self._num_layers()
         attention, mlp = "layers.0.self_attn", "layers.0.mlp"
         bias, mlp_bias = self.layer.get("attention_bias"), self.layer.get("mlp_bias")
         fields["attention_bias"] = self._agreed("attention_bias", bias, f"{attention}.q_proj.bias")
         fields["mlp_bias"] = self._agreed("mlp_bias", mlp_bias, f"{mlp}.gate_proj.bias")
-        fields["qk_norm"] = self._agreed("q_norm (of qwen3)", model_type == "qwen3", f"{attention}.q_norm.weight")
+        fields["qk_norm"] = self._agreed("q_norm (of qwen3)", layer_class is Qwen3Config, f"{attention}.q_norm.weight")
         return fields | self._windows(fields["num_hidden_layers"])
 
     def _num_layers(self) -> int:
@@ -293,6 +320,8 @@ class _Eagle3Reader:
 
     def _rope(self) -> dict[str, Any]:
         """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta`."""
+        if "rope_parameters" in self.overrides:
+            return self._settle("rope_parameters", None, "")
         nested = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
         rest = {key: value for key, value in nested.items() if key not in ("type", "rope_theta")}
         kind = nested.get("rope_type", nested.get("type", "default"))
@@ -305,12 +334,22 @@ class _Eagle3Reader:
         else:
             theta, rule, doubtful = inner if inner is not None else outer, "config.json", False
         theta = self._settle("rope_theta", float(theta), rule, doubtful)
-        return rest | {"rope_type": kind, "rope_theta": theta}
+        return self._scaling(rest | {"rope_type": kind, "rope_theta": theta})
+
+    def _scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
+        """RoPE as it was trained, of the RoPE that config.json describes."""
+        return rope
+
+    def _fc_norm(self) -> bool:
+        return self._agreed("fc_norm", self._setting("fc_norm"), "fc_norm.0.weight")
 
     def _norm_before_residual(self) -> bool:
         stated = self._setting("norm_before_residual")
         if stated is not None:
             return self._settle("norm_before_residual", stated, "config.json")
+        return self._default_norm_before_residual()
+
+    def _default_norm_before_residual(self) -> bool:
         if self.dialect == SPECULATORS:
             rule = "not in config.json; vLLM reads a speculators EAGLE-3 config without it as True"
             return self._settle("norm_before_residual", True, rule, doubtful=True)
@@ -351,32 +390,109 @@ class _Eagle3Reader:
         return present
 
     def _num_assistant_tokens(self) -> int:
+        return self._stated_depth() or Eagle3Config.num_assistant_tokens
+
+    def _stated_depth(self) -> int | None:
         methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        return methods[0].get("speculative_tokens") or Eagle3Config.num_assistant_tokens
+        return methods[0].get("speculative_tokens")
+
+
+def _layer_class(layer: Mapping[str, Any], name: str) -> type[PreTrainedConfig]:
+    """transformers' configuration of the draft layers that `layer` describes, for its defaults."""
+    model_type = layer.get("model_type", "llama")
+    if model_type not in _LAYER_CONFIGS:
+        raise ValueError(
+            f"{name} has draft layers of model_type {model_type!r}; expected one of {sorted(_LAYER_CONFIGS)}."
+        )
+    return _LAYER_CONFIGS[model_type]
 
 
 class _PEagleReader(_Eagle3Reader):
-    """A reading of a P-EAGLE checkpoint: EAGLE-3's questions, and what the masks are."""
+    """A reading of a P-EAGLE checkpoint: EAGLE-3's questions, and what stands where there is no token yet."""
 
     config_class = PEagleConfig
 
     def _drafting(self) -> dict[str, Any]:
-        mask = self.tensors.get("mask_hidden")
-        return {
-            "parallel_drafting": self._settle("parallel_drafting", True, "the checkpoint is a P-EAGLE drafter"),
-            "mask_token_id": self._mask_token(),
-            "mask_hidden_shape": None if mask is None else list(mask.shape),
-        }
+        self.parallel = self._settle("parallel_drafting", True, "the checkpoint is a P-EAGLE drafter")
+        return {"parallel_drafting": self.parallel, "mask_token_id": self._mask_token()}
 
-    def _mask_token(self) -> int:
-        sources = [(self.top.get("dflash_config") or {}, "mask_token_id")]
-        sources += [(self.top, key) for key in MASK_TOKEN_KEYS]
-        for source, key in sources:
-            if source.get(key) is not None:
-                return self._settle("mask_token_id", source[key], f"{key} of config.json")
+    def _mask_token(self) -> int | None:
+        for key in _MASK_TOKEN_KEYS:
+            value = look_up(self.top, key)
+            if value is not None:
+                return self._checked_token(self._settle("mask_token_id", value, f"{key} of config.json"))
         if "mask_token_id" in self.overrides:
-            return self._settle("mask_token_id", None, "")
+            return self._checked_token(self._settle("mask_token_id", None, ""))
+        if not self.parallel:
+            return self._settle("mask_token_id", None, "not in config.json, and not needed token by token")
         raise ValueError(
             f"{self.name} is a P-EAGLE drafter, but its config.json names no mask token; looked for "
-            f"{', '.join(MASK_TOKEN_KEYS)}. Pass `mask_token_id=` with the id that it was trained with."
+            f"{', '.join(_MASK_TOKEN_KEYS)}. Pass `mask_token_id=` with the id that it was trained with, or "
+            "`parallel_drafting=False`."
         )
+
+    def _checked_token(self, token: Any) -> int:
+        return check_mask_token(token, self._embedded_tokens(), self.name)
+
+    def _embedded_tokens(self) -> int:
+        return self.layer.get("vocab_size") or _layer_class(self.layer, self.name)().vocab_size
+
+    def _sizes(self, layers: dict[str, Any], taps: list[int] | None) -> dict[str, Any]:
+        sizes = super()._sizes(layers, taps)
+        mask = self.tensors.get("mask_hidden")
+        if mask is None:
+            return sizes
+        width = sizes["num_taps"] * sizes["target_hidden_size"] if sizes["num_taps"] else layers["hidden_size"]
+        return sizes | {"mask_hidden_shape": [1] * (len(mask.shape) - 1) + [width]}
+
+    def _scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
+        if self.dialect != SPECFORGE or rope["rope_type"] == "default":
+            return rope
+        plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        rule = f"SpecForge's P-EAGLE trainer leaves out the {rope['rope_type']} scaling that config.json has"
+        return self._settle("rope_parameters", plain, rule, doubtful=True)
+
+    def _fc_norm(self) -> bool:
+        used = super()._fc_norm()
+        if used and self.dialect == SPECULATORS:
+            rule = "fc_norm.0.weight is in the checkpoint, and its trainer applies it; vLLM leaves it out for peagle"
+            return self._settle("fc_norm", used, rule)
+        return used
+
+    def _default_norm_before_residual(self) -> bool:
+        return self._settle("norm_before_residual", False, "not in config.json; the default of P-EAGLE's publishers")
+
+    def _norm_output(self) -> bool:
+        stated = bool(self._setting("norm_output")) and self.dialect != SPECFORGE
+        rule = "config.json" if stated else "the stream before norm, as in EAGLE-3"
+        return self._settle("norm_output", stated, f"{rule}; read only when drafting token by token")
+
+    def _final_norm(self) -> bool:
+        return self._settle("final_norm", True, "P-EAGLE has a norm before its head")
+
+    def _num_assistant_tokens(self) -> int:
+        default = PEAGLE_DEPTH if self.parallel else Eagle3Config.num_assistant_tokens
+        return self._stated_depth() or self._setting("num_depths") or default
+
+
+def look_up(config: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted `path` of `config`; None if there is none."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def check_mask_token(token: Any, num_embeddings: int, name: str) -> int:
+    """`token` as an integer, if it is a token that the drafter called `name` can embed.
+
+    Raises:
+        ValueError: it is not.
+    """
+    number = int(token) if str(token).lstrip("-").isdigit() else None
+    if number is None or not 0 <= number < num_embeddings:
+        raise ValueError(
+            f"{name} has the mask token {token!r}; expected one of the {num_embeddings} tokens that it embeds. Pass "
+            "`mask_token_id=` with the id that it was trained with."
+        )
+    return number

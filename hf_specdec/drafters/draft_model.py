@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as hf_logging
 
 from ..attention import ATTENTION_NAME
 from ..config import DraftModelConfig
@@ -16,7 +26,7 @@ from ..taps import decoder_layers
 from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
-from .dialects import Decision, Reading
+from .dialects import Decision, Reading, check_mask_token
 
 if TYPE_CHECKING:
     from ..state import DecodeState
@@ -53,16 +63,19 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
 
     Args:
         checkpoint: what was published.
-        target: the target's configuration, if there is a target.
+        target: the target's configuration, if there is a target. Whether the vocabularies fit is for `bind` to say.
         overrides: by their keywords in `AutoDrafter.from_pretrained`.
 
     Raises:
-        ValueError: the configuration contradicts itself, or an override does not apply.
+        ValueError: not a model that can draft, a configuration that contradicts itself, or an override that does not
+            apply.
     """
     own, decisions = checkpoint.config, []
     unknown = overrides.keys() - {"mask_token_id", "parallel_drafting"}
     if unknown:
-        raise ValueError(f"{checkpoint.name} is a draft model: it has no {', '.join(sorted(unknown))}.")
+        raise ValueError(
+            f"{checkpoint.name} is a draft model, which reads tokens only: it has no {', '.join(sorted(unknown))}."
+        )
 
     def settle(name: str, value: Any, rule: str) -> Any:
         if name in overrides:
@@ -70,31 +83,82 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
         decisions.append(Decision(name, value, rule))
         return value
 
-    token, is_pard = own.get("pard_token"), own.get("spd_type") == "pard" or own.get("pard_token") is not None
-    if token is not None and token < 0:  # Its trainer's way to say that none was configured.
-        token = None
-    rule = "pard_token of config.json" if token is not None else "config.json has no pard_token"
-    mask_token_id = settle("mask_token_id", token, rule)
+    model = read_language_model(checkpoint)
+    size = model.get_text_config().vocab_size
+    token = own.get("pard_token")
+    is_pard, stated = own.get("spd_type") == "pard" or token is not None, own.get("parallel_drafting")
     rule = "config.json says PARD (pard_token, spd_type)" if is_pard else "config.json has no pard_token"
-    parallel = settle("parallel_drafting", is_pard, rule)
-    if parallel and mask_token_id is None:
+    rule = rule if stated is None else "config.json"
+    parallel = settle("parallel_drafting", is_pard if stated is None else bool(stated), rule)
+    # -1 is what PARD's trainer writes if it was told of no token.
+    token = settle("mask_token_id", None if token == -1 else token, f"pard_token of config.json is {token}")
+    if parallel and token is None:
         raise ValueError(
             f"{checkpoint.name} is to draft in parallel, but its config.json names no mask token: pard_token is "
             f"{own.get('pard_token')!r}. Pass `mask_token_id=` with the id that it was trained with, or "
             "`parallel_drafting=False`."
         )
-    model = AutoConfig.for_model(**own)
-    size = model.get_text_config().vocab_size
+    if not parallel and "mask_token_id" in overrides:
+        raise ValueError(
+            f"{checkpoint.name} was given mask_token_id {token}, but it drafts token by token, where no mask token "
+            "stands. Pass `parallel_drafting=True` too, if it was trained for that."
+        )
     config = DraftModelConfig(
         model=model.to_dict(),
-        vocab_size=size if target is None else target.get_text_config().vocab_size,
-        draft_vocab_size=size if target is None else check_vocabulary(size, target, checkpoint.name),
+        vocab_size=size if target is None else target.vocab_size,
+        draft_vocab_size=size if target is None else min(size, target.vocab_size),
         parallel_drafting=parallel,
-        mask_token_id=mask_token_id,
+        mask_token_id=None if token is None else check_mask_token(token, size, checkpoint.name),
         num_assistant_tokens=PARD_DEPTH if parallel else DraftModelConfig.num_assistant_tokens,
         dialect="PARD" if is_pard else "transformers",
     )
     return Reading(config, tuple(decisions))
+
+
+def _check_hosted(model: PreTrainedModel, name: str) -> None:
+    obstacle = why_not_hosted(model, role="the draft model")
+    if obstacle is not None:
+        raise ValueError(
+            f"{name} cannot draft here, where drafters run on a static cache: {obstacle}. Load it with "
+            "AutoModelForCausalLM and pass that as assistant_model; transformers supports it itself."
+        )
+
+
+def read_language_model(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """transformers' configuration of the causal language model in `checkpoint`.
+
+    Raises:
+        ValueError: it is another kind of model, or one that transformers does not have.
+    """
+    model_type = checkpoint.config.get("model_type")
+    found = f"{checkpoint.name} is a checkpoint of model_type {model_type!r}"
+    if model_type not in CONFIG_MAPPING:
+        if checkpoint.config.get("auto_map"):
+            raise ValueError(
+                f"{found}, which runs on code of its own ({checkpoint.config['auto_map']}). Such code is not run here; "
+                "expected a model that is part of transformers."
+            )
+        raise ValueError(f"{found}, which transformers {transformers.__version__} does not know; a newer one may.")
+    config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise ValueError(f"{found}, an encoder-decoder; expected a decoder-only model, which continues a text.")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{found}, of which transformers has no causal language model; a draft model must be one.")
+    return config
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without transformers' progress bar and report on loading: what they say becomes one error here."""
+    was_shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if was_shown:
+            hf_logging.enable_progress_bar()
 
 
 @register_drafter
@@ -117,24 +181,35 @@ class DraftModelDrafter(CachedDrafter):
             own = AutoConfig.for_model(**(config.model or {}))
             model = AutoModelForCausalLM.from_config(own, attn_implementation=ATTENTION_NAME)
         self.model = model
-        obstacle = why_not_hosted(model, role="the draft model")
-        if obstacle is not None:
-            raise ValueError(
-                f"{type(model).__name__} cannot draft here, where drafters run on a static cache: {obstacle}. Load it "
-                "with AutoModelForCausalLM and pass that as assistant_model; transformers supports it itself."
+        self._num_embeddings = model.config.get_text_config().vocab_size
+        _check_hosted(model, type(model).__name__)
+
+    @classmethod
+    def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
+        """As for every family; how such files' names become those of a model is transformers' to know, so it loads."""
+        with _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                device_map="meta",
+                use_safetensors=checkpoint.uses_safetensors,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
+        _check_hosted(model, f"{checkpoint.name} ({type(model).__name__})")
+        checkpoint.check_loaded(info)
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig, **options: Any) -> DraftModelDrafter:
         model, info = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder, attn_implementation=ATTENTION_NAME, output_loading_info=True, **options
+            checkpoint.folder,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
         )
         checkpoint.check_loaded(info)
         return cls(config, model)
-
-    @classmethod
-    def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
-        """The names in such files are transformers' to know: `load_checkpoint` checks them."""
 
     @property
     def num_cached_layers(self) -> int:
@@ -142,7 +217,7 @@ class DraftModelDrafter(CachedDrafter):
 
     def bind(self, target: PreTrainedModel) -> None:
         name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
-        shared = check_vocabulary(self.config.num_embeddings, target.config, name)
+        shared = check_vocabulary(self._num_embeddings, target.config, name)
         self.config.vocab_size = target.config.get_text_config().vocab_size
         self.config.draft_vocab_size = shared
         self._target_config = target.config
@@ -160,7 +235,7 @@ class DraftModelDrafter(CachedDrafter):
         cache.advance(slots, state.live)
         logits = self.model(
             # The target may know tokens that this model cannot embed; any other drafts as badly after them.
-            input_ids=tokens.clamp(max=self.config.num_embeddings - 1),
+            input_ids=tokens.clamp(max=self._num_embeddings - 1),
             attention_mask=slots[:, None, :, None],
             position_ids=positions,
             past_key_values=cache,
@@ -171,8 +246,16 @@ class DraftModelDrafter(CachedDrafter):
         return logits[..., : self.config.draft_vocab_size] if num_logits else None, None
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Write an ordinary checkpoint of the model, with `pard_token` in its config.json if it drafts in parallel."""
-        if self.config.parallel_drafting:
-            self.model.config.pard_token = self.config.mask_token_id
-            self.model.config.spd_type = "pard"
+        """Write an ordinary checkpoint of the model, which AutoModelForCausalLM loads too.
+
+        With a mask token its config.json says so as PARD's does, and whether that is used (`parallel_drafting`).
+        """
+        if self.config.mask_token_id is not None:
+            self.model.config.update(
+                {
+                    "pard_token": self.config.mask_token_id,
+                    "spd_type": "pard",
+                    "parallel_drafting": self.config.parallel_drafting,
+                }
+            )
         self.model.save_pretrained(save_directory, **kwargs)

@@ -16,6 +16,7 @@ from ..config import Eagle3Config, default_taps
 from ..taps import decoder_layers
 from .base import register_drafter
 from .cached import CachedDrafter
+from .checkpoints import Checkpoint
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
 from .unrolled import UnrolledAttention
 
@@ -95,6 +96,18 @@ class Eagle3Drafter(CachedDrafter):
         self._taps = config.taps
         self._borrowed: dict[str, torch.Tensor] = {}
         self.post_init()
+
+    @classmethod
+    def check_checkpoint(cls, checkpoint: Checkpoint, config: Eagle3Config) -> None:
+        try:
+            rotary_embedding(config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{checkpoint.name} has rope_parameters {config.rope_parameters}, which transformers cannot apply "
+                f"({type(error).__name__}: {error}); expected a rope_type that it knows with all that this type needs. "
+                "Pass `rope_parameters=`."
+            ) from error
+        super().check_checkpoint(checkpoint, config)
 
     @property
     def tap_boundaries(self) -> list[int]:

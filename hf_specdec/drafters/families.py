@@ -49,8 +49,20 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any], str, Collection[str]], bool
     return lambda config, names, tensors: any(config.get(key) is not None for key in keys)
 
 
+def says_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    """Whether a checkpoint can be nothing but P-EAGLE: by its name, or by the hidden state of its masks."""
+    named = config.get("speculators_model_type")
+    if named is not None:
+        return named == "peagle"
+    return "peagle" in names or any(name.rpartition(".")[2] == "mask_hidden" for name in tensors)
+
+
 def _is_pard2(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    return any(key.startswith("pard2_") for key in config) or config.get("spd_type") == "pard2"
+    return (
+        any(key.startswith("pard2_") for key in config)
+        or config.get("spd_type") == "pard2"
+        or any(name.endswith("target_proj.weight") for name in tensors)
+    )
 
 
 def _is_medusa(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
@@ -67,7 +79,10 @@ def _is_dspark(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
     return (
         config.get("speculators_model_type") == "dspark"
         or "dspark" in names
-        or any(key in source for source in (config, nested) for key in ("dspark_noise_token_id", "markov_rank"))
+        or (
+            not says_peagle(config, names, tensors)
+            and any(key in source for source in (config, nested) for key in ("dspark_noise_token_id", "markov_rank"))
+        )
     )
 
 
@@ -75,18 +90,25 @@ def _is_dflash(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
     return (
         config.get("speculators_model_type") in ("dflash", "dflash2")
         or "dflash" in names
-        or any(config.get(key) is not None for key in ("dflash_config", "block_size"))
+        or (
+            not says_peagle(config, names, tensors)
+            and any(config.get(key) is not None for key in ("dflash_config", "block_size"))
+        )
     )
 
 
 def _is_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    return (
-        config.get("speculators_model_type") == "peagle"
-        or "peagle" in names
-        or any(name.endswith("mask_hidden") for name in tensors)
-        or config.get("ptd_token_id") is not None
-        or (is_eagle3(config, tensors) and any(config.get(key) is not None for key in ("mask_token_id", "pard_token")))
-    )
+    if says_peagle(config, names, tensors):
+        return True
+    if "speculators_model_type" in config or not _reads_taps(config, tensors):
+        return False
+    if config.get("parallel_drafting") is not None:
+        return bool(config["parallel_drafting"])
+    return any(config.get(key) is not None for key in ("ptd_token_id", "mask_token_id", "pard_token"))
+
+
+def _reads_taps(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    return is_eagle3(config, tensors) or "transformer_layer_config" in config
 
 
 def _is_mla(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
@@ -97,21 +119,28 @@ def _is_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> 
     keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "mtp_config")
     sources = (config, config.get("text_config") or {})
     return config.get("speculators_model_type") == "mtp" or (
-        not is_eagle3(config, tensors) and any(source.get(key) for source in sources for key in keys)
+        not is_eagle3(config, tensors)
+        and not _is_peagle(config, names, tensors)
+        and any(source.get(key) for source in sources for key in keys)
     )
 
 
 def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    if _is_peagle(config, names, tensors):
+        return False
     return (
         config.get("speculators_model_type") == "eagle"
         or config.get("model_type") == "eagle"
         or ("eagle" in names and "eagle3" not in names)
-        or (not is_eagle3(config, tensors) and any(name.endswith("fc.weight") for name in tensors))
+        or (not is_eagle3(config, tensors) and any(name in ("fc.weight", "model.fc.weight") for name in tensors))
     )
 
 
-def _is_draft_model(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    return "forcausallm" in names
+def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
+    """Whether config.json describes a model that writes text; `read_draft_model` tells which of those can draft."""
+    return any(head in names for head in ("forcausallm", "lmhead", "forconditionalgeneration")) or (
+        "AutoModelForCausalLM" in (config.get("auto_map") or {})
+    )
 
 
 # The first that matches names the checkpoint.
@@ -121,7 +150,7 @@ REFUSALS = (
     Refusal("DSpark", _NOT_YET, _is_dspark),
     Refusal("DFlash", _NOT_YET, _is_dflash),
     Refusal("an MLP speculator", "it is not supported; use an EAGLE-3 drafter", _has("n_predict")),
-    Refusal("EAGLE-3 with multi-head latent attention in its draft layer", _NOT_YET, _is_mla),
+    Refusal("EAGLE-3 or P-EAGLE with multi-head latent attention in its draft layers", _NOT_YET, _is_mla),
     Refusal("MTP modules (multi-token prediction)", _NOT_YET, _is_mtp),
     Refusal("EAGLE-1 or EAGLE-2", "they are not supported; use an EAGLE-3 drafter for the same target", _is_eagle1),
 )
@@ -146,12 +175,12 @@ def check_family(name: str, config: Mapping[str, Any], tensors: Collection[str])
         return P_EAGLE
     if is_eagle3(config, tensors):
         return EAGLE3
-    if _is_draft_model(config, names, tensors):
+    if _is_language_model(config, names):
         return DRAFT_MODEL
     raise ValueError(
         f"{name} is a checkpoint of no known drafter dialect. Looked in config.json for a model_type of hf_specdec, "
         "speculators_model_type (speculators), eagle_config (NVIDIA ModelOpt, SpecForge), an Eagle3 architecture "
-        "(SpecForge), draft_vocab_size (SafeAILab), a ForCausalLM architecture (draft models, PARD); found "
-        f"model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the keys "
-        f"{sorted(config)}."
+        "(SpecForge), draft_vocab_size (SafeAILab), ptd_token_id (Amazon), a ForCausalLM architecture (draft models, "
+        f"PARD); found model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the "
+        f"keys {sorted(config)}."
     )

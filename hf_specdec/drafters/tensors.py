@@ -39,17 +39,11 @@ def check_tensors(checkpoint: Checkpoint, family: type[Drafter], config: Drafter
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}
     stored = {rename(name): tensor.shape for name, tensor in checkpoint.tensors.items()}
-    missing = sorted(expected.keys() - stored.keys())
-    unexpected = sorted(name for name in stored.keys() - expected.keys() if not _is_ignored(name, config))
-    reshaped = [
-        f"{name} is {list(stored[name])}, expected {list(shape)}"
-        for name, shape in sorted(expected.items())
-        if name in stored and stored[name] != shape
-    ]
-    found = (("missing tensors", missing), ("unexpected tensors", unexpected), ("wrong shapes", reshaped))
-    problems = "; ".join(f"{what}: {', '.join(names)}" for what, names in found if names)
-    if problems:
-        raise ValueError(f"The weights of {checkpoint.name} do not fit its config.json: {problems}.")
+    checkpoint.refuse_tensors(
+        missing=expected.keys() - stored.keys(),
+        unexpected=[name for name in stored.keys() - expected.keys() if not _is_ignored(name, config)],
+        reshaped=[(name, stored[name], shape) for name, shape in expected.items() if stored.get(name, shape) != shape],
+    )
     if "d2t" in stored:
         _check_draft_vocabulary(checkpoint, config)
 
