@@ -130,7 +130,7 @@ def thinned_config(target: PreTrainedModel, kept: list[int]) -> dict:
         for key, value in config.items()
         if isinstance(value, list) and len(value) == count
     }
-    not_inherited = ("quantization_config", "dtype", "_name_or_path", "architectures")
+    not_inherited = ("quantization_config", "dtype", "architectures", "_name_or_path", "_model_name_or_path")
     config = {key: value for key, value in config.items() if key not in not_inherited}
     return {**config, **by_layer, "num_hidden_layers": len(kept)}
 
