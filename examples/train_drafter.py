@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 drafter for any chat model, on text that the model writes itself.
+"""Train an EAGLE-3, P-EAGLE or PARD drafter for any chat model, on text that the model writes itself.
 
     accelerate launch examples/train_drafter.py --target smollm2 --data runs/data --out runs/drafter --minutes 20
 
@@ -22,14 +22,13 @@ from accelerate.utils import broadcast, set_seed
 from tqdm import tqdm
 from training.card import write_card
 from training.data import Documents, WriteOptions, Writer, draft_vocabulary, shard_counts, write_data
+from training.drafters import DEFAULTS, choose_mask_token, new_drafter
 from training.objective import DraftObjective, Teacher, compile_elementwise, summarize
 from training.prompts import PromptFilter, load_prompts
 from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.config import Eagle3Config, default_taps
-from hf_specdec.drafters import Eagle3Drafter
-from hf_specdec.taps import decoder_layers
+from hf_specdec.drafters.cached import CachedDrafter
 
 PROMPTS = Path(__file__).parent / "prompts"
 WARMUP, FINAL_LR = 0.02, 0.02
@@ -60,9 +59,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     model = parser.add_argument_group("drafter")
     add = model.add_argument
-    add("--draft-vocab-size", type=int, default=16384)
-    add("--layers", type=int, default=1)
-    add("--intermediate-size", type=int, default=None, help="by default the target's")
+    add("--family", choices=tuple(DEFAULTS), default="eagle3")
+    add("--layers", type=int, default=None, help=f"{by_family('layers')}; of pard, copies of the target's")
+    add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; None is the target's")
+    add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard")
+    add("--mask-token-id", type=int, default=None, help="by default a token that the data does not hold")
     switch = argparse.BooleanOptionalAction
     add("--fc-norm", action=switch, default=True, help="norm every tap: some targets' streams have huge outliers")
     add("--norm-output", action=switch, default=True, help="feed the normed output to the next draft step")
@@ -71,8 +72,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = training.add_argument
     add("--minutes", type=float, default=None, help="train for this time; the schedule follows the clock")
     add("--steps", type=int, default=None, help="train for this many optimizer steps")
-    add("--num-steps", type=int, default=7, help="depth of training-time test")
+    add("--num-steps", type=int, default=None, help=f"depth of training-time test; {by_family('num_steps')}")
     add("--step-decay", type=float, default=0.9, help="loss weight of step s is this to the power of s")
+    about = "step s unrolls this to the power of s of the documents"
+    add("--depth-ratio", type=float, default=None, help=f"{about}; {by_family('depth_ratio')}")
+    about = "loss weight of places after the end of a greedy chain of right drafts"
+    add("--survival-floor", type=float, default=None, help=f"{about}; {by_family('survival_floor')}")
     add("--tokens-per-batch", type=int, default=32768, help="padded tokens a step and process")
     add("--max-length", type=int, default=512, help="documents are cut to this length")
     add("--lr", type=float, default=1e-3)
@@ -80,12 +85,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--held-out", type=int, default=512, help="documents kept for measuring")
     add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--max-shard-size", default="50GB", help="of the drafter's files, such as 15MB; no tensor is split")
     add("--compile", action="store_true", help="compile norms, MLPs and the loss")
     args = parser.parse_args(arguments)
     if (args.minutes is None) == (args.steps is None) and not args.write_only:
         parser.error("give either --minutes or --steps")
+    if args.family == "pard" and (args.intermediate_size or args.draft_vocab_size):
+        parser.error("pard copies layers and vocabulary: it has no --intermediate-size and no --draft-vocab-size")
+    for name, value in DEFAULTS[args.family].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     args.repo_id = args.repo_id or args.out.name
     return args
+
+
+def by_family(name: str) -> str:
+    """The defaults of an argument, for its help."""
+    return "by default " + ", ".join(f"{defaults[name]} ({family})" for family, defaults in DEFAULTS.items())
 
 
 def write_own_data(
@@ -106,48 +122,6 @@ def write_own_data(
     share = math.ceil(args.tokens / accelerator.num_processes)
     seconds = math.inf if args.write_minutes is None else 60 * args.write_minutes
     write_data(args.data, writer, share, seconds, accelerator.process_index, log=tqdm.write)
-
-
-def new_drafter(args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor) -> Eagle3Drafter:
-    """An untrained drafter, shaped like a layer of the target, that borrows the target's embedding and head."""
-    text = target.config.get_text_config()
-    config = Eagle3Config(
-        vocab_size=text.vocab_size,
-        draft_vocab_size=len(d2t),
-        hidden_size=text.hidden_size,
-        target_hidden_size=text.hidden_size,
-        intermediate_size=args.intermediate_size or text.intermediate_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None),
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-        max_position_embeddings=text.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(text)},
-        taps=default_taps(len(decoder_layers(target))),
-        fc_norm=args.fc_norm,
-        norm_output=args.norm_output,
-        own_embedding=False,
-        own_head=False,
-        target_name_or_path=args.target_name or target.config.name_or_path,
-    )
-    drafter = Eagle3Drafter(config)
-    if drafter.d2t is not None:
-        drafter.d2t.copy_(d2t)
-    drafter.to(target.device)
-    drafter.bind(target)
-    final_norm = getattr(target.get_decoder(), "norm", None)
-    if type(final_norm).__name__.endswith("RMSNorm"):  # The borrowed head expects the scale of the norm before it.
-        ones = torch.ones(1, text.hidden_size, dtype=target.dtype, device=target.device)
-        drafter.norm.weight.data.copy_(final_norm(ones)[0])
-    return drafter
-
-
-def rope_theta(text) -> float:
-    """The target's RoPE base; of its full-attention layers where it has several kinds."""
-    parameters = text.rope_parameters or {}
-    parameters = parameters.get("full_attention", parameters)
-    return parameters.get("rope_theta", 10000.0)
 
 
 class Progress:
@@ -183,14 +157,14 @@ class Trainer:
         args: argparse.Namespace,
         accelerator: Accelerator,
         target: PreTrainedModel,
-        drafter: Eagle3Drafter,
+        drafter: CachedDrafter,
         documents: Documents,
         about: dict,
     ):
         self.args, self.accelerator, self.documents, self.about = args, accelerator, documents, about
         self.drafter = drafter
         self.teacher = Teacher(target, drafter)
-        objective = DraftObjective(drafter, args.num_steps, args.step_decay)
+        objective = DraftObjective(drafter, args.num_steps, args.step_decay, args.depth_ratio, args.survival_floor)
         if args.compile:
             objective.compile_parts()
             compile_elementwise(target)
@@ -276,7 +250,7 @@ class Trainer:
         point = {"step": self.progress.step, "tokens": self.progress.tokens, "seconds": round(self.progress.seconds, 1)}
         self.progress.curve.append({**point, "train": train, "held_out": held_out})
         if self.accelerator.is_main_process:
-            tqdm.write(f"step {self.progress.step}: train loss {train['loss'][0]}, held out {json.dumps(held_out)}")
+            tqdm.write(f"step {self.progress.step}: train loss {train['loss']}, held out {json.dumps(held_out)}")
 
     @property
     def drafter_objective(self) -> DraftObjective:
@@ -286,7 +260,7 @@ class Trainer:
         """Write a checkpoint to resume from, and the drafter as it is."""
         self.accelerator.save_state(str(self.args.out / "checkpoint"))
         if self.accelerator.is_main_process:
-            save_drafter(self.drafter, self.args.out)
+            save_drafter(self.drafter, self.args.out, self.args.max_shard_size)
             places = ("target", "data", "out")
             arguments = {key: value for key, value in vars(self.args).items() if key not in places}
             arguments["held_out_prompts"] = [path.name for path in self.args.held_out_prompts]
@@ -302,11 +276,11 @@ def schedule(share: float) -> float:
     return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP))) / 2
 
 
-def save_drafter(drafter: Eagle3Drafter, folder: Path) -> None:
+def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str) -> None:
     """Save in bfloat16, in the normal form."""
-    saved = Eagle3Drafter(copy.deepcopy(drafter.config))
+    saved = type(drafter)(copy.deepcopy(drafter.config))
     saved.load_state_dict(drafter.state_dict())
-    saved.to(torch.bfloat16).save_pretrained(folder)
+    saved.to(torch.bfloat16).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -323,12 +297,18 @@ def main(arguments: list[str] | None = None) -> None:
     documents = Documents.load(args.data, args.max_length)
     vocab_size = target.config.get_text_config().vocab_size
     stop_ids = [tokenizer.eos_token_id]
-    d2t, coverage = draft_vocabulary(
-        documents.answer_counts(vocab_size), min(args.draft_vocab_size, vocab_size), stop_ids
-    )
-    drafter = new_drafter(args, target, d2t)
+    draft_size = min(args.draft_vocab_size or vocab_size, vocab_size)
+    d2t, coverage = draft_vocabulary(documents.answer_counts(vocab_size), draft_size, stop_ids)
+    mask_token_id = None
+    if args.family != "eagle3":
+        mask_token_id = args.mask_token_id
+        if mask_token_id is None:
+            mask_token_id = choose_mask_token(documents.counts(vocab_size), tokenizer)
+    drafter = new_drafter(args, target, d2t, mask_token_id)
     about = {
+        "family": args.family,
         "target": drafter.config.target_name_or_path,
+        "mask_token_id": mask_token_id,
         "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
         "draft_vocab_size": len(d2t),
         "coverage": coverage,

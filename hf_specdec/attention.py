@@ -64,11 +64,18 @@ def cached_attend(cache: RaggedCache, positions: torch.Tensor):
 @contextmanager
 def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
     """Within the context `target` runs `ragged_attention_forward`; afterwards what it ran before."""
-    configs = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
+    with registered_attention(target, ATTENTION_NAME):
+        yield
+
+
+@contextmanager
+def registered_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within the context `model` runs the attention registered under `name`; afterwards what it ran before."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
         for config, _ in before:
-            config._attn_implementation_internal = ATTENTION_NAME
+            config._attn_implementation_internal = name
         yield
     finally:
         for config, name in before:

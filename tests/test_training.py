@@ -14,8 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 from transformers.generation import utils as generation_utils
 
 import hf_specdec
-from hf_specdec.config import Eagle3Config
-from hf_specdec.drafters import Eagle3Drafter
+from hf_specdec import AutoDrafter
+from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
+from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, PEagleDrafter
+from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.drafters.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 from hf_specdec.taps import TapRecorder
 
@@ -23,9 +25,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_drafter  # noqa: E402
-from training import data, objective, prompts, repetition  # noqa: E402
+from training import card, data, drafters, objective, prompts, repetition  # noqa: E402
 
-VOCAB, STOP = 61, 2
+VOCAB, STOP, MASK = 61, 2, 60
+FAMILIES = ["eagle3", "p-eagle", "pard"]
 
 
 def tiny_target(seed: int = 0) -> LlamaForCausalLM:
@@ -45,10 +48,21 @@ def tiny_target(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def tiny_drafter(target: LlamaForCausalLM, ids: list[int] | None = None, **kwargs) -> Eagle3Drafter:
-    ids = ids or list(range(0, VOCAB, 2))
+def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> CachedDrafter:
     torch.manual_seed(1)
-    config = Eagle3Config(
+    if family == "pard":
+        model = {**target.config.to_dict(), "num_hidden_layers": 2}
+        drafter = DraftModelDrafter(
+            DraftModelConfig(model=model, vocab_size=VOCAB, parallel_drafting=True, mask_token_id=MASK, **kwargs)
+        )
+        drafter.bind(target)
+        return drafter
+    ids = list(range(0, VOCAB, 2))
+    config_class, drafter_class = Eagle3Config, Eagle3Drafter
+    if family == "p-eagle":
+        config_class, drafter_class = PEagleConfig, PEagleDrafter
+        kwargs["mask_token_id"] = MASK
+    config = config_class(
         vocab_size=VOCAB,
         draft_vocab_size=len(ids),
         hidden_size=32,
@@ -61,10 +75,18 @@ def tiny_drafter(target: LlamaForCausalLM, ids: list[int] | None = None, **kwarg
         own_head=False,
         **kwargs,
     )
-    drafter = Eagle3Drafter(config)
+    drafter = drafter_class(config)
     drafter.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
+    if family == "p-eagle":
+        drafter.mask_hidden.data.normal_()
     drafter.bind(target)
     return drafter
+
+
+def read_taps(target: LlamaForCausalLM, drafter: CachedDrafter, tokens: torch.Tensor) -> torch.Tensor | None:
+    with TapRecorder(target, drafter.tap_boundaries) as recorder:
+        target(tokens)
+        return recorder.taps
 
 
 def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> Path:
@@ -87,34 +109,72 @@ class TinyTokenizer:
     eos_token_id = STOP
 
 
-def train(monkeypatch, target, folder: Path, out: Path, *more: str) -> list[dict]:
+def train(monkeypatch, target, folder: Path, out: Path, *more: str, family: str = "eagle3") -> list[dict]:
     monkeypatch.setattr(train_drafter, "load_target", lambda name, dtype, device: (target, TinyTokenizer()))
     monkeypatch.setattr(train_drafter, "write_own_data", lambda *args: None)
-    arguments = ["--data", str(folder), "--out", str(out), "--draft-vocab-size", "48", "--num-steps", "3"]
+    arguments = ["--data", str(folder), "--out", str(out), "--family", family, "--num-steps", "3"]
+    arguments += ["--mask-token-id", str(MASK), "--layers", "1"] if family != "eagle3" else []
+    arguments += ["--draft-vocab-size", "48"] if family != "pard" else []
     arguments += ["--tokens-per-batch", "128", "--held-out", "6", "--lr", "0.01", *more]
     train_drafter.main(arguments)
     return json.loads((out / "training.json").read_text())["curve"]
 
 
-def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, family):
     target = tiny_target()
     folder = write_tiny_data(target, tmp_path / "data")
-    whole = train(monkeypatch, target, folder, tmp_path / "whole", "--steps", "12", "--save-every", "4")
-    assert whole[-1]["train"]["loss"][0] < whole[0]["train"]["loss"][0]
+
+    def run(name: str, *more: str) -> list[dict]:
+        return train(monkeypatch, target, folder, tmp_path / name, "--save-every", "4", *more, family=family)
+
+    whole = run("whole", "--steps", "12")
+    for first, last in zip(whole[0]["train"]["loss"], whole[-1]["train"]["loss"], strict=True):
+        assert last < first
 
     real_schedule = train_drafter.schedule
     monkeypatch.setattr(train_drafter, "schedule", lambda share: real_schedule(share * 8 / 12))
-    train(monkeypatch, target, folder, tmp_path / "parts", "--steps", "8", "--save-every", "4")
+    run("parts", "--steps", "8")
     monkeypatch.setattr(train_drafter, "schedule", real_schedule)
-    parts = train(monkeypatch, target, folder, tmp_path / "parts", "--steps", "12", "--save-every", "4", "--resume")
+    parts = run("parts", "--steps", "12", "--resume")
     assert [point["step"] for point in parts] == [4, 8, 12]
     for a, b in zip(whole, parts, strict=True):
         assert (a["train"], a["held_out"]) == (b["train"], b["held_out"])
 
-    one, other = (Eagle3Drafter.from_pretrained(tmp_path / name) for name in ("whole", "parts"))
-    assert one.dtype is torch.bfloat16
+    one, other = (AutoDrafter.from_pretrained(tmp_path / name, target=target) for name in ("whole", "parts"))
     for name, tensor in one.state_dict().items():
         torch.testing.assert_close(tensor, other.state_dict()[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
+    target, out = tiny_target(), tmp_path / "out"
+    folder = write_tiny_data(target, tmp_path / "data")
+    train(monkeypatch, target, folder, out, "--steps", "20", "--max-shard-size", "8KB", family=family)
+    shards = list(out.glob("model-*.safetensors"))
+    assert len(shards) > 1 and not (out / "model.safetensors").exists()
+    assert "No weights" not in (out / "README.md").read_text()
+    drafter = AutoDrafter.from_pretrained(out, target=target)
+    assert drafter.config.parallel_drafting == (family != "eagle3")
+    assert drafter.config.mask_token_id == (None if family == "eagle3" else MASK)
+
+    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "max_new_tokens": 24, "do_sample": False}
+    expected = target.generate(**inputs, pad_token_id=STOP)
+    drafted = target.generate(**inputs, pad_token_id=STOP, assistant_model=drafter)
+    assert torch.equal(drafted, expected)
+    assert drafter.stats.acceptance_length > 1
+
+
+def test_card_of_a_folder_without_weights(monkeypatch, tmp_path):
+    target, out = tiny_target(), tmp_path / "out"
+    folder = write_tiny_data(target, tmp_path / "data")
+    for family, named in (("p-eagle", "arxiv.org/abs/2602.01469"), ("pard", "arxiv.org/abs/2504.18583")):
+        train(monkeypatch, target, folder, out / family, "--steps", "1", "--max-shard-size", "8KB", family=family)
+        for file in (out / family).glob("model*.safetensors"):
+            file.unlink()
+        card.write_card(out / family)
+        text = (out / family / "README.md").read_text()
+        assert named in text and f"- {family}" in text and "No weights" in text and f"--family {family}" in text
 
 
 def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
@@ -157,9 +217,10 @@ def test_custom_generate_runs_generate_with_the_drafter(monkeypatch, tmp_path):
         target.generate(**inputs, **custom, assistant_model=draft_model)
 
 
-def test_bfloat16_loss_is_close_to_float32(tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_loss_is_close_to_float32(tmp_path, family):
     target = tiny_target()
-    drafter = tiny_drafter(target)
+    drafter = tiny_drafter(target, family)
     documents = data.Documents.load(write_tiny_data(target, tmp_path / "data"), 512)
     lesson = objective.Teacher(target, drafter).read(documents.batch(torch.arange(8)))
     plain = objective.DraftObjective(drafter, 4, 0.9)
@@ -208,9 +269,7 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
     target = tiny_target()
     drafter = tiny_drafter(target, **options)
     tokens = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
-    with TapRecorder(target, drafter.tap_boundaries) as recorder:
-        target(tokens)
-        taps = recorder.taps
+    taps = read_taps(target, drafter, tokens)
     unrolled = drafter(tokens, taps, num_steps=4)
     for slot in range(8):
         hidden = drafter.combine(taps[:, : slot + 1])
@@ -222,6 +281,122 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
             hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_unrolled_masks_equal_one_pass_under_an_explicit_mask(dtype):
+    target = tiny_target().to(dtype)
+    drafter = tiny_drafter(target, "p-eagle", num_hidden_layers=2).to(dtype)
+    length, steps = 11, 4
+    tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
+    taps = read_taps(target, drafter, tokens)
+
+    # All slots of all depths side by side: anchors first, then every chain's first mask, its second one, ...
+    depth = torch.arange(steps).repeat_interleave(length)
+    anchor = torch.arange(length).repeat(steps)
+    visible = torch.where(
+        depth == 0, anchor[None, :] <= anchor[:, None], (anchor[None, :] == anchor[:, None]) & (depth <= depth[:, None])
+    )
+
+    def attend(layer_idx, query, key, value, window):
+        key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
+        scores = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
+        return (scores.softmax(-1) @ value).transpose(1, 2)
+
+    masks = torch.full((2, (steps - 1) * length), MASK)
+    read = torch.cat([F.pad(tokens[:, 1:], (0, 1)), masks], dim=1)
+    stand_in = drafter.combine(drafter.mask_hidden.expand(2, masks.shape[1], -1))
+    hidden = torch.cat([drafter.combine(taps), stand_in], dim=1)
+    expected, _ = drafter.run(read, hidden, (anchor + depth)[None], attend)
+    unrolled = drafter.unroll(tokens, taps, steps)
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-4
+    torch.testing.assert_close(torch.cat(unrolled, dim=1), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_unrolled_draft_model_equals_its_plain_forward_over_masks(dtype):
+    target = tiny_target().to(dtype)
+    drafter = tiny_drafter(target, "pard").to(dtype)
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(drafter.config.model)).to(dtype).eval()
+    plain.load_state_dict(drafter.model.state_dict())
+    tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    before = drafter.model.config._attn_implementation
+    unrolled = drafter.unroll(tokens, None, 4)
+    assert drafter.model.config._attn_implementation == before
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-4
+    for slot in (0, 1, 5, 8, 11):
+        read = torch.cat([tokens[:, : slot + 1], torch.full((2, 3), MASK)], dim=1)
+        expected = plain(read).logits[:, slot:]
+        logits = torch.stack([hidden[:, slot] @ drafter.head_weight.t() for hidden in unrolled], dim=1)
+        torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_draft_models_that_cannot_be_unrolled_are_refused():
+    target = tiny_target()
+    drafter = tiny_drafter(target, "pard")
+    tokens = torch.tensor([[5, 6, 7]])
+    drafter.model.get_decoder().layers[1].self_attn.scaling = 0.1
+    with pytest.raises(ValueError, match=r"LlamaAttention cannot be unrolled .* scores scaled by"):
+        drafter.unroll(tokens, None, 2)
+    drafter.model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="its logits have final_logit_softcapping"):
+        _ = drafter.head_weight
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fewer_rows_at_greater_depths(family):
+    target = tiny_target()
+    drafter = tiny_drafter(target, family)
+    tokens = torch.randint(0, VOCAB, (5, 9), generator=torch.Generator().manual_seed(0))
+    taps = read_taps(target, drafter, tokens)
+    whole, part = drafter.unroll(tokens, taps, 4), drafter.unroll(tokens, taps, 4, rows=[5, 3, 3, 1])
+    assert [len(hidden) for hidden in part] == [5, 3, 3, 1]
+    for a, b in zip(part, whole, strict=True):
+        torch.testing.assert_close(a, b[: len(a)])
+
+    # The rows that end early get the gradients that they get on their own.
+    names, parameters = zip(*drafter.named_parameters(), strict=True)
+    loss = sum(hidden.square().sum() for hidden in part)
+    alone = sum(b[: len(a)].square().sum() for a, b in zip(part, whole, strict=True))
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(loss, parameters, **options)
+    for name, a, b in zip(names, grads, torch.autograd.grad(alone, parameters, **options), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert name != "mask_hidden" or bool(a.abs().sum() > 0)
+
+
+def test_rows_of_a_depth():
+    assert objective.leading_rows(10, 4, 1.0) == [10, 10, 10, 10]
+    assert objective.leading_rows(10, 4, 0.5) == [10, 5, 3, 2]
+    assert objective.leading_rows(1, 3, 0.1) == [1, 1, 1]
+
+
+def test_draft_models_begin_as_copies_of_the_targets_layers():
+    target = tiny_target()
+    assert drafters.spread_layers(30, 4) == [0, 10, 19, 29]
+    with pytest.raises(ValueError, match=r"--layers is 5; expected 1 to the target's 4"):
+        drafters.spread_layers(4, 5)
+    args = train_drafter.parse_arguments(["--family", "pard", "--layers", "4", "--steps", "1"])
+    drafter = drafters.new_drafter(args, target, torch.zeros(VOCAB, dtype=torch.int64), MASK)
+    tokens = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    (hidden,) = drafter.unroll(tokens, None, 1)
+    torch.testing.assert_close(hidden @ drafter.head_weight.t(), target(tokens).logits)
+    target.config.layer_types = ["sliding_attention", "full_attention"] * 2
+    thinned = drafters.thinned_config(target, [0, 3])
+    assert thinned["layer_types"] == ["sliding_attention", "full_attention"] and thinned["num_hidden_layers"] == 2
+
+
+def test_mask_tokens_are_special_ones_that_the_data_does_not_hold():
+    class Entry:
+        special = True
+
+    counts = torch.tensor([3, 0, 0, 5, 0, 0])
+    tokenizer = TinyTokenizer()
+    assert drafters.choose_mask_token(counts, tokenizer) == 5
+    tokenizer.added_tokens_decoder = {0: Entry(), 1: Entry(), STOP: Entry(), 3: Entry()}
+    assert drafters.choose_mask_token(counts, tokenizer) == 1
+    with pytest.raises(ValueError, match="--mask-token-id"):
+        drafters.choose_mask_token(torch.ones(6), tokenizer)
+
+
 def test_masks_of_a_batch():
     tokens = torch.tensor([10, 11, 12, 13, 14, 20, 21, 22, 23], dtype=torch.int32)
     documents = data.Documents(tokens, torch.tensor([5, 4]), torch.tensor([2, 1]), max_length=512)
@@ -230,29 +405,38 @@ def test_masks_of_a_batch():
     # Row 0's answer is 12 13 14: the target's distributions at positions 2 and 3 are learnt; row 1's, at 1 and 2.
     assert batch.places.tolist() == [2, 3, 6, 7]
     assert batch.depths.tolist() == [0, 1, 0, 1]
+    assert batch.places_before == [0, 2, 4]
     assert documents.answer_counts(32).nonzero()[:, 0].tolist() == [12, 13, 14, 21, 22, 23]
 
 
-def test_counts_and_loss_of_the_objective_by_hand():
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("floor", [1.0, 0.25])
+def test_counts_and_loss_of_the_objective_by_hand(family, floor):
     target = tiny_target()
-    drafter = tiny_drafter(target)
-    tokens = torch.randint(3, VOCAB, (1, 10), generator=torch.Generator().manual_seed(3)).int()
-    documents = data.Documents(tokens[0], torch.tensor([10]), torch.tensor([3]), max_length=512)
+    drafter = tiny_drafter(target, family)
+    # Greedy text but for one token, and a drafter that is often right: some chains live on and some end.
+    tokens = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=13, min_new_tokens=13, do_sample=False).int()
+    tokens[0, 9] = 4
+    if family == "pard":
+        drafter = drafters.new_drafter(
+            train_drafter.parse_arguments(["--family", "pard", "--layers", "4", "--steps", "1"]), target, None, MASK
+        )
+    documents = data.Documents(tokens[0], torch.tensor([16]), torch.tensor([3]), max_length=512)
     batch = documents.batch(torch.tensor([0]))
     lesson = objective.Teacher(target, drafter).read(batch)
     steps, decay = 3, 0.5
-    loss, counts = objective.DraftObjective(drafter, steps, decay)(lesson)
+    loss, counts = objective.DraftObjective(drafter, steps, decay, survival_floor=floor)(lesson)
 
-    ids = drafter.target_ids
+    ids = torch.arange(VOCAB) if drafter.target_ids is None else drafter.target_ids
     logits = target(batch.input_ids).logits[0]
     best = logits.argmax(-1)
-    drafts = drafter(batch.input_ids, lesson.taps, steps)
-    expected_loss, alive = 0.0, [True] * 10
+    drafts = [hidden @ drafter.head_weight.t() for hidden in drafter.unroll(batch.input_ids, lesson.taps, steps)]
+    expected_loss, alive = 0.0, [True] * 16
     for step in range(steps):
-        losses, existing, hits, reached, accepted = [], 0, 0, 0, 0
-        for slot in range(2, 10):
-            place = slot + 1 + step
-            if place > 8:
+        losses, weights, existing, hits, reached, accepted = [], [], 0, 0, 0, 0
+        for slot in range(3 - drafter.shift, 16):
+            place = slot + drafter.shift + step
+            if place > 14:
                 continue
             draft = drafts[step][0, slot]
             existing += 1
@@ -260,12 +444,14 @@ def test_counts_and_loss_of_the_objective_by_hand():
             hits += hit
             reached += alive[slot]
             accepted += alive[slot] and hit
-            alive[slot] = bool(alive[slot] and hit and tokens[0, place + 1] == best[place])
             if best[place] in ids:
-                losses.append(-(logits[place, ids].softmax(-1) * draft.log_softmax(-1)).sum())
-        mean = sum(losses) / max(len(losses), 1)
+                weights.append(1.0 if alive[slot] else floor)
+                losses.append(-weights[-1] * (logits[place, ids].softmax(-1) * draft.log_softmax(-1)).sum())
+            alive[slot] = bool(alive[slot] and hit and tokens[0, place + 1] == best[place])
+        mean = sum(losses) / max(sum(weights), 1)
         expected_loss = expected_loss + decay**step / sum(decay**s for s in range(steps)) * mean
-        assert counts[step, 1:].tolist() == [len(losses), existing, hits, reached, accepted]
+        assert counts[step, 1:].tolist() == [sum(weights), existing, hits, reached, accepted]
+        assert family != "pard" or step != 1 or 0 < reached < existing
     torch.testing.assert_close(loss, torch.as_tensor(expected_loss))
 
     trained = dict(drafter.named_parameters())

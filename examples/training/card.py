@@ -9,24 +9,23 @@ HUB_SOURCE = Path(__file__).parent / "hub" / "generate.py"
 
 CARD = """---
 base_model: {base_model}
-base_model_relation: adapter
+base_model_relation: {relation}
 library_name: hf-specdec
 license: apache-2.0
 pipeline_tag: text-generation
 tags:
 - speculative-decoding
-- eagle3
+- {family}
 - drafter
 - custom_generate
 ---
 
 # {repo_id}
 
-An [EAGLE-3](https://arxiv.org/abs/2503.01840) drafter for
+{method} drafter for
 [{base_model}](https://huggingface.co/{base_model}): it drafts tokens that the model then verifies, so
-`generate()` gives the same greedy text in fewer passes. {parameters:.1f} M parameters; embedding and head are the
-target's.
-
+`generate()` gives the same greedy text in fewer passes. {parameters:.1f} M parameters; {made_of}
+{weights}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdec import AutoDrafter
@@ -61,9 +60,8 @@ completed by the target at temperature {prompt_temperature}); answers: each at a
 dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
 Training-time test over {num_steps} steps with weights {step_decay}^step; cross-entropy against the target's
-distribution over the draft vocabulary of {draft_vocab_size:,} tokens, which covers {coverage:.2%} of the tokens of the
-answers. {steps:,} steps in {minutes:.0f} minutes, {tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr},
-cosine schedule.
+distribution over {vocabulary}. {masks}{steps:,} steps in {minutes:.0f} minutes,
+{tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr}, cosine schedule.
 
 Top-1 agreement with the target on held-out documents of the same kind, by step, after correct drafts of greedy text:
 
@@ -71,6 +69,52 @@ Top-1 agreement with the target on held-out documents of the same kind, by step,
 |---|{step_rule}|
 | agreement | {step_shares} |
 """
+
+FAMILIES = {
+    "eagle3": {
+        "relation": "adapter",
+        "method": "An [EAGLE-3](https://arxiv.org/abs/2503.01840)",
+        "made_of": """embedding and head are the
+target's.""",
+    },
+    "p-eagle": {
+        "relation": "adapter",
+        "method": "A [P-EAGLE](https://arxiv.org/abs/2602.01469)",
+        "made_of": """embedding and head are the
+target's. It drafts all tokens of a round in one pass, at mask tokens (id {mask_token_id}).""",
+    },
+    "pard": {
+        "relation": "finetune",
+        "method": "A [PARD](https://arxiv.org/abs/2504.18583)",
+        "made_of": """a causal
+language model whose {layers} layers began as copies of some of the target's. It drafts all tokens of a round in one
+pass, at mask tokens (id {mask_token_id}).""",
+    },
+}
+
+VOCABULARY = """the draft vocabulary of {draft_vocab_size:,} tokens, which covers {coverage:.2%} of the tokens of the
+answers"""
+
+MASKS = """Steps after the first read the mask token. Step s
+ran on {depth_ratio}^s of the documents; places after the end of a greedy chain of right drafts weighed
+{survival_floor}, others 1. """
+
+NO_WEIGHTS = """
+No weights are included. To train them, in a checkout of `hf-specdec`:
+
+```bash
+accelerate launch examples/train_drafter.py --target {base_model} --out {out} \\
+    {arguments}
+```
+
+Then load the folder `{out}` instead of `{repo_id}`.
+"""
+
+# What a training run must be told to be repeated, where it was told.
+REPEATED = (
+    *("family", "layers", "draft_vocab_size", "intermediate_size", "mask_token_id", "num_steps", "step_decay"),
+    *("depth_ratio", "survival_floor", "tokens_per_batch", "max_length", "lr", "weight_decay", "minutes", "steps"),
+)
 
 MEASURED = """Greedy, {max_new_tokens} new tokens, {dtype}, prompts that training never saw. Acceptance length: tokens
 committed a round, drafts and the target's own. "Without repetition" leaves out texts that {degenerate_rule}.
@@ -83,10 +127,15 @@ def write_card(folder: Path) -> None:
     training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     arguments, data, last = training["arguments"], training["data"], training["curve"][-1]
     shares = last["held_out"]["acceptance"]
+    details = {"mask_token_id": None, **arguments, **training}
+    family = arguments.get("family", "eagle3")
     text = CARD.format(
+        family=family,
+        **{key: value.format(**details) for key, value in FAMILIES[family].items()},
         base_model=training["target"],
         repo_id=arguments["repo_id"],
         parameters=training["parameters"] / 1e6,
+        weights="" if any(folder.glob("*.safetensors")) else missing_weights(training),
         acceptance=acceptance_section(folder / "acceptance.json"),
         prompts=data["prompts"],
         prompt_temperature=arguments["prompt_temperature"],
@@ -96,8 +145,8 @@ def write_card(folder: Path) -> None:
         data_tokens=data["tokens"] / 1e6,
         num_steps=arguments["num_steps"],
         step_decay=arguments["step_decay"],
-        draft_vocab_size=training["draft_vocab_size"],
-        coverage=training["coverage"],
+        vocabulary="its whole vocabulary" if arguments["draft_vocab_size"] is None else VOCABULARY.format(**details),
+        masks=MASKS.format(**details) if details["mask_token_id"] is not None else "",
         steps=last["step"],
         minutes=last["seconds"] / 60,
         tokens_seen=last["tokens"] / 1e6,
@@ -112,6 +161,19 @@ def write_card(folder: Path) -> None:
     source = HUB_SOURCE.read_text(encoding="utf-8").replace("REPO_ID", arguments["repo_id"])
     (custom / "generate.py").write_text(source, encoding="utf-8")
     (custom / "requirements.txt").write_text("hf-specdec\n", encoding="utf-8")
+
+
+def missing_weights(training: dict) -> str:
+    """How to train the drafter whose folder holds no weights."""
+    arguments = training["arguments"]
+    given = {key: arguments.get(key) for key in REPEATED if arguments.get(key) is not None}
+    repo_id = arguments["repo_id"]
+    return NO_WEIGHTS.format(
+        base_model=training["target"],
+        repo_id=repo_id,
+        out=repo_id.split("/")[-1],
+        arguments=" ".join(f"--{key.replace('_', '-')} {value}" for key, value in given.items()),
+    )
 
 
 def acceptance_section(path: Path) -> str:

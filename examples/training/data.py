@@ -289,17 +289,19 @@ class Batch:
         places: `[N]` indices into `[B * S]` of positions that are not before the answer's first token and whose next
             token belongs to the answer, too.
         depths: `[N]` how far they lie into their answers.
+        places_before: B + 1 numbers, how many of the places lie in the rows before each.
     """
 
     input_ids: torch.Tensor
     places: torch.Tensor
     depths: torch.Tensor
+    places_before: list[int]
 
     def to(self, device: torch.device) -> Batch:
         tensors = (self.input_ids, self.places, self.depths)
         if device.type == "cuda":
             tensors = tuple(tensor.pin_memory() for tensor in tensors)
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), self.places_before)
 
 
 class Documents:
@@ -336,10 +338,13 @@ class Documents:
         is_place = (columns >= prompt_lengths) & (columns < lengths - 1)
         places = is_place.flatten().nonzero()[:, 0]
         depths = (columns - prompt_lengths).flatten()[places]
-        return Batch(input_ids, places, depths)
+        return Batch(input_ids, places, depths, [0, *is_place.sum(dim=1).cumsum(dim=0).tolist()])
 
     def epoch(self, indices: torch.Tensor, tokens_per_batch: int, seed: int, bucket: int = 32) -> list[torch.Tensor]:
-        """Shuffle `indices` into batches of documents of like length, at most `tokens_per_batch` padded tokens each."""
+        """Shuffle `indices` into batches of documents of like length, at most `tokens_per_batch` padded tokens each.
+
+        Batches and the documents in them are in random order.
+        """
         generator = torch.Generator().manual_seed(seed)
         shuffled = indices[torch.randperm(len(indices), generator=generator)]
         order = shuffled[torch.argsort(self.lengths[shuffled] // bucket, stable=True)]
@@ -353,7 +358,7 @@ class Documents:
                 if end > start and longest * (end + 1 - start) > tokens_per_batch:
                     break
                 end += 1
-            batches.append(order[start:end])
+            batches.append(order[start:end][torch.randperm(end - start, generator=generator)])
             start = end
         return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
@@ -361,6 +366,10 @@ class Documents:
         """Indices of the documents to train on, and of `held_out` others."""
         shuffled = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return shuffled[held_out:], shuffled[:held_out]
+
+    def counts(self, vocab_size: int) -> torch.Tensor:
+        """`[vocab_size]` how often each token stands anywhere."""
+        return torch.bincount(self.tokens, minlength=vocab_size)
 
     def answer_counts(self, vocab_size: int) -> torch.Tensor:
         """`[vocab_size]` how often each token stands in an answer."""

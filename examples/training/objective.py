@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters import Eagle3Drafter
+from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.taps import TapRecorder
 
 from .data import Batch
@@ -22,9 +23,10 @@ class Lesson:
 
     Attributes:
         input_ids: `[B, S]`.
-        taps: `[B, S, width]`.
+        taps: `[B, S, width]`; None for a drafter that reads none.
         places: `[N]` indices into `[B * S]` of the positions whose next token belongs to an answer.
         depths: `[N]`, how far each place lies into its answer; step s has a draft for it if that is at least s.
+        places_before: B + 1 numbers, how many of the places lie in the rows before each.
         probs: `[N, V_d]` the target's distribution at the places, over the draft vocabulary.
         best: `[N]` the target's most likely tokens at the places.
         covered: `[N]` whether those are in the draft vocabulary.
@@ -32,9 +34,10 @@ class Lesson:
     """
 
     input_ids: torch.Tensor
-    taps: torch.Tensor
+    taps: torch.Tensor | None
     places: torch.Tensor
     depths: torch.Tensor
+    places_before: list[int]
     probs: torch.Tensor
     best: torch.Tensor
     covered: torch.Tensor
@@ -44,13 +47,12 @@ class Lesson:
 class Teacher:
     """Runs the frozen target over batches for `drafter`."""
 
-    def __init__(self, target: PreTrainedModel, drafter: Eagle3Drafter):
+    def __init__(self, target: PreTrainedModel, drafter: CachedDrafter):
         self.target = target
         self.recorder = TapRecorder(target, drafter.tap_boundaries, drafter.taps_last_hidden_state)
-        target_ids = drafter.target_ids
-        if target_ids is None:
-            target_ids = torch.arange(drafter.config.vocab_size)
-        self.target_ids = target_ids.to(target.device)
+        self.target_ids = drafter.target_ids
+        if self.target_ids is None:
+            self.target_ids = slice(drafter.config.draft_vocab_size)
         self.is_covered = torch.zeros(drafter.config.vocab_size, dtype=torch.bool, device=target.device)
         self.is_covered[self.target_ids] = True
 
@@ -69,7 +71,17 @@ class Teacher:
         is_greedy = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=best.device)
         is_greedy[batch.places] = batch.input_ids.flatten()[batch.places + 1] == best
         covered = self.is_covered[best]
-        return Lesson(batch.input_ids, taps, batch.places, batch.depths, torch.cat(probs), best, covered, is_greedy)
+        return Lesson(
+            batch.input_ids,
+            taps,
+            batch.places,
+            batch.depths,
+            batch.places_before,
+            torch.cat(probs),
+            best,
+            covered,
+            is_greedy,
+        )
 
 
 class DraftObjective(nn.Module):
@@ -79,11 +91,23 @@ class DraftObjective(nn.Module):
         drafter: bound to the target.
         num_steps: depth of the unrolled chains.
         step_decay: step s weighs `step_decay ** s` in the loss.
+        depth_ratio: in training, step s unrolls only this to the power of s of a batch's rows.
+        survival_floor: weight of the places whose chains have ended before, by a wrong draft or because the text is
+            not greedy there. The others weigh 1: what a drafter drafts there counts, and a mask, which cannot know
+            what was drafted before it, learns to continue the drafter's own choices and not a mixture of texts.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, num_steps: int, step_decay: float):
+    def __init__(
+        self,
+        drafter: CachedDrafter,
+        num_steps: int,
+        step_decay: float,
+        depth_ratio: float = 1.0,
+        survival_floor: float = 1.0,
+    ):
         super().__init__()
         self.drafter = drafter
+        self.depth_ratio, self.survival_floor = depth_ratio, survival_floor
         weights = torch.tensor([step_decay**step for step in range(num_steps)])
         self.step_weights = (weights / weights.sum()).tolist()
         self.row_losses = _row_losses
@@ -96,31 +120,40 @@ class DraftObjective(nn.Module):
     def forward(self, lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and `[num_steps, 6]` float64 counts that `summarize` reads.
 
-        At step s the draft for place t comes from the chain of slot t - 1 - s. A place counts in the loss if the
+        At step s the draft for place t comes from the chain of slot t - s - shift. A place counts in the loss if the
         target's most likely token is in the draft vocabulary, as in EAGLE-3.
         """
-        outputs = self.drafter.unroll(lesson.input_ids, lesson.taps, len(self.step_weights))
-        target_ids = self.drafter.target_ids
+        drafter, num_steps = self.drafter, len(self.step_weights)
+        rows = leading_rows(len(lesson.input_ids), num_steps, self.depth_ratio if self.training else 1.0)
+        outputs = drafter.unroll(lesson.input_ids, lesson.taps, num_steps, rows)
+        head, target_ids = drafter.head_weight, drafter.target_ids
         alive = torch.ones_like(lesson.is_greedy)
         total, counts = 0.0, []
         for step, (weight, normed) in enumerate(zip(self.step_weights, outputs, strict=True)):
-            exists = lesson.depths >= step
-            slots = (lesson.places - 1 - step).clamp(min=0)
-            mask = (exists & lesson.covered).float()
-            hidden = normed.flatten(0, 1)[slots] * self.drafter.config.logit_scale
-            loss, drafts = _SoftCrossEntropy.apply(
-                hidden, self.drafter.head_weight, lesson.probs, mask, compute_dtype(hidden), self.row_losses
-            )
-            total = total + weight * loss / mask.sum().clamp(min=1)
-
-            hits = (drafts if target_ids is None else target_ids[drafts]) == lesson.best
+            unrolled = slice(lesson.places_before[len(normed)])
+            places = lesson.places[unrolled]
+            exists = lesson.depths[unrolled] >= step
+            slots = (places - step - drafter.shift).clamp(min=0)
             reached = exists & alive[slots]
+            weights = torch.where(reached, 1.0, self.survival_floor) * (exists & lesson.covered[unrolled])
+            hidden = normed.flatten(0, 1)[slots] * drafter.logit_scale
+            loss, drafts = _SoftCrossEntropy.apply(
+                hidden, head, lesson.probs[unrolled], weights, compute_dtype(hidden), self.row_losses
+            )
+            total = total + weight * loss / weights.sum().clamp(min=1)
+
+            hits = (drafts if target_ids is None else target_ids[drafts]) == lesson.best[unrolled]
             accepted = reached & hits
-            row = (loss.detach(), mask.sum(), exists.sum(), (exists & hits).sum(), reached.sum(), accepted.sum())
+            row = (loss.detach(), weights.sum(), exists.sum(), (exists & hits).sum(), reached.sum(), accepted.sum())
             counts.append(torch.stack([count.double() for count in row]))
-            goes_on = accepted & lesson.is_greedy[lesson.places]
+            goes_on = accepted & lesson.is_greedy[places]
             alive = torch.zeros_like(alive, dtype=torch.int32).index_add_(0, slots, goes_on.int()) > 0
         return total, torch.stack(counts)
+
+
+def leading_rows(batch: int, num_steps: int, ratio: float) -> list[int]:
+    """How many of a batch's rows each step unrolls: `ratio` to the power of the step, rounded up."""
+    return [math.ceil(batch * ratio**step) for step in range(num_steps)]
 
 
 def summarize(counts: torch.Tensor) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,10 +40,13 @@ class CachedDrafter(Drafter):
     before it. What a draft or a mask wrote into the cache is overwritten with what was kept in the next round.
 
     A family implements `extend`, `num_cached_layers` and, if it reads hidden states, `spread`; and says its `shift`.
+    To be trained it implements `unroll` and `head_weight`.
     """
 
     # Places between a slot and the token in it: 1 for drafters that pair a token with the hidden state before it.
     shift = 0
+    # Factor on the products of `unroll`'s outputs and `head_weight`.
+    logit_scale = 1.0
 
     @property
     def num_cached_layers(self) -> int:
@@ -86,6 +90,32 @@ class CachedDrafter(Drafter):
             logits `[B, num_logits, V_d]`, or None; and what the next step reads, `[B, 1, H]`, or None.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement extend().")
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """`[V_d, H]` of the draft head."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement head_weight.")
+
+    def unroll(
+        self, input_ids: torch.Tensor, taps: torch.Tensor | None, num_steps: int, rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Draft from every slot of whole sequences at once: training-time test.
+
+        Step s at slot p drafts the token at position p + shift + s + 1 from the tokens up to p + shift and, unless
+        drafting in parallel, the s tokens after them as committed. It is to be compared with the target's
+        distribution at position p + shift + s.
+
+        Args:
+            input_ids: `[B, S]` int64, without padding inside a row; a padded tail is harmless to what precedes it.
+            taps: `[B, S, tap_width]` hidden states of the target; None for a drafter that reads none.
+            num_steps: depth of the unrolled chains.
+            rows: how many leading rows of the batch each step runs, never growing; all if None.
+
+        Returns:
+            what the head reads in each step: `num_steps` tensors `[rows[s], S, H]`, after the final norm. Slots whose
+            tokens would lie beyond the row are meaningless.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement unroll().")
 
     def new_memory(self, state: DecodeState) -> DraftMemory:
         batch, num_drafts = state.lengths.shape[0], state.num_draft_tokens

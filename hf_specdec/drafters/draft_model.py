@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from ..attention import ATTENTION_NAME
+from ..attention import ATTENTION_NAME, registered_attention
 from ..config import DraftModelConfig
 from ..hosting import why_not_hosted
 from ..taps import decoder_layers
@@ -27,6 +27,7 @@ from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
 from .dialects import Decision, Reading, check_mask_token
+from .unrolled import UNROLLED_NAME, UnrolledAttention, following
 
 if TYPE_CHECKING:
     from ..state import DecodeState
@@ -244,6 +245,40 @@ class DraftModelDrafter(CachedDrafter):
             return_dict=True,
         ).logits
         return logits[..., : self.config.draft_vocab_size] if num_logits else None, None
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """`[V_d, H]`.
+
+        Raises:
+            ValueError: the model's logits are more than products with it.
+        """
+        head, text = self.model.get_output_embeddings(), self.model.config.get_text_config()
+        factors = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+        found = [name for name in factors if getattr(text, name, None) not in (None, 1.0)]
+        if getattr(head, "bias", None) is not None:
+            found.append("bias of the head")
+        if found:
+            raise ValueError(f"{type(self.model).__name__} cannot be trained here: its logits have {', '.join(found)}.")
+        return head.weight[: self.config.draft_vocab_size]
+
+    def unroll(
+        self, input_ids: torch.Tensor, taps: None, num_steps: int, rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        attend, decoder = UnrolledAttention(), self.model.get_decoder()
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        tokens, outputs = input_ids, []
+        with registered_attention(self.model, UNROLLED_NAME):
+            for step in range(num_steps):
+                if rows is not None:
+                    tokens = tokens[: rows[step]]
+                read = decoder(input_ids=tokens, position_ids=positions + step, use_cache=False, attend=attend)
+                outputs.append(read.last_hidden_state)
+                if not self.config.parallel_drafting:
+                    tokens = following(tokens)
+                elif step == 0:
+                    tokens = torch.full_like(tokens, self.config.mask_token_id)
+        return outputs
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write an ordinary checkpoint of the model, which AutoModelForCausalLM loads too.

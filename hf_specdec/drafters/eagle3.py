@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
-from .unrolled import UnrolledAttention
+from .unrolled import UnrolledAttention, following
 
 if TYPE_CHECKING:
     from ..state import DecodeState
@@ -179,7 +180,7 @@ class Eagle3Drafter(CachedDrafter):
         Args:
             tokens: `[B, n]` int64, the token after each slot's position.
             hidden: `[B, n, H]`, combined taps or the previous step's feedback.
-            positions: `[B, n]` int64 RoPE positions.
+            positions: `[B, n]` or `[1, n]` int64 RoPE positions.
             attend: where keys and values go and come from.
 
         Returns:
@@ -193,8 +194,12 @@ class Eagle3Drafter(CachedDrafter):
         return normed, normed if self.config.norm_output else hidden
 
     @property
+    def logit_scale(self) -> float:
+        return self.config.logit_scale
+
+    @property
     def head_weight(self) -> torch.Tensor:
-        """`[V_d, H]` of the draft head, its own or the target's rows."""
+        """`[V_d, H]`, its own or the target's rows."""
         return self.lm_head.weight if self.lm_head is not None else self._borrowed["head"]
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
@@ -229,40 +234,33 @@ class Eagle3Drafter(CachedDrafter):
         return logits, feedback[:, -1:]
 
     def forward(self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int = 1) -> list[torch.Tensor]:
-        """Draft from every position of whole sequences at once, `num_steps` tokens deep: training-time test.
-
-        Step s at slot p reads the tokens up to p + 1 + s as committed, and the chain of drafts' hidden states that
-        begins at p. It predicts the token at position p + 2 + s, so it is to be compared with the target's
-        distribution at position p + 1 + s.
-
-        Args:
-            input_ids: `[B, S]` int64, without padding inside a row; a padded tail is harmless to what precedes it.
-            taps: `[B, S, tap_width]` hidden states of the target.
-            num_steps: depth of the unrolled chain.
-
-        Returns:
-            `num_steps` tensors of logits `[B, S, V_d]`; at step s the last s + 1 slots of a row have no token to read
-            and are meaningless.
-        """
+        """Logits `[B, S, V_d]` of each of `num_steps` steps of `unroll`."""
         return [self.logits(normed) for normed in self.unroll(input_ids, taps, num_steps)]
 
-    def unroll(self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
-        """What the head reads in each step of `forward`: `num_steps` tensors `[B, S, H]`, after the final norm."""
+    def unroll(
+        self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int, rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         attend = UnrolledAttention()
         hidden = self.combine(taps)
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         tokens, outputs = following(input_ids), []
         for step in range(num_steps):
+            if rows is not None:
+                tokens, hidden = tokens[: rows[step]], hidden[: rows[step]]
             normed, feedback = self.run(tokens, hidden, positions + step, attend)
             outputs.append(normed)
-            tokens, hidden = self.continue_chains(tokens, feedback)
+            tokens, hidden = self.continue_chains(step, tokens, hidden, feedback)
         return outputs
 
-    def continue_chains(self, tokens: torch.Tensor, feedback: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the next step of `unroll` reads after one that read `tokens` `[B, S]` and fed back `[B, S, H]`."""
+    def continue_chains(
+        self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the next step of `unroll` reads.
+
+        Args:
+            step: that has run.
+            tokens: `[B, S]` int64 that it read.
+            hidden: `[B, S, H]` that it read.
+            feedback: `[B, S, H]` that it fed back.
+        """
         return following(tokens), feedback
-
-
-def following(tokens: torch.Tensor) -> torch.Tensor:
-    """`[B, S]` int64 moved one place to the left, with a zero at the end."""
-    return F.pad(tokens[:, 1:], (0, 1))

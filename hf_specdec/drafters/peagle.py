@@ -35,7 +35,11 @@ class PEagleDrafter(Eagle3Drafter):
         """`[H]`: `mask_hidden` on the taps' way into the drafter."""
         return self.combine(self.mask_hidden.view(-1))
 
-    def continue_chains(self, tokens: torch.Tensor, feedback: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def continue_chains(
+        self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.config.parallel_drafting:
-            return super().continue_chains(tokens, feedback)
+            return super().continue_chains(step, tokens, hidden, feedback)
+        if step > 0:  # It read masks already.
+            return tokens, hidden
         return torch.full_like(tokens, self.config.mask_token_id), self.project_mask().expand_as(feedback)

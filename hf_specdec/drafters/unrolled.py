@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+UNROLLED_NAME = "hf_specdec_unrolled"
 
 
 class UnrolledAttention:
@@ -13,7 +16,8 @@ class UnrolledAttention:
 
     In step 0 the queries attend causally to all slots. In step s the query of slot p attends to step 0's keys of the
     slots up to p and to the keys its own chain wrote in steps 1..s, which is what a draft step sees in its cache.
-    One instance serves one unrolled forward pass, whose calls tell the step of each layer.
+    One instance serves one unrolled forward pass, whose calls tell the step of each layer. A step may run only the
+    leading rows of the batch that the step before ran; chains of other rows end there.
 
     Without a sliding window, and where a fused kernel takes the data type, the causal part never materialises its
     scores (`_ChainAttention`); otherwise `explicit_chain_attention` runs.
@@ -28,6 +32,8 @@ class UnrolledAttention:
         groups = query.shape[1] // key.shape[1]
         query, key = query.to(value.dtype), key.to(value.dtype)
         written = self._written.setdefault(layer_idx, [])
+        if written and written[0][0].shape[0] > query.shape[0]:
+            written[:] = [(key[: query.shape[0]], value[: query.shape[0]]) for key, value in written]
         written.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
         keys, values = zip(*written, strict=True)
         is_fused = query.device.type == "cpu" or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16))
@@ -36,6 +42,48 @@ class UnrolledAttention:
         if len(written) == 1:
             return F.scaled_dot_product_attention(query, *written[0], is_causal=True).transpose(1, 2)
         return _ChainAttention.apply(query, *keys, *values).transpose(1, 2)
+
+
+def unrolled_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    attend: UnrolledAttention | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface over an `UnrolledAttention`, which the model is called with as `attend`.
+
+    transformers builds no mask for an attention that it knows no mask of.
+
+    Raises:
+        ValueError: the model's attention is not a plain softmax of scaled dot products.
+    """
+    unusual = {
+        "attention sinks": s_aux is not None,
+        "capped scores": softcap is not None,
+        f"scores scaled by {scaling}": scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-6,
+        "dropout": dropout > 0,
+        "an attention mask": attention_mask is not None,
+    }
+    found = [name for name, is_so in unusual.items() if is_so]
+    if found:
+        raise ValueError(f"{type(module).__name__} cannot be unrolled for training: it has {', '.join(found)}.")
+    return attend(module.layer_idx, query, key, value, sliding_window), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(UNROLLED_NAME, unrolled_attention_forward)
+
+
+def following(tokens: torch.Tensor) -> torch.Tensor:
+    """`[B, S]` int64 moved one place to the left, with a zero at the end."""
+    return F.pad(tokens[:, 1:], (0, 1))
 
 
 def explicit_chain_attention(

@@ -1,0 +1,160 @@
+"""Untrained drafters of every family, shaped after a target."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig, default_taps
+from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, PEagleDrafter
+from hf_specdec.drafters.cached import CachedDrafter
+from hf_specdec.taps import decoder_layers
+
+# What the command line leaves open, by family. No draft vocabulary: the target's.
+DEFAULTS = {
+    "eagle3": {"layers": 1, "draft_vocab_size": 16384, "num_steps": 7, "depth_ratio": 1.0, "survival_floor": 1.0},
+    "p-eagle": {"layers": 4, "draft_vocab_size": 16384, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2},
+    "pard": {"layers": 4, "draft_vocab_size": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2},
+}
+MASK_SCALE = 0.02
+
+
+def new_drafter(
+    args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None
+) -> CachedDrafter:
+    """An untrained drafter, bound to `target`.
+
+    Args:
+        args: of the command line.
+        target: that it is to draft for.
+        d2t: `[V_d]` of the draft vocabulary.
+        mask_token_id: None for a drafter that drafts token by token.
+    """
+    name = args.target_name or target.config.name_or_path
+    if args.family == "pard":
+        drafter = _new_pard(target, args.layers, mask_token_id, name)
+    else:
+        drafter = _new_eagle(args, target, d2t, mask_token_id, name)
+    drafter.bind(target)
+    return drafter
+
+
+def _new_eagle(
+    args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None, name: str
+) -> Eagle3Drafter:
+    """Layers shaped like the target's; embedding and head are the target's own."""
+    text = target.config.get_text_config()
+    settings = {
+        "vocab_size": text.vocab_size,
+        "draft_vocab_size": len(d2t),
+        "hidden_size": text.hidden_size,
+        "target_hidden_size": text.hidden_size,
+        "intermediate_size": args.intermediate_size or text.intermediate_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": text.num_key_value_heads,
+        "head_dim": getattr(text, "head_dim", None),
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": text.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta(text)},
+        "taps": default_taps(len(decoder_layers(target))),
+        "fc_norm": args.fc_norm,
+        "norm_output": args.norm_output,
+        "own_embedding": False,
+        "own_head": False,
+        "target_name_or_path": name,
+    }
+    if mask_token_id is None:
+        drafter = Eagle3Drafter(Eagle3Config(**settings))
+    else:
+        config = PEagleConfig(**settings, mask_token_id=mask_token_id, num_assistant_tokens=args.num_steps)
+        drafter = PEagleDrafter(config)
+        drafter.mask_hidden.data.normal_(std=MASK_SCALE)
+    if drafter.d2t is not None:
+        drafter.d2t.copy_(d2t)
+    drafter.to(target.device)
+    final_norm = getattr(target.get_decoder(), "norm", None)
+    if type(final_norm).__name__.endswith("RMSNorm"):  # The borrowed head expects the scale of the norm before it.
+        ones = torch.ones(1, text.hidden_size, dtype=target.dtype, device=target.device)
+        drafter.norm.weight.data.copy_(final_norm(ones)[0])
+    return drafter
+
+
+def _new_pard(target: PreTrainedModel, num_layers: int, mask_token_id: int, name: str) -> DraftModelDrafter:
+    """Some of the target's layers, and copies of everything before and after them."""
+    kept = spread_layers(len(decoder_layers(target)), num_layers)
+    config = DraftModelConfig(
+        model=thinned_config(target, kept),
+        vocab_size=target.config.get_text_config().vocab_size,
+        parallel_drafting=True,
+        mask_token_id=mask_token_id,
+        target_name_or_path=name,
+    )
+    drafter = DraftModelDrafter(config)
+    source = {}
+    for key, tensor in target.get_decoder().state_dict().items():
+        place, _, rest = key.removeprefix("layers.").partition(".")
+        if not key.startswith("layers."):
+            source[key] = tensor
+        elif int(place) in kept:
+            source[f"layers.{kept.index(int(place))}.{rest}"] = tensor
+    drafter.model.get_decoder().load_state_dict(source)
+    drafter.model.get_output_embeddings().load_state_dict(target.get_output_embeddings().state_dict())
+    return drafter.to(target.device)
+
+
+def spread_layers(count: int, kept: int) -> list[int]:
+    """Indices of `kept` of `count` layers, evenly spread, the first and the last among them."""
+    if not 1 <= kept <= count:
+        raise ValueError(f"--layers is {kept}; expected 1 to the target's {count}, some of which are copied.")
+    return [round(index * (count - 1) / max(kept - 1, 1)) for index in range(kept)]
+
+
+def thinned_config(target: PreTrainedModel, kept: list[int]) -> dict:
+    """The target's configuration with only the layers `kept`.
+
+    Raises:
+        ValueError: it does not say how many layers there are.
+    """
+    config = target.config.get_text_config().to_dict()
+    count = config.get("num_hidden_layers")
+    if count != len(decoder_layers(target)):
+        raise ValueError(
+            f"The layers of {type(target).__name__} cannot be copied into a smaller model: it has "
+            f"{len(decoder_layers(target))}, but its configuration says num_hidden_layers = {count}."
+        )
+    by_layer = {
+        key: [value[index] for index in kept]
+        for key, value in config.items()
+        if isinstance(value, list) and len(value) == count
+    }
+    not_inherited = ("quantization_config", "dtype", "architectures", "_name_or_path", "_model_name_or_path")
+    config = {key: value for key, value in config.items() if key not in not_inherited}
+    return {**config, **by_layer, "num_hidden_layers": len(kept)}
+
+
+def rope_theta(text) -> float:
+    """The target's RoPE base; of its full-attention layers where it has several kinds."""
+    parameters = text.rope_parameters or {}
+    parameters = parameters.get("full_attention", parameters)
+    return parameters.get("rope_theta", 10000.0)
+
+
+def choose_mask_token(counts: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token that no document holds: a special one if there is such, the one with the highest id.
+
+    Args:
+        counts: `[V]`, how often each token stands in the documents.
+        tokenizer: of the target.
+
+    Raises:
+        ValueError: every token occurs.
+    """
+    unused = (counts == 0).nonzero()[:, 0].tolist()
+    if not unused:
+        raise ValueError("Every token occurs in the training data; give one that may stand for masks: --mask-token-id.")
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    reserved = {token for token, entry in added.items() if entry.special} - {tokenizer.eos_token_id}
+    return max(reserved.intersection(unused) or unused)
