@@ -16,7 +16,7 @@ from targets import padded_prompts
 from test_dialects import PLAIN, VARIANTS
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_specdec import AutoDrafter, Drafter, decoding
+from hf_specdec import AutoDrafter, Drafter, decoding, ops
 from hf_specdec.sampling import Verdict
 
 PROMPTS = [6, 1, 9]
@@ -256,3 +256,43 @@ def test_stock_engine(monkeypatch, tmp_path, family):
     assert torch.equal(out, said)
     assert {after[0].text.shape[0] - before[0].text.shape[0] for before, after in itertools.pairwise(rounds)} >= {1, 5}
     check(case, rounds, 4)
+
+
+def layout(text, committed, limit, is_finished, scrap, width, num_masks, mask_token, shift):
+    """What the columns of one row of a first pass hold, `[W]` of (token, slot, position, source), one by one."""
+    kept = [(len(text) - committed + n, n) for n in range(committed)]
+    columns = [(text[at], at - shift, at - shift, source) for at, source in kept if at >= shift]
+    masks = range(len(text) - shift, len(text) - shift + num_masks)
+    columns += [(mask_token, slot, slot, -1) for slot in masks]
+    inert = (0, scrap, 0, -1)
+    columns = [inert] * (width - len(columns)) + columns
+    return [inert if is_finished or column[1] + 1 + shift >= limit else column for column in columns]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("num_draft_tokens", "is_parallel"), [(1, True), (4, True), (4, False), (16, True)])
+def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
+    num_masks = num_draft_tokens - 1 if is_parallel else 0
+    batch, slots, width = 200, 60, num_draft_tokens + 1 + num_masks
+    generator = torch.Generator().manual_seed(num_draft_tokens)
+
+    def draw(low, high):
+        """`[B]` integers from `low` to `high`."""
+        return low + (torch.rand(batch, generator=generator) * (high - low + 1)).long()
+
+    lengths, finished = draw(1, slots - 2), draw(0, 1) == 1
+    committed = draw(1, lengths.clamp(max=num_draft_tokens + 1))
+    limits = draw(lengths + ~finished, slots - 1)
+    tokens = torch.randint(1, 90, (batch, slots), generator=generator)
+    out = ops.DraftInputs.allocate(batch, width, "cpu")
+    for buffer in out:
+        buffer.fill_(-77)
+    before = [argument.clone() for argument in (tokens, lengths, committed, limits, finished)]
+    ops.prepare_inputs(*before, out, num_masks=num_masks, mask_token=91, shift=shift)
+    found = torch.stack(list(out), dim=-1).tolist()
+    for row in range(batch):
+        text = tokens[row, : lengths[row]].tolist()
+        about = (int(committed[row]), int(limits[row]), bool(finished[row]), slots - 1, width, num_masks, 91, shift)
+        assert [tuple(column) for column in found[row]] == layout(text, *about), row
+    assert all(map(torch.equal, before, (tokens, lengths, committed, limits, finished)))
