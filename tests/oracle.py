@@ -1,11 +1,11 @@
-"""Drafters for tests: one that knows the answer as well as it is told to, and a small random EAGLE-3."""
+"""Drafters for tests: one that knows the answer as well as it is told to, and small random ones of every family."""
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from hf_specdec import Drafter, DrafterConfig, register_drafter
-from hf_specdec.config import Eagle3Config
-from hf_specdec.drafters import Eagle3Drafter, Proposal
+from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
+from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, PEagleDrafter, Proposal
 
 
 class OracleConfig(DrafterConfig):
@@ -49,27 +49,72 @@ class OracleDrafter(Drafter):
         return Proposal(self._answers.gather(1, at.clamp(max=self._answers.shape[1] - 1)), None)
 
 
+def eagle_options(target: PreTrainedModel, **options) -> dict:
+    """Arguments of a small `Eagle3Config` for `target`."""
+    text = target.config.get_text_config()
+    return {
+        "hidden_size": text.hidden_size,
+        "target_hidden_size": text.hidden_size,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": text.vocab_size,
+        "draft_vocab_size": text.vocab_size // 2,
+        "taps": [1, 3, text.num_hidden_layers],
+        "initializer_range": 0.3,
+        **options,
+    }
+
+
 def random_eagle3(target: PreTrainedModel, seed: int = 0, **options) -> Eagle3Drafter:
     """A random EAGLE-3 drafter for `target`, bound to it."""
-    text = target.config.get_text_config()
-    config = Eagle3Config(
+    torch.manual_seed(seed)
+    drafter = Eagle3Drafter(Eagle3Config(**eagle_options(target, **options))).eval()
+    draw_draft_vocabulary(drafter)
+    drafter.bind(target)
+    return drafter
+
+
+def random_peagle(target: PreTrainedModel, seed: int = 0, **options) -> PEagleDrafter:
+    """A random P-EAGLE drafter for `target`, bound to it."""
+    torch.manual_seed(seed)
+    options = {"num_hidden_layers": 2, "mask_token_id": 2, **options}
+    drafter = PEagleDrafter(PEagleConfig(**eagle_options(target, **options))).eval()
+    draw_draft_vocabulary(drafter)
+    torch.nn.init.normal_(drafter.mask_hidden)
+    drafter.bind(target)
+    return drafter
+
+
+def draw_draft_vocabulary(drafter: Eagle3Drafter) -> None:
+    """Make the draft vocabulary random tokens of the target's."""
+    if drafter.d2t is not None:
+        size, num_drafted = drafter.config.vocab_size, drafter.config.draft_vocab_size
+        ids = torch.randperm(size)[:num_drafted].sort().values
+        drafter.d2t.copy_(ids - torch.arange(num_drafted))
+
+
+def random_draft_model(
+    target: PreTrainedModel, parallel: bool = False, vocab_size: int | None = None, seed: int = 0, **options
+) -> DraftModelDrafter:
+    """A random Llama as draft model for `target`, bound to it; `parallel` to draft as PARD."""
+    size = target.config.get_text_config().vocab_size
+    own = LlamaConfig(
         **{
-            "hidden_size": text.hidden_size,
-            "target_hidden_size": text.hidden_size,
-            "intermediate_size": 48,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": text.vocab_size,
-            "draft_vocab_size": text.vocab_size // 2,
-            "taps": [1, 3, text.num_hidden_layers],
+            "vocab_size": vocab_size or size,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
             "initializer_range": 0.3,
             **options,
         }
     )
     torch.manual_seed(seed)
-    drafter = Eagle3Drafter(config).eval()
-    if drafter.d2t is not None:
-        ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
-        drafter.d2t.copy_(ids - torch.arange(config.draft_vocab_size))
+    config = DraftModelConfig(
+        model=own.to_dict(), vocab_size=size, parallel_drafting=parallel, mask_token_id=2 if parallel else None
+    )
+    drafter = DraftModelDrafter(config).eval()
     drafter.bind(target)
     return drafter

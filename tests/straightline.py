@@ -1,12 +1,19 @@
-"""EAGLE-3 drafting, recomputed in float64 from the files on disk: no cache, no code shared with the package.
+"""Drafting, recomputed in float64 from the files on disk: no cache, no code shared with the package.
 
-Slot p pairs the embedding of token p + 1 with the taps at position p and predicts token p + 2; after the last slot
-whose taps are known, each draft token adds a slot that reads the previous slot's output instead (SafeAILab/EAGLE
+EAGLE-3: slot p pairs the embedding of token p + 1 with the taps at position p and predicts token p + 2; after the last
+slot whose taps are known, each draft token adds a slot that reads the previous slot's output instead (SafeAILab/EAGLE
 cnets.py, vLLM llama_eagle3.py).
+
+P-EAGLE: after that slot stand K - 1 slots of the mask token beside `mask_hidden`, which goes the taps' way, and one
+causal pass drafts K tokens (vLLM llama_eagle3.py, llm_base_proposer.py).
+
+Draft models: slot p holds token p and predicts token p + 1; PARD puts K - 1 mask tokens after the text and drafts K
+tokens in one causal pass (AMD-AIG-AIMA/PARD pard_infer.py).
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -15,14 +22,16 @@ from safetensors.torch import load_file
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint in float64 (integers as they are), the first layer called `layers.0`."""
+    """All tensors of a checkpoint in float64 (integers as they are), without `model.`, the first layer `layers.0`."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
     for file in sorted(folder.glob("*.bin")):
         found |= torch.load(file, weights_only=True)
     return {
-        name.replace("midlayer.", "layers.0."): value.double() if value.is_floating_point() else value
+        name.removeprefix("model.").replace("midlayer.", "layers.0."): value.double()
+        if value.is_floating_point()
+        else value
         for name, value in found.items()
     }
 
@@ -30,6 +39,8 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def target_taps(target, token_ids: torch.Tensor, boundaries: tuple[int, ...]) -> torch.Tensor:
     """`[S, taps * H_t]`: the streams that enter the layers `boundaries`, from a float64 pass over `[S]` tokens."""
+    if len(token_ids) == 0:
+        return torch.zeros(0, len(boundaries) * target.config.hidden_size, dtype=torch.float64)
     states = target.double()(token_ids[None], output_hidden_states=True, use_cache=False).hidden_states
     return torch.cat([states[boundary][0] for boundary in boundaries], dim=-1)
 
@@ -48,36 +59,55 @@ def _rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Ten
     )
 
 
-def _layer(
-    weights: dict[str, torch.Tensor], spec: Spec, index: int, embeds: torch.Tensor, hidden: torch.Tensor
-) -> torch.Tensor:
-    w = {name.removeprefix(f"layers.{index}."): value for name, value in weights.items()}
-    count = len(hidden)
-    positions = torch.arange(count)
-    residual = hidden
-    if index == 0:
-        normed = _rms(hidden, w["hidden_norm.weight"], spec.eps)
-        residual = normed if spec.norm_before_residual else hidden
-        x = torch.cat([_rms(embeds, w["input_layernorm.weight"], spec.eps), normed], dim=-1)
-    else:
-        x = _rms(hidden, w["input_layernorm.weight"], spec.eps)
+def _attention(
+    w: dict[str, torch.Tensor], spec: Spec, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Causal attention over `[n, ...]`: its output, and the keys and values `[n, kv_heads, D]`."""
+    count, groups = len(x), spec.num_heads // spec.num_kv_heads
     query = (x @ w["self_attn.q_proj.weight"].T).view(count, spec.num_heads, spec.head_dim)
     key = (x @ w["self_attn.k_proj.weight"].T).view(count, spec.num_kv_heads, spec.head_dim)
     value = (x @ w["self_attn.v_proj.weight"].T).view(count, spec.num_kv_heads, spec.head_dim)
     if spec.qk_norm:
         query = _rms(query, w["self_attn.q_norm.weight"], spec.eps)
         key = _rms(key, w["self_attn.k_norm.weight"], spec.eps)
+    positions = torch.arange(count)
     query, key = _rotate(query, positions, spec.rope_theta), _rotate(key, positions, spec.rope_theta)
+    is_future = positions[None, :] > positions[:, None]
     out = torch.zeros_like(query)
     for head in range(spec.num_heads):
-        shared = head * spec.num_kv_heads // spec.num_heads
-        for slot in range(count):
-            scores = key[: slot + 1, shared] @ query[slot, head] / spec.head_dim**0.5
-            out[slot, head] = scores.softmax(0) @ value[: slot + 1, shared]
-    hidden = residual + out.flatten(1) @ w["self_attn.o_proj.weight"].T
+        scores = query[:, head] @ key[:, head // groups].T / spec.head_dim**0.5
+        out[:, head] = scores.masked_fill(is_future, float("-inf")).softmax(-1) @ value[:, head // groups]
+    return out.flatten(1) @ w["self_attn.o_proj.weight"].T, key, value
+
+
+def _mlp(w: dict[str, torch.Tensor], spec: Spec, hidden: torch.Tensor) -> torch.Tensor:
     x = _rms(hidden, w["post_attention_layernorm.weight"], spec.eps)
     gate, up = x @ w["mlp.gate_proj.weight"].T, x @ w["mlp.up_proj.weight"].T
-    return hidden + (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T
+    return (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T
+
+
+def _run(
+    weights: dict[str, torch.Tensor], spec: Spec, hidden: torch.Tensor, embeds: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """All layers over `[n, H]`: the stream before the final norm, and each layer's keys and values.
+
+    With `embeds` the first layer is EAGLE-3's, which reads `[embedding | hidden]`.
+    """
+    cache = []
+    for index in range(spec.num_layers):
+        w = {name.removeprefix(f"layers.{index}."): value for name, value in weights.items()}
+        residual = hidden
+        if index == 0 and embeds is not None:
+            normed = _rms(hidden, w["hidden_norm.weight"], spec.eps)
+            residual = normed if spec.norm_before_residual else hidden
+            x = torch.cat([_rms(embeds, w["input_layernorm.weight"], spec.eps), normed], dim=-1)
+        else:
+            x = _rms(hidden, w["input_layernorm.weight"], spec.eps)
+        out, key, value = _attention(w, spec, x)
+        cache.append((key, value))
+        hidden = residual + out
+        hidden = hidden + _mlp(w, spec, hidden)
+    return hidden, cache
 
 
 def _combine(weights: dict[str, torch.Tensor], spec: Spec, taps: torch.Tensor) -> torch.Tensor:
@@ -89,28 +119,117 @@ def _combine(weights: dict[str, torch.Tensor], spec: Spec, taps: torch.Tensor) -
     return taps @ weights["fc.weight"].T
 
 
+def _head(weights: dict[str, torch.Tensor], spec: Spec, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[n, V_d]` of streams `[n, H]`, and what the head reads."""
+    normed = _rms(stream, weights["norm.weight"], spec.eps)
+    return normed @ weights["lm_head.weight"].T, normed
+
+
+def _said(weights: dict[str, torch.Tensor], spec: Spec, logits: torch.Tensor) -> list[int]:
+    """The most likely tokens, in the target's vocabulary, by logits `[n, V_d]`."""
+    tokens = logits.argmax(-1)
+    return (tokens + weights["d2t"][tokens] if spec.maps_vocabulary else tokens).tolist()
+
+
+def _embedding(weights: dict[str, torch.Tensor], target) -> torch.Tensor:
+    return weights.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
+
+
 @torch.no_grad()
 def propose(
     weights: dict[str, torch.Tensor], spec: Spec, target, token_ids: torch.Tensor, num_draft_tokens: int
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Draft after `token_ids` (`[T]` int64, the last of them not yet seen by the target).
+    """Draft after `token_ids` (`[T]` int64, the last of them not yet seen by the target), one token after the other.
 
     Returns:
-        the draft tokens in the target's vocabulary, and the logits `[V_d]` that each came from.
+        the draft tokens in the target's vocabulary, and the logits `[V_d]` that each came from; nothing after a text
+        of one token, which leaves no slot to draft from.
     """
-    embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
+    embedding = _embedding(weights, target)
     hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.taps))
     tokens, drafts, logits = token_ids[1:].tolist(), [], []
-    for _ in range(num_draft_tokens):
-        stream = hidden
-        for index in range(spec.num_layers):
-            stream = _layer(weights, spec, index, embedding[tokens], stream)
-        normed = _rms(stream[-1], weights["norm.weight"], spec.eps)
-        logits.append(weights["lm_head.weight"] @ normed)
-        token = int(logits[-1].argmax())
-        if spec.maps_vocabulary:
-            token += int(weights["d2t"][token])
-        drafts.append(token)
-        tokens.append(token)
-        hidden = torch.cat([hidden, (normed if spec.norm_output else stream[-1])[None]])
+    for _ in range(num_draft_tokens if tokens else 0):
+        stream, _cache = _run(weights, spec, hidden, embedding[tokens])
+        scored, normed = _head(weights, spec, stream[-1:])
+        logits.append(scored[0])
+        drafts += _said(weights, spec, scored)
+        tokens.append(drafts[-1])
+        hidden = torch.cat([hidden, normed if spec.norm_output else stream[-1:]])
     return drafts, logits
+
+
+@torch.no_grad()
+def propose_in_parallel(
+    weights: dict[str, torch.Tensor], spec: Spec, target, token_ids: torch.Tensor, num_draft_tokens: int
+) -> tuple[list[int], list[torch.Tensor]]:
+    """P-EAGLE's one pass; as `propose`. After a text of one token there is no slot for the first draft token."""
+    num_masks = num_draft_tokens - 1
+    taps = target_taps(target, token_ids[:-1], spec.taps)
+    hidden = torch.cat([taps, weights["mask_hidden"].view(1, -1).expand(num_masks, -1)])
+    hidden = _combine(weights, spec, hidden)
+    tokens = token_ids[1:].tolist() + [spec.mask_token] * num_masks
+    stream, _cache = _run(weights, spec, hidden, _embedding(weights, target)[tokens])
+    logits, _normed = _head(weights, spec, stream[-num_draft_tokens:])
+    return _said(weights, spec, logits), list(logits)
+
+
+@torch.no_grad()
+def eagle_cache(
+    weights: dict[str, torch.Tensor], spec: Spec, target, token_ids: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values `[T - 1, kv_heads, D]` of every layer after one pass over `token_ids` with their true taps."""
+    hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.taps))
+    return _run(weights, spec, hidden, _embedding(weights, target)[token_ids[1:]])[1]
+
+
+def read_llama(folder: Path) -> tuple[dict[str, torch.Tensor], Spec]:
+    """A Llama checkpoint: its tensors, and its shape; `parallel` if it is PARD."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = read_tensors(folder)
+    weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
+    spec = Spec(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config["vocab_size"],
+        eps=config["rms_norm_eps"],
+        rope_theta=config["rope_parameters"]["rope_theta"],
+        maps_vocabulary=False,
+        parallel="pard_token" in config,
+        mask_token=config.get("pard_token", 0),
+    )
+    return weights, spec
+
+
+@torch.no_grad()
+def llama(
+    weights: dict[str, torch.Tensor], spec: Spec, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Logits `[T, V]` of a Llama over `[T]` tokens, and keys and values `[T, kv_heads, D]` of every layer."""
+    stream, cache = _run(weights, spec, weights["embed_tokens.weight"][token_ids])
+    return _head(weights, spec, stream)[0], cache
+
+
+def draft_as_llama(
+    weights: dict[str, torch.Tensor], spec: Spec, token_ids: torch.Tensor, num_draft_tokens: int
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Draft after `[T]` tokens, one token after the other; returns as `propose`."""
+    drafted = []
+    for _ in range(num_draft_tokens):
+        logits, _cache = llama(weights, spec, token_ids)
+        drafted.append(logits[-1])
+        token_ids = torch.cat([token_ids, logits[-1:].argmax(-1)])
+    return token_ids[-num_draft_tokens:].tolist(), drafted
+
+
+def draft_as_pard(
+    weights: dict[str, torch.Tensor], spec: Spec, token_ids: torch.Tensor, num_draft_tokens: int
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Draft after `[T]` tokens in one pass; returns as `propose`."""
+    masked = torch.cat([token_ids, torch.tensor([spec.mask_token] * (num_draft_tokens - 1), dtype=torch.int64)])
+    logits = llama(weights, spec, masked)[0][-num_draft_tokens:]
+    return logits.argmax(-1).tolist(), list(logits)
