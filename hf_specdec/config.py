@@ -56,6 +56,13 @@ class DrafterConfig(PreTrainedConfig):
         """Tokens that the drafter can embed."""
         return self.vocab_size
 
+    def _get_generation_parameters(self) -> dict:
+        """What transformers would not have in a saved configuration; `num_assistant_tokens` is a field of this one.
+
+        Older versions find that out by building a configuration without arguments, which not every family has.
+        """
+        return {}
+
     def _check_mask_token(self) -> None:
         if self.mask_token_id is None:
             if self.parallel_drafting:
@@ -173,6 +180,7 @@ class PEagleConfig(Eagle3Config):
 
     model_type = "hf_specdec_peagle"
     family = "p-eagle"
+    has_no_defaults_at_init = True  # There is no mask token to default to.
 
     parallel_drafting: bool = True
     mask_hidden_shape: list[int] | None = None

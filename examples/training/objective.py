@@ -184,8 +184,8 @@ def summarize(counts: torch.Tensor) -> dict:
 
 def compile_elementwise(model: nn.Module) -> None:
     """Compile the norms and MLPs of `model` in place: what eager mode is slow at, in graphs too small to go wrong."""
-    # One function serves the norms of both models, in every data type, with and without gradients.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    # One function serves the norms of both models, in every data type and layout, with and without gradients.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.forward = torch.compile(module.forward, dynamic=True)
