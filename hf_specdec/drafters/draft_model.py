@@ -91,7 +91,9 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
     rule = rule if stated is None else "config.json"
     parallel = settle("parallel_drafting", is_pard if stated is None else bool(stated), rule)
     # -1 is what PARD's trainer writes if it was told of no token.
-    token = settle("mask_token_id", None if token == -1 else token, f"pard_token of config.json is {token}")
+    token = None if token == -1 else token
+    if token is not None or "mask_token_id" in overrides:
+        token = settle("mask_token_id", token, "pard_token of config.json")
     if parallel and token is None:
         raise ValueError(
             f"{checkpoint.name} is to draft in parallel, but its config.json names no mask token: pard_token is "
