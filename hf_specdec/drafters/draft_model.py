@@ -250,14 +250,11 @@ class DraftModelDrafter(CachedDrafter):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write an ordinary checkpoint of the model, which AutoModelForCausalLM loads too.
 
-        With a mask token its config.json says so as PARD's does, and whether that is used (`parallel_drafting`).
+        With a mask token its config.json names it as PARD's does; `parallel_drafting` says whether it is used.
         """
+        own = self.model.config
         if self.config.mask_token_id is not None:
-            self.model.config.update(
-                {
-                    "pard_token": self.config.mask_token_id,
-                    "spd_type": "pard",
-                    "parallel_drafting": self.config.parallel_drafting,
-                }
-            )
+            own.update({"pard_token": self.config.mask_token_id, "spd_type": "pard"})
+        if getattr(own, "spd_type", None) == "pard":
+            own.update({"parallel_drafting": self.config.parallel_drafting})
         self.model.save_pretrained(save_directory, **kwargs)
