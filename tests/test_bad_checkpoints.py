@@ -250,6 +250,24 @@ def test_error_is_one_sentence_a_problem(target, tmp_path):
     assert not re.search(r"\n|Traceback", str(caught.value))
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "wide"},
+        {"hidden_size": -4},
+        {"num_attention_heads": 5, "head_dim": ...},
+        {"hidden_act": "none-such"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dialect", ["specforge", "automodel"])
+def test_nonsense_in_config(dialect, changes, target, tmp_path):
+    spec = PEAGLE if dialect == "automodel" else SPEC
+    folder = write(dialect, tmp_path, spec, make_weights(spec), **changes)
+    refuse(folder, target, f"config.json of {folder} describes no model that can be built")
+
+
 # ---- P-EAGLE
 
 

@@ -172,6 +172,24 @@ def test_all_troubles_in_one_message(target, tmp_path):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "wide"},
+        {"vocab_size": None},
+        {"hidden_size": -4},
+        {"num_attention_heads": 5, "head_dim": ...},
+        {"hidden_act": "none-such"},
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}},
+    ],
+    ids=str,
+)
+def test_nonsense_in_config(changes, target, tmp_path):
+    folder = write_draft_model(tmp_path, **changes)
+    refuse(folder, target, f"config.json of {folder} describes no model that can be built")
+
+
+@pytest.mark.core
 def test_tied_head_may_be_absent(target, tmp_path):
     folder = change_weights(write_draft_model(tmp_path, tie_word_embeddings=True), lm_head__weight=None)
     drafter = AutoDrafter.from_pretrained(folder, target)

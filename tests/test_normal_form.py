@@ -90,6 +90,9 @@ def test_sharing_what_is_not_there(target, tmp_path):
     folder = write("specforge", tmp_path, spec, make_weights(spec))
     with pytest.raises(ValueError, match=r"share_embedding is False.*no tensor embed_tokens.weight"):
         AutoDrafter.from_pretrained(folder, target, share_embedding=False)
+    AutoDrafter.from_pretrained(folder, target).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"share_embedding is False.*saved has none of its own"):
+        AutoDrafter.from_pretrained(tmp_path / "saved", target, share_embedding=False)
 
 
 def test_head_absent_is_borrowed(target, tmp_path):

@@ -266,6 +266,16 @@ def test_ignored_tensors_and_prefix(tmp_path):
 
 
 @pytest.mark.core
+def test_mask_with_a_prefix(tmp_path):
+    """Automodel's first P-EAGLE models kept it beside the layers."""
+    weights = make_weights(PEAGLE)
+    weights["model.mask_hidden"] = weights.pop("mask_hidden")
+    folder = write("automodel", tmp_path, PEAGLE, weights)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(PEAGLE, dtype=torch.float32))
+    assert torch.equal(drafter.mask_hidden, weights["model.mask_hidden"])
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("table", ["zero", "identity", "absent"])
 def test_full_vocabulary_needs_no_table(table, tmp_path):
     spec = replace(SPEC, draft_vocab_size=SPEC.vocab_size, maps_vocabulary=False)

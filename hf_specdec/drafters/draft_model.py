@@ -189,7 +189,7 @@ class DraftModelDrafter(CachedDrafter):
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
         """As for every family; how such files' names become those of a model is transformers' to know, so it loads."""
-        with _quiet():
+        with checkpoint.building(), _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 device_map="meta",
