@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from .config import Eagle3Config
+from .config import DraftModelConfig, Eagle3Config
 from .drafters.auto import AutoDrafter, CheckpointReading, read_checkpoint
 from .drafters.checkpoints import Checkpoint, open_checkpoint
+from .drafters.draft_model import check_vocabulary
 from .drafters.eagle3 import check_fit
 from .selfcheck import SelfCheck, self_check
 
@@ -65,6 +66,11 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if arguments.target is not None:
         target = AutoConfig.from_pretrained(arguments.target, token=arguments.token)
     found = read_checkpoint(checkpoint, target)
+    if arguments.self_check and not isinstance(found.config, Eagle3Config):
+        raise ValueError(
+            f"{checkpoint.name} is a {found.config.family}, which can be read in one way only: --self-check has "
+            "nothing to score. Drop it."
+        )
     report = describe(checkpoint, found)
     if target is not None:
         report["target"] = describe_fit(found, target, arguments.target)
@@ -82,6 +88,8 @@ def describe(checkpoint: Checkpoint, found: CheckpointReading) -> dict[str, Any]
         "family": config.family,
         "dialect": config.dialect,
         "num_assistant_tokens": config.num_assistant_tokens,
+        "parallel_drafting": config.parallel_drafting,
+        "mask_token_id": config.mask_token_id,
         "trained_for": config.target_name_or_path,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -98,17 +106,26 @@ def describe(checkpoint: Checkpoint, found: CheckpointReading) -> dict[str, Any]
         report["taps"] = config.taps if config.use_aux_hidden_state else "last hidden state"
         report["rope_parameters"] = config.rope_parameters
         report["sizes"] = {name: getattr(config, name) for name in _SHOWN_SIZES}
+    if isinstance(config, DraftModelConfig):
+        text = AutoConfig.for_model(**config.model).get_text_config()
+        report["model_type"] = config.model["model_type"]
+        report["rope_parameters"] = getattr(text, "rope_parameters", None)
+        report["sizes"] = {name: getattr(text, name) for name in _SHOWN_SIZES if hasattr(text, name)}
     return report
 
 
 def describe_fit(found: CheckpointReading, target: PreTrainedConfig, name: str) -> dict[str, Any]:
     """Whether the drafter fits the target; of a family without such a check, None."""
     report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": None, "reason": None}
-    if not isinstance(found.config, Eagle3Config):
-        return report
+    config = found.config
     try:
-        num_layers = target.get_text_config().num_hidden_layers
-        report["taps"] = check_fit(found.config, target, num_layers, found.config.name_or_path)
+        if isinstance(config, Eagle3Config):
+            num_layers = target.get_text_config().num_hidden_layers
+            report["taps"] = check_fit(config, target, num_layers, config.name_or_path)
+        elif isinstance(config, DraftModelConfig):
+            check_vocabulary(config.num_embeddings, target, config.name_or_path)
+        else:
+            return report
     except ValueError as error:
         return report | {"fits": False, "reason": str(error)}
     return report | {"fits": True}
@@ -165,10 +182,14 @@ def render(report: dict[str, Any]) -> str:
         f"family       {report['family']} ({report['dialect']})",
         f"trained for  {report['trained_for'] or 'not stated'}",
         f"K            {report['num_assistant_tokens']} draft tokens a round",
+        f"drafting     {_render_drafting(report)}",
         f"vocabulary   {report['draft_vocab_size']} of the target's {report['vocab_size']} tokens are drafted",
     ]
     if "taps" in report:
         lines.append(f"taps         {report['taps'] or 'settled with --target'}")
+    if "model_type" in report:
+        lines.append(f"model        {report['model_type']}")
+    if "sizes" in report:
         lines.append(f"RoPE         {report['rope_parameters']}")
         lines.append("sizes        " + ", ".join(f"{name} {value}" for name, value in report["sizes"].items()))
     lines.append(f"tensors      {len(report['tensors'])}, {report['parameters']:,} values")
@@ -181,6 +202,12 @@ def render(report: dict[str, Any]) -> str:
     if "self_check" in report:
         lines += _render_self_check(report["self_check"])
     return "\n".join(lines)
+
+
+def _render_drafting(report: dict[str, Any]) -> str:
+    if not report["parallel_drafting"]:
+        return "token by token"
+    return f"all tokens in one pass, the mask token {report['mask_token_id']} where there is none yet"
 
 
 def _render_fit(target: dict[str, Any]) -> str:

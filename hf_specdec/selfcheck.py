@@ -10,30 +10,37 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from .config import DEFAULT_ROPE_THETA, Eagle3Config
+from .config import DEFAULT_ROPE_THETA, Eagle3Config, PEagleConfig
 from .drafters.dialects import SPECFORGE
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.layers import rotary_embedding
+from .hosting import LENGTH_DEPENDENT_ROPE
 from .taps import TapRecorder, decoder_layers
 
 NUM_STEPS = 3
 
 
 class Reading(NamedTuple):
-    """One way to read a checkpoint, by keywords of `AutoDrafter.from_pretrained`; `taps` None: no boundary is read."""
+    """One way to read a checkpoint, by keywords of `AutoDrafter.from_pretrained`.
+
+    `taps` None: no boundary is read. `rope_parameters`: the whole of them, where more than their base is in question.
+    """
 
     taps: tuple[int, ...] | None
     norm_before_residual: bool
     norm_output: bool
     final_norm: bool
     rope_theta: float
+    rope_parameters: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.changes().items())
 
     def changes(self) -> dict[str, Any]:
-        taps = {} if self.taps is None else {"taps": list(self.taps)}
-        return taps | {name: getattr(self, name) for name in self._fields[1:]}
+        changes = self._asdict() | {"taps": self.taps and list(self.taps)}
+        if self.rope_parameters is not None:
+            del changes["rope_theta"]
+        return {name: value for name, value in changes.items() if value is not None}
 
 
 class Score(NamedTuple):
@@ -82,41 +89,50 @@ class SelfCheck:
     def verdict(self) -> str:
         if not self.conclusive:
             return f"the current reading stands ({self.current}): no other is clearly better."
-        changed = {
-            name: value for name, value in self.best.reading.changes().items() if self.current.changes()[name] != value
-        }
+        current = self.current.changes()
+        changed = {name: value for name, value in self.best.reading.changes().items() if current.get(name) != value}
         keywords = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         return f"the weights were trained for another reading; pass {keywords} to AutoDrafter.from_pretrained."
 
 
-def readings_of(config: Eagle3Config, taps: list[int], num_layers: int, target_theta: float) -> Iterator[Reading]:
+def readings_of(
+    config: Eagle3Config, taps: list[int], num_layers: int, target_rope: dict[str, Any]
+) -> Iterator[Reading]:
     """Every reading that a published checkpoint of this configuration might mean, the current one first.
 
     Args:
         config: the drafter's.
         taps: boundaries it taps at present, ascending.
         num_layers: of the target. Boundaries one lower and one higher are tried where they exist.
-        target_theta: RoPE base of the target.
+        target_rope: RoPE parameters of the target. A drafter that was trained with their scaling may not say so.
     """
     shifted = [tuple(tap + shift for tap in taps) for shift in (0, 1, -1)]
     boundaries = [found for found in shifted if found[0] >= 0 and found[-1] <= num_layers] if taps else [None]
-    thetas = dict.fromkeys((config.rope_parameters["rope_theta"], DEFAULT_ROPE_THETA, target_theta))
+    own, theirs = config.rope_parameters, target_rope.get("rope_theta", DEFAULT_ROPE_THETA)
+    ropes: list[tuple[float, dict[str, Any] | None]] = [
+        (theta, None) for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, float(theirs)))
+    ]
+    if target_rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT_ROPE}:
+        ropes.append((float(theirs), target_rope))
     residuals = (config.norm_before_residual, not config.norm_before_residual)
-    feedbacks = (config.norm_output, not config.norm_output)
-    # Only SpecForge's files may hold a final norm that is not to be applied.
-    finals = (True, False) if config.final_norm and config.dialect == SPECFORGE else (config.final_norm,)
-    for reading in product(boundaries, residuals, feedbacks, finals, thetas):
-        yield Reading(*reading)
+    # Nothing is fed back where all tokens are drafted in one pass.
+    feedbacks = (config.norm_output, not config.norm_output)[: 1 if config.parallel_drafting else 2]
+    # Only SpecForge's EAGLE-3 files may hold a final norm that is not to be applied.
+    is_optional = config.final_norm and config.dialect == SPECFORGE and not isinstance(config, PEagleConfig)
+    finals = (True, False) if is_optional else (config.final_norm,)
+    for boundary, residual, feedback, final, (theta, rope) in product(boundaries, residuals, feedbacks, finals, ropes):
+        yield Reading(boundary, residual, feedback, final, theta, rope)
 
 
 def reread(drafter: Eagle3Drafter, target: PreTrainedModel, reading: Reading) -> Eagle3Drafter:
     """The same weights, not copied, under another reading, bound to `target`."""
     settings = drafter.config.to_dict() | reading.changes()
-    theta = settings.pop("rope_theta")
-    settings["rope_parameters"] = drafter.config.rope_parameters | {"rope_theta": theta}
-    config = Eagle3Config.from_dict(settings)
+    if reading.rope_parameters is None:
+        theta = settings.pop("rope_theta")
+        settings["rope_parameters"] = drafter.config.rope_parameters | {"rope_theta": theta}
+    config = type(drafter.config).from_dict(settings)
     with torch.device("meta"):
-        other = Eagle3Drafter(config)
+        other = type(drafter)(config)
     weights = drafter.state_dict()
     other.load_state_dict({name: weights[name] for name in other.state_dict()}, assign=True)
     other.rotary_emb = rotary_embedding(config).to(drafter.device)
@@ -145,8 +161,7 @@ def self_check(
     )
     num_layers = len(decoder_layers(target))
     target_rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
-    target_theta = float(target_rope.get("rope_theta", DEFAULT_ROPE_THETA))
-    readings = list(readings_of(drafter.config, drafter.tap_boundaries, num_layers, target_theta))
+    readings = list(readings_of(drafter.config, drafter.tap_boundaries, num_layers, target_rope))
     boundaries = sorted({boundary for reading in readings for boundary in reading.taps or ()})
     with TapRecorder(target, boundaries, last_hidden_state=drafter.taps_last_hidden_state) as recorder:
         choices = target(text, use_cache=False).logits[0].argmax(-1)

@@ -308,7 +308,7 @@ def write(
             "t2d": torch.ones(spec.vocab_size, dtype=torch.bool),
         }
     if dialect == "automodel":
-        outside = ("lm_head.weight", "d2t", "t2d", "mask_hidden")
+        outside = ("lm_head.weight", "d2t", "t2d", "mask_hidden", "model.mask_hidden")
         tensors = {name if name in outside else f"model.{name}": tensor for name, tensor in tensors.items()}
         if "mask_hidden" in tensors:
             tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dialects import Spec, make_weights, tiny_target, write
+from dialects import PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
 from safetensors.torch import save_file
 
 from hf_specdec import AutoDrafter
@@ -248,3 +248,80 @@ def test_error_is_one_sentence_a_problem(target, tmp_path):
     with pytest.raises(ValueError) as caught:
         AutoDrafter.from_pretrained(tmp_path, target)
     assert not re.search(r"\n|Traceback", str(caught.value))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "wide"},
+        {"hidden_size": -4},
+        {"num_attention_heads": 5, "head_dim": ...},
+        {"hidden_act": "none-such"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dialect", ["specforge", "automodel"])
+def test_nonsense_in_config(dialect, changes, target, tmp_path):
+    spec = PEAGLE if dialect == "automodel" else SPEC
+    folder = write(dialect, tmp_path, spec, make_weights(spec), **changes)
+    refuse(folder, target, f"config.json of {folder} describes no model that can be built")
+
+
+# ---- P-EAGLE
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", PEAGLE_DIALECTS)
+def test_damaged_peagle(dialect, target, tmp_path):
+    weights = make_weights(PEAGLE)
+    del weights["layers.1.mlp.up_proj.weight"]
+    weights["layers.1.hidden_norm.weight"] = torch.zeros(32)
+    weights["mask_hidden"] = torch.zeros(1, 1, 95)
+    folder = write(dialect, tmp_path, PEAGLE, weights)
+    shape, expected = ([1, 95], [1, 96]) if dialect == "automodel" else ([1, 1, 95], [1, 1, 96])
+    refuse(
+        folder,
+        target,
+        str(folder),
+        "missing tensors: layers.1.mlp.up_proj.weight;",
+        "unexpected tensors: layers.1.hidden_norm.weight;",
+        f"wrong shapes: mask_hidden is {shape}, expected {expected}",
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", [dialect for dialect in PEAGLE_DIALECTS])
+def test_peagle_without_its_mask(dialect, target, tmp_path):
+    weights = make_weights(PEAGLE)
+    del weights["mask_hidden"]
+    refuse(write(dialect, tmp_path, PEAGLE, weights), target, "missing tensors: mask_hidden.")
+
+
+@pytest.mark.core
+def test_peagle_that_lost_a_layer(target, tmp_path):
+    """`midlayer` is layer 0, so layers 1 and 3 beside it leave a hole."""
+    weights = {name.replace("layers.1.", "layers.3."): tensor for name, tensor in make_weights(PEAGLE).items()}
+    folder = write("amazon", tmp_path, PEAGLE, weights, num_hidden_layers=4)
+    refuse(folder, target, "num_hidden_layers is 4", "the draft layers [0, 3]")
+
+
+@pytest.mark.core
+def test_masks_are_for_peagle(target, tmp_path):
+    """EAGLE-3 has no mask_hidden, neither as published nor as saved."""
+    folder = write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
+    AutoDrafter.from_pretrained(folder, target, parallel_drafting=False).save_pretrained(tmp_path / "b")
+    for place in (folder, tmp_path / "b"):
+        refuse(place, target, str(place), "no tensor mask_hidden", parallel_drafting=True, mask_token_id=3)
+        refuse(place, target, str(place), "no tensor mask_hidden", parallel_drafting=True)
+        refuse(place, target, "mask_token_id 3", "drafts token by token", mask_token_id=3)
+
+
+@pytest.mark.core
+def test_mask_token_of_the_normal_form(target, tmp_path):
+    folder = write("specforge-peagle", tmp_path / "a", PEAGLE, make_weights(PEAGLE), mask_token_id=...)
+    AutoDrafter.from_pretrained(folder, target, parallel_drafting=False).save_pretrained(tmp_path / "b")
+    refuse(tmp_path / "b", target, "mask_token_id is None", parallel_drafting=True)
+    refuse(tmp_path / "b", target, "mask_token_id is 128", parallel_drafting=True, mask_token_id=128)
+    drafter = AutoDrafter.from_pretrained(tmp_path / "b", target, parallel_drafting=True, mask_token_id=3)
+    assert drafter.config.parallel_drafting and drafter.config.mask_token_id == 3

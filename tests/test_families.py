@@ -10,11 +10,14 @@ from dialects import Spec, make_weights, tiny_target, write
 from safetensors.torch import save_file
 
 from hf_specdec import AutoDrafter
+from hf_specdec.drafters.families import DRAFT_MODEL, P_EAGLE, check_family
+from hf_specdec.drafters.families import EAGLE3 as EAGLE_3
 
 SPEC = Spec()
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 128}
 EAGLE3 = LLAMA | {"draft_vocab_size": 40}
 SPECULATORS = {"architectures": ["X"], "transformer_layer_config": {"model_type": "llama"}, "draft_vocab_size": 40}
+MASK = ["fc.weight", "mask_hidden"]
 MEDUSA_HEAD = "parallel_draft_heads.0.medusa_layers.0.linear.weight"
 
 REFUSED = {
@@ -30,24 +33,73 @@ REFUSED = {
     "medusa of ModelOpt": (EAGLE3 | {"eagle_config": {"parallel_draft_step": 3}}, [], "Medusa heads"),
     "medusa by tensor": (EAGLE3, ["fc.weight", MEDUSA_HEAD], "Medusa heads"),
     "pard-2": (LLAMA | {"pard2_target_dim": 128, "pard2_scale": 0.02, "pard_token": 5}, [], "PARD-2"),
+    "pard-2 by type": (LLAMA | {"spd_type": "pard2", "pard_token": 5}, [], "PARD-2"),
+    "pard-2 by tensor": (LLAMA | {"pard_token": 5}, ["model.norm.weight", "target_proj.weight"], "PARD-2"),
     "dflash": (LLAMA | {"architectures": ["DFlashDraftModel"], "block_size": 16, "dflash_config": {}}, [], "DFlash"),
     "dflash of speculators": (SPECULATORS | {"speculators_model_type": "dflash"}, [], "DFlash"),
     "dspark": (LLAMA | {"block_size": 7, "markov_rank": 64, "dspark_noise_token_id": 3}, [], "DSpark"),
-    "p-eagle of speculators": (SPECULATORS | {"speculators_model_type": "peagle", "mask_token_id": 3}, [], "P-EAGLE"),
-    "p-eagle by token": (EAGLE3 | {"ptd_token_id": 7}, [], "P-EAGLE"),
-    "p-eagle by pard_token": (EAGLE3 | {"pard_token": 7}, [], "P-EAGLE"),
-    "p-eagle by tensor": (EAGLE3, ["fc.weight", "mask_hidden"], "P-EAGLE"),
-    "p-eagle by name": (EAGLE3 | {"architectures": ["PEagleDraftModel"]}, [], "P-EAGLE"),
-    "pard": (LLAMA | {"pard_token": 7, "spd_type": "pard"}, ["model.embed_tokens.weight"], "PARD"),
+    "dflash with a mask token": (EAGLE3 | {"dflash_config": {"mask_token_id": 3}}, ["fc.weight"], "DFlash"),
+    "dspark with a mask": (LLAMA | {"architectures": ["Qwen3DSparkModel"], "ptd_token_id": 3}, MASK, "DSpark"),
     "mlp speculator": ({"model_type": "mlp_speculator", "n_predict": 3}, [], "MLP speculator"),
     "mla": (
         EAGLE3 | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"},
         [],
         "latent attention",
     ),
+    "mla by tensor": (EAGLE3, ["midlayer.self_attn.kv_a_proj_with_mqa.weight"], "latent attention"),
+    "p-eagle with mla": (
+        EAGLE3 | {"ptd_token_id": 7},
+        [*MASK, "midlayer.self_attn.kv_a_proj_with_mqa.weight"],
+        "latent attention",
+    ),
     "mtp": (LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}, [], "MTP modules"),
     "mtp of qwen3.5": ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}, [], "MTP modules"),
-    "draft model": (LLAMA, ["model.layers.0.mlp.up_proj.weight"], "an ordinary draft model"),
+}
+
+RECOGNISED = {
+    "p-eagle of speculators": (SPECULATORS | {"speculators_model_type": "peagle", "mask_token_id": 3}, [], P_EAGLE),
+    "p-eagle of speculators, by its name too": (
+        SPECULATORS | {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]},
+        ["fc.weight"],
+        P_EAGLE,
+    ),
+    "p-eagle by token": (EAGLE3 | {"ptd_token_id": 7}, [], P_EAGLE),
+    "p-eagle by pard_token": (EAGLE3 | {"pard_token": 7}, [], P_EAGLE),
+    "p-eagle by tensor": (EAGLE3, MASK, P_EAGLE),
+    "p-eagle by tensor with a prefix": (LLAMA, ["model.fc.weight", "model.mask_hidden"], P_EAGLE),
+    "p-eagle by name": (EAGLE3 | {"architectures": ["PEagleDraftModel"]}, [], P_EAGLE),
+    "p-eagle with nested layers": (
+        {"architectures": ["LlamaForCausalLM"], "transformer_layer_config": {}, "ptd_token_id": 7},
+        ["fc.weight"],
+        P_EAGLE,
+    ),
+    "p-eagle of Automodel": (
+        EAGLE3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "mask_token_id": 3},
+        ["model.fc.weight"],
+        P_EAGLE,
+    ),
+    "p-eagle with keys of others": (
+        EAGLE3 | {"dflash_config": {"mask_token_id": 3}, "dspark_noise_token_id": 3, "num_nextn_predict_layers": 1},
+        MASK,
+        P_EAGLE,
+    ),
+    "eagle-3 of Automodel": (
+        EAGLE3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": False, "mask_token_id": 3},
+        ["model.fc.weight"],
+        EAGLE_3,
+    ),
+    "pard": (LLAMA | {"pard_token": 7, "spd_type": "pard"}, ["model.embed_tokens.weight"], DRAFT_MODEL),
+    "draft model": (LLAMA, ["model.layers.0.mlp.up_proj.weight"], DRAFT_MODEL),
+    "draft model with latent attention": (
+        LLAMA | {"architectures": ["DeepseekV2ForCausalLM"]},
+        ["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"],
+        DRAFT_MODEL,
+    ),
+    "draft model with a layer c_fc": (
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+        ["transformer.h.0.mlp.c_fc.weight"],
+        DRAFT_MODEL,
+    ),
 }
 
 
@@ -64,6 +116,13 @@ def test_refused_by_name(case, target, tmp_path):
     save_file({name: torch.zeros(1) for name in tensors or ["x"]}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{tmp_path} is .*{family}"):
         AutoDrafter.from_pretrained(tmp_path, target)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", RECOGNISED)
+def test_recognised(case):
+    config, tensors, family = RECOGNISED[case]
+    assert check_family("it", config, tensors) == family
 
 
 @pytest.mark.core

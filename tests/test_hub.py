@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from dialects import Spec, make_weights, tiny_target, write
+from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
 from hub_server import Hub, serve
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -172,3 +172,34 @@ def test_endpoint_variable(hub, cache, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "SpecForge" in done.stdout
+
+
+@pytest.mark.core
+def test_sharded_peagle(hub, target, cache, tmp_path):
+    folder = write("amazon", tmp_path / "one", PEAGLE, make_weights(PEAGLE), max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    hub.add("org/peagle", folder)
+    drafter = AutoDrafter.from_pretrained("org/peagle", target, cache_dir=cache)
+    assert torch.equal(drafter.mask_hidden, make_weights(PEAGLE)["mask_hidden"])
+    assert drafter.config.name_or_path == "org/peagle" and drafter.config.mask_token_id == PEAGLE.mask_token
+
+
+@pytest.mark.core
+def test_pard(hub, target, cache, tmp_path):
+    """Sharded, in a subfolder of a revision; then pushed as an ordinary checkpoint, and offline from the cache."""
+    folder = write_draft_model(tmp_path / "one", pard_token=7, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    hub.add("org/pard", folder, revision="v2", prefix="inside/")
+    where = {"cache_dir": cache, "revision": "v2", "subfolder": "inside"}
+    drafter = AutoDrafter.from_pretrained("org/pard", target, **where)
+    assert drafter.config.mask_token_id == 7 and drafter.config.parallel_drafting
+    assert drafter.config.name_or_path == "org/pard/inside"
+    drafter.push_to_hub("me/pushed", token=TOKEN)
+    assert {"config.json", "model.safetensors"} <= set(hub.repos["me/pushed"].revisions["main"])
+    again = AutoDrafter.from_pretrained("me/pushed", target, cache_dir=cache)
+    hub.requests.clear()
+    offline = AutoDrafter.from_pretrained("org/pard", target, local_files_only=True, **where)
+    assert hub.requests == []
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]) and torch.equal(tensor, offline.state_dict()[name])
+    assert again.config.mask_token_id == 7 and again.config.dialect == "PARD"

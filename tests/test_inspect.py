@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from dialects import Spec, make_weights, tiny_target, write
+from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
+from safetensors.torch import load_file, save_file
 
 from hf_specdec import AutoDrafter
 from hf_specdec.cli import build_parser, main
@@ -95,6 +96,91 @@ def test_errors_are_one_line(tmp_path, capsys):
     torch.save({}, tmp_path / "pytorch_model.bin")
     assert main(["inspect", str(tmp_path)]) == 1
     assert "Medusa heads" in capsys.readouterr().err
+
+
+@pytest.mark.core
+def test_peagle(target_folder, tmp_path, capsys):
+    folder = write("specforge-peagle", tmp_path, PEAGLE, make_weights(PEAGLE))
+    assert main(["inspect", str(folder), "--target", str(target_folder)]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "p-eagle (SpecForge)",
+        "8 draft tokens a round",
+        "all tokens in one pass, the mask token 5 where there is none yet",
+        "taps         [2, 4, 5]",
+        "mask_hidden  F32 [1, 1, 96]",
+        "mask_token_id = 5: mask_token_id of config.json",
+        "(in doubt): SpecForge's P-EAGLE trainer leaves out the llama3 scaling",
+        "(llama): fits",
+    ):
+        assert part in out
+    assert main(["inspect", str(folder), "--target", str(target_folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["family"] == "p-eagle" and report["parallel_drafting"] and report["mask_token_id"] == 5
+    assert report["target"] == {
+        "name": str(target_folder),
+        "model_type": "llama",
+        "fits": True,
+        "reason": None,
+        "taps": [2, 4, 5],
+    }
+
+
+@pytest.mark.core
+def test_draft_models(target_folder, tmp_path, capsys):
+    pard, plain = write_draft_model(tmp_path / "pard", pard_token=7), write_draft_model(tmp_path / "plain")
+    capsys.readouterr()
+    assert main(["inspect", str(pard), "--target", str(target_folder)]) == 0
+    captured = capsys.readouterr()
+    for part in (
+        "draft model (PARD)",
+        "all tokens in one pass, the mask token 7 where",
+        "model        llama",
+        "hidden_size 32, intermediate_size 64, num_hidden_layers 2",
+        "128 of the target's 128 tokens",
+        "(llama): fits",
+    ):
+        assert part in captured.out
+    assert captured.err == ""
+    assert main(["inspect", str(plain), "--target", str(target_folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["family"], report["dialect"], report["model_type"]) == ("draft model", "transformers", "llama")
+    assert report["parallel_drafting"] is False and report["mask_token_id"] is None
+    assert report["sizes"]["num_hidden_layers"] == 2 and report["target"]["fits"] is True
+    assert report["tensors"]["lm_head.weight"] == {"shape": [128, 32], "dtype": "F32"}
+    assert main(["inspect", str(plain)]) == 0
+    assert "target  " not in capsys.readouterr().out
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("size", "fits"), [(100, True), (170, True), (2000, False)])
+def test_vocabulary_of_a_draft_model(size, fits, target_folder, tmp_path, capsys):
+    folder = write_draft_model(tmp_path, spec=Spec(vocab_size=size, target_layers=2))
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--target", str(target_folder), "--json"]) == 0
+    fit = json.loads(capsys.readouterr().out)["target"]
+    assert fit["fits"] is fits
+    assert fits or "vocabulary of 2000 tokens" in fit["reason"]
+
+
+@pytest.mark.core
+def test_damaged_draft_model(tmp_path, capsys):
+    folder = write_draft_model(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert "missing tensors: lm_head.weight." in captured.err
+
+
+def test_draft_models_have_one_reading(target_folder, tmp_path, capsys):
+    folder = write_draft_model(tmp_path)
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--target", str(target_folder), "--self-check"]) == 1
+    assert "can be read in one way only" in capsys.readouterr().err
 
 
 def test_usage():

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from dialects import DIALECTS, Spec, make_weights, tiny_target, write
+from dialects import DIALECTS, PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
 from safetensors.torch import load_file
 
 from hf_specdec import AutoDrafter
 from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters.base import Drafter, register_drafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.drafters.peagle import PEagleDrafter
 
 SPEC = Spec(norm_before_residual=True, num_layers=2, own_embedding=True)
 
@@ -88,6 +90,9 @@ def test_sharing_what_is_not_there(target, tmp_path):
     folder = write("specforge", tmp_path, spec, make_weights(spec))
     with pytest.raises(ValueError, match=r"share_embedding is False.*no tensor embed_tokens.weight"):
         AutoDrafter.from_pretrained(folder, target, share_embedding=False)
+    AutoDrafter.from_pretrained(folder, target).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"share_embedding is False.*saved has none of its own"):
+        AutoDrafter.from_pretrained(tmp_path / "saved", target, share_embedding=False)
 
 
 def test_head_absent_is_borrowed(target, tmp_path):
@@ -162,3 +167,68 @@ def test_narrow_drafter_without_embedding(tmp_path):
     folder = write("specforge", tmp_path, spec, make_weights(spec))
     with pytest.raises(ValueError, match="no embedding of its own, and the target's is 32 wide"):
         AutoDrafter.from_pretrained(folder, tiny_target(spec))
+
+
+# ---- P-EAGLE
+
+
+@torch.no_grad()
+def drafts(drafter, num_steps: int = 4) -> torch.Tensor:
+    """`[num_steps, S, V]` logits of drafts from every position of one text.
+
+    Weights mapped from a file lie at any address, on which the last bits of a product depend; those of a copy do not.
+    """
+    drafter = copy.deepcopy(drafter)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(PEAGLE.vocab_size, (1, 9), generator=generator)
+    taps = torch.randn(1, 9, drafter.config.tap_width, generator=generator)
+    return torch.cat(drafter(tokens, taps, num_steps))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", PEAGLE_DIALECTS)
+def test_peagle_round_trip(dialect, target, tmp_path):
+    folder = write(dialect, tmp_path / "a", PEAGLE, make_weights(PEAGLE))
+    first = AutoDrafter.from_pretrained(folder, target)
+    first.save_pretrained(tmp_path / "b")
+    second = AutoDrafter.from_pretrained(tmp_path / "b", target)
+    second.save_pretrained(tmp_path / "c")
+    assert type(second) is PEagleDrafter and torch.equal(drafts(first), drafts(second))
+    saved = load_file(tmp_path / "b" / "model.safetensors")
+    assert saved.keys() == first.state_dict().keys() and "mask_hidden" in saved and "mask_state" not in saved
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["model_type"] == "hf_specdec_peagle" and config["mask_token_id"] == PEAGLE.mask_token
+    assert second.num_assistant_tokens == first.num_assistant_tokens
+
+    sequential = [
+        AutoDrafter.from_pretrained(place, target, parallel_drafting=False) for place in (folder, tmp_path / "b")
+    ]
+    assert torch.equal(drafts(sequential[0]), drafts(sequential[1]))
+    assert torch.equal(drafts(first)[0], drafts(sequential[0])[0])
+    assert not torch.equal(drafts(first)[1], drafts(sequential[0])[1])
+    other = [AutoDrafter.from_pretrained(place, target, mask_token_id=9) for place in (folder, tmp_path / "b")]
+    assert torch.equal(drafts(other[0]), drafts(other[1])) and not torch.equal(drafts(other[0]), drafts(first))
+
+
+def test_all_peagle_dialects_draft_the_same(target, tmp_path):
+    spec = replace(PEAGLE, norm_before_residual=True)
+    found = [
+        drafts(AutoDrafter.from_pretrained(write(dialect, tmp_path / dialect, spec, make_weights(spec)), target))
+        for dialect in PEAGLE_DIALECTS
+    ]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.core
+def test_rope_parameters_of_the_normal_form(target, tmp_path):
+    folder = write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
+    linear = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+    AutoDrafter.from_pretrained(folder, target, rope_parameters=linear).save_pretrained(tmp_path / "b")
+    assert AutoDrafter.from_pretrained(tmp_path / "b", target).config.rope_parameters == linear
+    plain = {"rope_type": "default", "rope_theta": 5.0}
+    drafter = AutoDrafter.from_pretrained(tmp_path / "b", target, rope_parameters=plain)
+    assert drafter.config.rope_parameters == plain
+    angles = drafter.rotary_emb(torch.zeros(1), torch.tensor([[3]]))[0][0, 0, :2]
+    torch.testing.assert_close(angles, torch.tensor([3.0, 3.0 * 5.0**-0.25]).cos())

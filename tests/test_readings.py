@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dialects import Spec, make_weights, tiny_target, write
+from dialects import PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
 from transformers import LlamaConfig
 
 from hf_specdec.drafters.auto import AutoDrafter, CheckpointReading, read_checkpoint
@@ -53,6 +53,13 @@ def decision(found: CheckpointReading, name: str):
         ({"eagle_config": {NESTED: [1, 2, 3], "next_layer_regular": True}}, "NVIDIA ModelOpt"),
         ({"eagle_config": {"layer_ids": [1, 2, 3]}}, "NVIDIA ModelOpt"),
         ({"speculators_model_type": "eagle3"}, "speculators"),
+        ({"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}, "speculators"),
+        ({"architectures": ["PEagleDraftModel"], "ptd_token_id": 3}, "SpecForge"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 3}, "Amazon"),
+        ({"eagle_config": {NESTED: [1, 2, 3], "use_aux_hidden_state": True}, "ptd_token_id": 3}, "Amazon"),
+        ({"architectures": ["LlamaEagle3DraftModel"], "mask_token_id": 3}, "NeMo Automodel"),
+        ({"architectures": ["LlamaPEagleDraftModel"]}, "NeMo Automodel"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True}, "NeMo Automodel"),
     ],
 )
 def test_dialect(config, dialect):
@@ -259,6 +266,16 @@ def test_ignored_tensors_and_prefix(tmp_path):
 
 
 @pytest.mark.core
+def test_mask_with_a_prefix(tmp_path):
+    """Automodel's first P-EAGLE models kept it beside the layers."""
+    weights = make_weights(PEAGLE)
+    weights["model.mask_hidden"] = weights.pop("mask_hidden")
+    folder = write("automodel", tmp_path, PEAGLE, weights)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(PEAGLE, dtype=torch.float32))
+    assert torch.equal(drafter.mask_hidden, weights["model.mask_hidden"])
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("table", ["zero", "identity", "absent"])
 def test_full_vocabulary_needs_no_table(table, tmp_path):
     spec = replace(SPEC, draft_vocab_size=SPEC.vocab_size, maps_vocabulary=False)
@@ -312,3 +329,154 @@ def test_tied_embeddings_are_never_tied(tmp_path):
     drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC, dtype=torch.float32))
     assert torch.equal(drafter.lm_head.weight, weights["lm_head.weight"])
     assert torch.equal(drafter.embed_tokens.weight, weights["embed_tokens.weight"])
+
+
+# ---- P-EAGLE
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", PEAGLE_DIALECTS)
+def test_peagle(dialect, tmp_path):
+    found = read(tmp_path, dialect, PEAGLE)
+    config = found.config
+    assert config.family == "p-eagle" and config.parallel_drafting
+    assert config.mask_token_id == PEAGLE.mask_token and not decision(found, "mask_token_id").doubtful
+    assert config.taps == [2, 4, 5] and config.num_hidden_layers == PEAGLE.num_layers
+    assert config.own_embedding and config.draft_vocab_size == PEAGLE.vocab_size
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert not config.norm_before_residual and config.final_norm
+    assert config.mask_hidden_shape == ([1, 96] if dialect == "automodel" else [1, 1, 96])
+    assert config.num_assistant_tokens == {"speculators-peagle": 3, "automodel": 6}.get(dialect, 8)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", PEAGLE_DIALECTS)
+def test_peagle_residual_is_raw_unless_stated(dialect, tmp_path):
+    found = read(tmp_path / "a", dialect, PEAGLE, norm_before_residual=...)
+    assert not found.config.norm_before_residual and not decision(found, "norm_before_residual").doubtful
+    assert read(tmp_path / "b", dialect, PEAGLE, norm_before_residual=True).config.norm_before_residual
+
+
+@pytest.mark.core
+def test_amazon_ids_are_outputs_of_layers(tmp_path):
+    """As published for gpt-oss-20b, which has 24 layers."""
+    nested = {NESTED: [1, 11, 20], "use_aux_hidden_state": True}
+    assert read(tmp_path / "a", "amazon", PEAGLE, num_layers=24, eagle_config=nested).config.taps == [2, 12, 21]
+    assert read(tmp_path / "b", "amazon-nested", PEAGLE, num_layers=24).config.taps == [2, 12, 21]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("keys", "token"),
+    [
+        ({"ptd_token_id": 9, "pard_token": 8}, 8),
+        ({"pard_token": 8, "dspark_noise_token_id": 7}, 7),
+        ({"dspark_noise_token_id": 7, "mask_token_id": 6}, 6),
+        ({"mask_token_id": 6, "dflash_config": {"mask_token_id": 4}}, 4),
+        ({"mask_token_id": None, "dflash_config": {}, "pard_token": None, "ptd_token_id": "9"}, 9),
+    ],
+)
+def test_order_of_mask_tokens(keys, token, tmp_path):
+    found = read(tmp_path, "specforge-peagle", PEAGLE, **({"mask_token_id": ...} | keys))
+    assert found.config.mask_token_id == token
+    assert decision(found, "mask_token_id").rule.endswith("of config.json")
+
+
+@pytest.mark.core
+def test_mask_token_that_is_in_no_key(tmp_path):
+    """As in SpecForge's configs/qwen3-8b-peagle.json."""
+    with pytest.raises(
+        ValueError, match=r"names no mask token.*dflash_config.mask_token_id.*ptd_token_id.*mask_token_id=`"
+    ):
+        read(tmp_path / "a", "specforge-peagle", PEAGLE, mask_token_id=...)
+    overrides = {"mask_token_id": 11}
+    found = read(tmp_path / "b", "specforge-peagle", PEAGLE, overrides=overrides, mask_token_id=...)
+    assert found.config.mask_token_id == 11 and decision(found, "mask_token_id").rule == "given by the caller"
+    overrides = {"parallel_drafting": False}
+    found = read(tmp_path / "c", "specforge-peagle", PEAGLE, overrides=overrides, mask_token_id=...)
+    assert found.config.mask_token_id is None and not found.config.parallel_drafting
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("token", [-1, 128, "none", 2.5, True])
+def test_mask_token_outside_the_vocabulary(token, tmp_path):
+    with pytest.raises(ValueError, match=r"mask token .* expected one of the 128 tokens that it embeds"):
+        read(tmp_path, "amazon", PEAGLE, ptd_token_id=token)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.core
+def test_specforge_peagle_is_trained_without_rope_scaling(tmp_path):
+    found = read(tmp_path / "a", "specforge-peagle", PEAGLE)
+    assert found.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert decision(found, "rope_parameters").doubtful
+    found = read(tmp_path / "b", "specforge-peagle", PEAGLE, overrides={"rope_parameters": LLAMA3})
+    assert found.config.rope_parameters == LLAMA3 and not decision(found, "rope_parameters").doubtful
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    assert read(tmp_path / "c", "amazon", PEAGLE, rope_scaling=scaling).config.rope_parameters == LLAMA3
+    found = read(tmp_path / "d", "specforge-peagle", PEAGLE, rope_scaling=None)
+    assert not [one for one in found.decisions if one.name == "rope_parameters"]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", ["safeailab", "speculators"])
+def test_rope_parameters_by_keyword(dialect, tmp_path):
+    assert read(tmp_path / "a", dialect, overrides={"rope_parameters": LLAMA3}).config.rope_parameters == LLAMA3
+    for wrong in ({"rope_type": "default"}, [1.0]):
+        with pytest.raises(ValueError, match="expected the whole of them"):
+            read(tmp_path / "b", dialect, overrides={"rope_parameters": wrong})
+    with pytest.raises(ValueError, match="rope_theta and rope_parameters are both given"):
+        read(tmp_path / "c", dialect, overrides={"rope_parameters": LLAMA3, "rope_theta": 1.0})
+    unknown = LLAMA3 | {"rope_type": "spiral"}
+    with pytest.raises(ValueError, match=r"rope_parameters .*spiral.* cannot apply"):
+        read(tmp_path / "d", dialect, overrides={"rope_parameters": unknown})
+
+
+@pytest.mark.core
+def test_peagle_norms(tmp_path):
+    found = read(tmp_path / "a", "speculators-peagle", replace(PEAGLE, fc_norm=True, norm_output=True))
+    assert found.config.fc_norm and found.config.norm_output
+    assert "vLLM leaves it out" in decision(found, "fc_norm").rule
+    found = read(tmp_path / "b", "specforge-peagle", PEAGLE, norm_output=False)
+    assert found.config.final_norm and not decision(found, "final_norm").doubtful
+    found = read(tmp_path / "c", "specforge-peagle", PEAGLE, norm_output=True)
+    assert not found.config.norm_output and not decision(found, "norm_output").doubtful
+
+
+@pytest.mark.core
+def test_mask_takes_the_way_of_the_taps(tmp_path):
+    spec = replace(PEAGLE, norm_before_fc=True)
+    weights = make_weights(spec)
+    drafter = AutoDrafter.from_pretrained(write("amazon", tmp_path / "a", spec, weights), tiny_target(spec))
+    mask = weights["mask_hidden"].double().flatten()
+    normed = mask / (mask.pow(2).mean() + spec.eps).sqrt() * weights["input_norm.weight"].double()
+    torch.testing.assert_close(drafter.mask_state, weights["fc.weight"].double() @ normed, rtol=1e-5, atol=1e-5)
+
+    raw = make_weights(PEAGLE) | {"mask_hidden": torch.randn(1, 1, PEAGLE.hidden_size)}
+    del raw["fc.weight"]
+    nested = {"use_aux_hidden_state": False}
+    folder = write("amazon", tmp_path / "b", PEAGLE, raw, eagle_config=nested)
+    drafter = AutoDrafter.from_pretrained(folder, tiny_target(PEAGLE))
+    assert drafter.taps_last_hidden_state and torch.equal(drafter.mask_state, raw["mask_hidden"].double().flatten())
+
+
+@pytest.mark.core
+def test_peagle_embedding_is_its_own(tmp_path):
+    """It was trained, so it is kept; without one the target's is borrowed."""
+    target = tiny_target(PEAGLE)
+    weights = make_weights(PEAGLE)
+    drafter = AutoDrafter.from_pretrained(write("amazon", tmp_path / "a", PEAGLE, weights), target)
+    assert torch.equal(drafter.embed_tokens.weight, weights["embed_tokens.weight"].double())
+    spec = replace(PEAGLE, own_embedding=False)
+    drafter = AutoDrafter.from_pretrained(write("amazon", tmp_path / "b", spec, make_weights(spec)), target)
+    tokens = torch.tensor([3, PEAGLE.mask_token])
+    assert torch.equal(drafter.embed(tokens), target.get_input_embeddings()(tokens))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch.nn import functional as F
 
 from hf_specdec import AutoDrafter
 from hf_specdec.cli import main
-from hf_specdec.config import Eagle3Config
+from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.selfcheck import Reading, SelfCheck, reread, self_check
+from hf_specdec.drafters.peagle import PEagleDrafter
+from hf_specdec.selfcheck import Reading, SelfCheck, readings_of, reread, self_check
 from hf_specdec.taps import TapRecorder
 
 SPEC = Spec(vocab_size=64, draft_vocab_size=64, maps_vocabulary=False, own_embedding=True)
@@ -38,7 +40,12 @@ class Fitted:
 def fit(target, spec: Spec, truth: Reading, text: torch.Tensor, steps: int = 60) -> Eagle3Drafter:
     """A drafter that under `truth` drafts what the target chooses in `text`."""
     torch.manual_seed(0)
-    config = Eagle3Config(
+    config = Eagle3Config(**settings(spec, truth))
+    return train(Eagle3Drafter(config), target, text, steps)
+
+
+def settings(spec: Spec, truth: Reading) -> dict[str, Any]:
+    return dict(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_attention_heads=spec.num_heads,
@@ -52,7 +59,9 @@ def fit(target, spec: Spec, truth: Reading, text: torch.Tensor, steps: int = 60)
         final_norm=truth.final_norm,
         initializer_range=0.2,
     )
-    drafter = Eagle3Drafter(config)
+
+
+def train(drafter: Eagle3Drafter, target, text: torch.Tensor, steps: int) -> Eagle3Drafter:
     drafter.bind(target)
     with torch.no_grad(), TapRecorder(target, drafter.tap_boundaries) as recorder:
         choices, taps = target(text).logits.argmax(-1), recorder.taps
@@ -152,3 +161,64 @@ def test_inspect_finds_ids_that_look_like_layer_outputs(fitted, tmp_path, capsys
     assert result["conclusive"] and result["best"]["taps"] == [1, 3, 4]
     assert main(command) == 0
     assert "pass taps=[1, 3, 4]" in capsys.readouterr().out
+
+
+# ---- P-EAGLE
+
+
+@pytest.fixture(scope="module")
+def parallel(fitted) -> Fitted:
+    """A P-EAGLE drafter whose chains were fitted as it drafts them, at mask tokens."""
+    text = fitted.target.generate(fitted.prompt, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
+    torch.manual_seed(0)
+    config = PEagleConfig(**settings(SPEC, TRUTH._replace(norm_output=False)), mask_token_id=5)
+    drafter = PEagleDrafter(config)
+    torch.nn.init.normal_(drafter.mask_hidden)
+    drafter = train(drafter, fitted.target, text, steps=90)
+    drafter.bind(fitted.target)
+    return Fitted(fitted.target, drafter, fitted.prompt)
+
+
+@pytest.mark.core
+def test_peagle_is_scored_as_it_drafts(parallel):
+    result = parallel.check(parallel.drafter)
+    assert result.best.reading == result.current == TRUTH._replace(norm_output=False)
+    assert min(result.best.agreement) > 0.8 and not result.conclusive
+    # Nothing is fed back in one pass, so that norm_output is no question.
+    assert not any(score.reading.norm_output for score in result.scores)
+    assert len(result.scores) == 6
+
+
+@pytest.mark.parametrize("wrong", [{"taps": (3, 5, 6)}, {"norm_before_residual": True}, {"rope_theta": 1e6}], ids=str)
+def test_wrong_reading_of_peagle_is_corrected(parallel, wrong):
+    truth = TRUTH._replace(norm_output=False)
+    misread = reread(parallel.drafter, parallel.target, truth._replace(**wrong))
+    assert type(misread) is PEagleDrafter
+    assert misread.mask_hidden.data_ptr() == parallel.drafter.mask_hidden.data_ptr()
+    result = parallel.check(misread)
+    assert result.best.reading == truth and result.conclusive
+    assert all(f"{name}=" in result.verdict for name in wrong)
+
+
+@pytest.mark.core
+def test_scaling_of_the_target_is_a_reading(parallel):
+    """SpecForge's P-EAGLE trainer drops the scaling that a target has; another trainer may have kept it."""
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    readings = list(readings_of(parallel.drafter.config, [2, 4, 5], 8, linear))
+    assert readings[0] == TRUTH._replace(norm_output=False)
+    (scaled, *_) = [reading for reading in readings if reading.rope_parameters]
+    assert scaled.rope_parameters == linear and "rope_theta" not in scaled.changes()
+    drafter = reread(parallel.drafter, parallel.target, scaled)
+    assert drafter.config.rope_parameters == linear
+    result = parallel.check(drafter)
+    assert result.best.reading.changes()["rope_theta"] == 10000.0 or not result.conclusive
+
+
+def test_inspect_scores_peagle(parallel, tmp_path, capsys):
+    spec = replace(SPEC, parallel=True)
+    parallel.target.save_pretrained(tmp_path / "target")
+    folder = write("amazon", tmp_path / "drafter", spec, parallel.drafter.state_dict())
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--target", str(tmp_path / "target"), "--self-check", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["family"] == "p-eagle" and len(report["self_check"]["scores"]) == 6

@@ -62,10 +62,12 @@ def read_checkpoint(
     family = registered_drafters().get(checkpoint.config.get("model_type"))
     if family is None:
         read, family = _READERS[check_family(checkpoint.name, checkpoint.config, checkpoint.tensors)]
-        reading = read(checkpoint, target.get_text_config() if target is not None else None, given)
+        with checkpoint.building():
+            reading = read(checkpoint, target.get_text_config() if target is not None else None, given)
         found = CheckpointReading(family, reading.config, reading.decisions)
     else:
-        found = _read_own(checkpoint, family, given)
+        with checkpoint.building():
+            found = _read_own(checkpoint, family, given)
     found.family.check_checkpoint(checkpoint, found.config)
     found.config.name_or_path = checkpoint.name
     return found
@@ -89,6 +91,9 @@ def _read_own(checkpoint: Checkpoint, family: type[Drafter], given: Mapping[str,
     settings, config_class = dict(checkpoint.config), family.config_class
     if issubclass(config_class, Eagle3Config) and not issubclass(config_class, PEagleConfig):
         refuse_masks(checkpoint.name, given)
+    for keyword, field in (("share_embedding", "own_embedding"), ("share_head", "own_head")):
+        if given.get(keyword) is False and not settings.get(field, True):
+            raise ValueError(f"{keyword} is False, but {checkpoint.name} has none of its own to use instead.")
     for name, value in given.items():
         if name == "rope_theta":
             settings["rope_parameters"] = settings.get("rope_parameters", {}) | {name: float(value)}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file, extract_commit_hash
 
@@ -58,6 +60,17 @@ class Checkpoint:
             with safe_open(file, framework="pt") as opened:
                 return opened.get_tensor(name)
         return _load_pickle(file)[name]
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Context for what is built as `config` says: what transformers makes of nonsense in it is a `ValueError`."""
+        try:
+            yield
+        except (StrictDataclassError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"The {CONFIG_FILE} of {self.name} describes no model that can be built ({type(error).__name__}: "
+                f"{' '.join(str(error).split())})."
+            ) from error
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
         """Raise `ValueError` if transformers' loading `info` speaks of anything that did not find its place."""

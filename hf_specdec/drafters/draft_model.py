@@ -92,7 +92,9 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
     rule = rule if stated is None else "config.json"
     parallel = settle("parallel_drafting", is_pard if stated is None else bool(stated), rule)
     # -1 is what PARD's trainer writes if it was told of no token.
-    token = settle("mask_token_id", None if token == -1 else token, f"pard_token of config.json is {token}")
+    token = None if token == -1 else token
+    if token is not None or "mask_token_id" in overrides:
+        token = settle("mask_token_id", token, "pard_token of config.json")
     if parallel and token is None:
         raise ValueError(
             f"{checkpoint.name} is to draft in parallel, but its config.json names no mask token: pard_token is "
@@ -188,7 +190,7 @@ class DraftModelDrafter(CachedDrafter):
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
         """As for every family; how such files' names become those of a model is transformers' to know, so it loads."""
-        with _quiet():
+        with checkpoint.building(), _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 device_map="meta",
@@ -283,14 +285,11 @@ class DraftModelDrafter(CachedDrafter):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write an ordinary checkpoint of the model, which AutoModelForCausalLM loads too.
 
-        With a mask token its config.json says so as PARD's does, and whether that is used (`parallel_drafting`).
+        With a mask token its config.json names it as PARD's does; `parallel_drafting` says whether it is used.
         """
+        own = self.model.config
         if self.config.mask_token_id is not None:
-            self.model.config.update(
-                {
-                    "pard_token": self.config.mask_token_id,
-                    "spd_type": "pard",
-                    "parallel_drafting": self.config.parallel_drafting,
-                }
-            )
+            own.update({"pard_token": self.config.mask_token_id, "spd_type": "pard"})
+        if getattr(own, "spd_type", None) == "pard":
+            own.update({"parallel_drafting": self.config.parallel_drafting})
         self.model.save_pretrained(save_directory, **kwargs)

@@ -112,7 +112,8 @@ def _reads_taps(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
 
 
 def _is_mla(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    return "eagle3deepseek" in names or any("kv_a_proj_with_mqa" in name for name in tensors)
+    is_drafter = is_eagle3(config, tensors) or _is_peagle(config, names, tensors)
+    return "eagle3deepseek" in names or (is_drafter and any("kv_a_proj_with_mqa" in name for name in tensors))
 
 
 def _is_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:

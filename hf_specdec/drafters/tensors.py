@@ -36,7 +36,7 @@ def check_tensors(checkpoint: Checkpoint, family: type[Drafter], config: Drafter
     Raises:
         ValueError: naming every tensor that is missing, unexpected or of another shape, or a wrong `d2t`.
     """
-    with torch.device("meta"):
+    with checkpoint.building(), torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}
     stored = {rename(name): tensor.shape for name, tensor in checkpoint.tensors.items()}
     checkpoint.refuse_tensors(
