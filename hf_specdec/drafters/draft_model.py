@@ -160,7 +160,7 @@ class DraftModelDrafter(CachedDrafter):
         cache.advance(slots, state.live)
         logits = self.model(
             # The target may know tokens that this model cannot embed; any other drafts as badly after them.
-            input_ids=tokens.clamp(max=self.config.num_embeddings - 1),
+            input_ids=tokens.clamp(max=self.model.config.get_text_config().vocab_size - 1),
             attention_mask=slots[:, None, :, None],
             position_ids=positions,
             past_key_values=cache,
