@@ -43,10 +43,11 @@ def _attention_kernel(
 ):
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
-    row = tl.arange(0, ROWS)
+    # The heads of a group stand together, so that a block holds few queries and ends early.
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     is_row = row < GROUPS * NUM_QUERIES
-    head = kv_head * GROUPS + row // NUM_QUERIES
-    step = row % NUM_QUERIES
+    head = kv_head * GROUPS + row % GROUPS
+    step = row // GROUPS
     dim = tl.arange(0, DIM_BLOCK)
     value_dim = tl.arange(0, VALUE_BLOCK)
 
@@ -124,14 +125,20 @@ def attention(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """See `reference.attention`. Reads each row's slots up to its last query and no others, accumulates in float32."""
+    """See `reference.attention`; accumulates in float32. Of the slots of a row none beyond its last query is read.
+
+    A program takes some query heads of one key head, and reads the slots up to the last of its own queries.
+    """
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
     assert query.stride(3) == key.stride(3) == value.stride(3) == positions.stride(1) == 1
     groups = heads // kv_heads
-    rows = max(16, triton.next_power_of_2(groups * num_queries))
+    dim_block, value_block = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    # At most 16 KiB of queries, keys or values at a time, and in float32 half the rows: registers suffice for either.
+    block = max(16, min(128, 16384 // max(dim_block, value_block)) // query.element_size())
+    rows = min(block, max(16, triton.next_power_of_2(groups * num_queries)))
     out = query.new_empty(batch, num_queries, heads, value_dim)
-    _attention_kernel[(batch, kv_heads)](
+    _attention_kernel[(batch, kv_heads, triton.cdiv(groups * num_queries, rows))](
         query,
         key,
         value,
@@ -151,9 +158,9 @@ def attention(
         DIM=dim,
         VALUE_DIM=value_dim,
         ROWS=rows,
-        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
-        VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
-        SLOT_BLOCK=64 if dim <= 128 else 32,
+        DIM_BLOCK=dim_block,
+        VALUE_BLOCK=value_block,
+        SLOT_BLOCK=block,
         HAS_WINDOW=window is not None,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,

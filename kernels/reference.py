@@ -114,9 +114,11 @@ def prepare_inputs(
     column, and the `1 + num_masks` draft tokens of a row are read off its last `1 + num_masks` columns.
 
     Slots run up to the newest kept token's, `length - 1 - shift`, and on through the masks. A kept column holds the
-    token `shift` places after its slot. A column predicts the token `1 + shift` places after its slot; a mask whose
-    prediction would lie at the length limit or beyond is inert. All columns of a finished row are. An inert column
-    goes to the scrap slot, the last one, so that nothing of it reaches a live slot; it reads token 0 at position 0.
+    token `shift` places after its slot. A column predicts the token `1 + shift` places after its slot; where that
+    would lie at the length limit or beyond, the column is inert. So in a row that has reached its limit the newest
+    kept token is too, for nothing can follow it. So is a column whose slot would be negative, and every column of a
+    finished row. An inert column goes to the scrap slot, the last one, so that nothing of it reaches a live slot; it
+    reads token 0 at position 0.
 
     Masks do not outlive the round: the next one writes its kept tokens where this one's masks began, its own masks
     after them, and what is beyond those no query sees.
@@ -124,7 +126,8 @@ def prepare_inputs(
     Args:
         tokens: `[B, slots]` int64, committed tokens; the last column is the scrap slot's.
         lengths: `[B]` int64, committed tokens of each row.
-        committed: `[B]` int64, how many of them the last round added; counts accepted tokens, not drafted ones.
+        committed: `[B]` int64, how many of them the last round added; counts accepted tokens, not drafted ones. Less
+            than 0 counts as 0, more than the `W - num_masks` that a round can keep as that many.
         limits: `[B]` int64, length at which a row ends, less than `slots`.
         finished: `[B]` bool.
         out: `[B, W]` each, unit stride along a row; every element is written, and nothing else.
@@ -135,7 +138,7 @@ def prepare_inputs(
     num_kept = out.tokens.shape[1] - num_masks
     column = torch.arange(out.tokens.shape[1], device=tokens.device)
     slot = (lengths - shift - num_kept)[:, None] + column
-    source = column - (num_kept - committed)[:, None]
+    source = column - (num_kept - committed.clamp(0, num_kept))[:, None]
     is_mask = column >= num_kept
     is_kept = (source >= 0) & ~is_mask
     is_live = (is_kept | is_mask) & (slot >= 0) & (slot + 1 + shift < limits[:, None]) & ~finished[:, None]
