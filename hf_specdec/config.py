@@ -174,6 +174,7 @@ class PEagleConfig(Eagle3Config):
     The K - 1 places that have no token yet embed `mask_token_id` and read a learned hidden state.
 
     Args:
+        parallel_drafting: True if there is a mask token, when None.
         mask_hidden_shape: of the tensor `mask_hidden`, which stands in for a position's taps; publishers differ in
             the number of leading ones. `[1, 1, tap_width]` when None.
     """
@@ -182,10 +183,12 @@ class PEagleConfig(Eagle3Config):
     family = "p-eagle"
     has_no_defaults_at_init = True  # There is no mask token to default to.
 
-    parallel_drafting: bool = True
+    parallel_drafting: bool | None = None
     mask_hidden_shape: list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        if self.parallel_drafting is None:
+            self.parallel_drafting = self.mask_token_id is not None
         super().__post_init__(**kwargs)
         if self.mask_hidden_shape is None:
             self.mask_hidden_shape = [1, 1, self.tap_width]

@@ -12,7 +12,7 @@ from dialects import DIALECTS, PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny
 from safetensors.torch import load_file
 
 from hf_specdec import AutoDrafter
-from hf_specdec.config import Eagle3Config
+from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.base import Drafter, register_drafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.peagle import PEagleDrafter
@@ -232,3 +232,13 @@ def test_rope_parameters_of_the_normal_form(target, tmp_path):
     assert drafter.config.rope_parameters == plain
     angles = drafter.rotary_emb(torch.zeros(1), torch.tensor([[3]]))[0][0, 0, :2]
     torch.testing.assert_close(angles, torch.tensor([3.0, 3.0 * 5.0**-0.25]).cos())
+
+
+@pytest.mark.core
+def test_peagle_config_alone():
+    """transformers makes one without arguments when it saves or shows another."""
+    assert not PEagleConfig().parallel_drafting and "mask_token_id" in repr(PEagleConfig(mask_token_id=3))
+    assert PEagleConfig(mask_token_id=3).parallel_drafting
+    assert not PEagleConfig(mask_token_id=3, parallel_drafting=False).parallel_drafting
+    with pytest.raises(ValueError, match="parallel_drafting is True, but mask_token_id is None"):
+        PEagleConfig(parallel_drafting=True)
