@@ -1,5 +1,7 @@
 """Drafters for tests: one that knows the answer as well as it is told to, and small random ones of every family."""
 
+from functools import partial
+
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -95,7 +97,12 @@ def draw_draft_vocabulary(drafter: Eagle3Drafter) -> None:
 
 
 def random_draft_model(
-    target: PreTrainedModel, parallel: bool = False, vocab_size: int | None = None, seed: int = 0, **options
+    target: PreTrainedModel,
+    parallel: bool = False,
+    vocab_size: int | None = None,
+    mask_token_id: int = 2,
+    seed: int = 0,
+    **options,
 ) -> DraftModelDrafter:
     """A random Llama as draft model for `target`, bound to it; `parallel` to draft as PARD."""
     size = target.config.get_text_config().vocab_size
@@ -113,8 +120,35 @@ def random_draft_model(
     )
     torch.manual_seed(seed)
     config = DraftModelConfig(
-        model=own.to_dict(), vocab_size=size, parallel_drafting=parallel, mask_token_id=2 if parallel else None
+        model=own.to_dict(),
+        vocab_size=size,
+        parallel_drafting=parallel,
+        mask_token_id=mask_token_id if parallel else None,
     )
     drafter = DraftModelDrafter(config).eval()
     drafter.bind(target)
     return drafter
+
+
+def copy_of(target: PreTrainedModel, noise: float = 0.0, seed: int = 0) -> DraftModelDrafter:
+    """The target itself as draft model: always right, or less so with random factors of 1 +- `noise` on its weights."""
+    config = DraftModelConfig(
+        model=target.config.to_dict(), vocab_size=target.config.get_text_config().vocab_size, mask_token_id=None
+    )
+    drafter = DraftModelDrafter(config).eval()
+    drafter.model.load_state_dict(target.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter *= 1 + noise * torch.randn(parameter.shape, generator=generator)
+    drafter.bind(target)
+    return drafter
+
+
+RANDOM_DRAFTERS = {
+    "eagle3": random_eagle3,
+    "p-eagle": random_peagle,
+    "p-eagle-sequential": partial(random_peagle, parallel_drafting=False),
+    "pard": partial(random_draft_model, parallel=True),
+    "draft-model": random_draft_model,
+}

@@ -296,3 +296,16 @@ def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
         about = (int(committed[row]), int(limits[row]), bool(finished[row]), slots - 1, width, num_masks, 91, shift)
         assert [tuple(column) for column in found[row]] == layout(text, *about), row
     assert all(map(torch.equal, before, (tokens, lengths, committed, limits, finished)))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", CASES)
+def test_drafts_after_one_token_do_not_depend_on_the_batch(monkeypatch, tmp_path, family):
+    """EAGLE has no slot to draft the first of them from; what stands for it is nobody else's business either."""
+    case, logits = CASES[family](tmp_path), []
+    for lengths in ([1], [1, 9]):
+        with monkeypatch.context() as patch:
+            rounds = watch(patch, case.drafter)
+            case.target.generate(**padded_prompts(lengths, seed=5), max_new_tokens=5, assistant_model=case.drafter)
+        logits.append(rounds[0][0].logits[:5])
+    torch.testing.assert_close(*logits)

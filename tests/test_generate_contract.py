@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from contract import MAX_NEW_TOKENS, PROMPTS, check_greedy, continuations
-from oracle import OracleDrafter, random_eagle3
+from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
 from targets import PAD, VOCAB, padded_prompts, tiny_target
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 batches = pytest.mark.parametrize("batch", [1, 3])
+kinds = pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model"])
 
 
 def target_and_inputs(batch):
@@ -197,8 +198,9 @@ def test_sampling_that_leaves_one_token_is_greedy(batch):
     target, inputs, free = free_run(batch)
     for draft_probs in (False, True):
         for num_draft_tokens in (1, 4):
-            for drafter in (oracle(target, inputs, free, 0.6), random_eagle3(target)):
-                drafter.configure(draft_probs=draft_probs and drafter.config.family == "eagle3")
+            drafters = [oracle(target, inputs, free, 0.6)] if not draft_probs else []
+            for drafter in drafters + [make(target) for make in RANDOM_DRAFTERS.values()]:
+                drafter.configure(draft_probs=draft_probs)
                 out = target.generate(
                     **inputs,
                     do_sample=True,
@@ -590,15 +592,21 @@ def test_generation_config_object():
 
 @pytest.mark.core
 @batches
+@kinds
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_prompt_in_chunks(batch, chunk_size):
+def test_prompt_in_chunks(batch, chunk_size, kind, monkeypatch):
     target, inputs, free = free_run(batch)
-    drafter = random_eagle3(target)
-    options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS, "assistant_model": drafter}
-    whole, rounds = target.generate(**inputs, **options), drafter.stats.rounds
+    drafter = RANDOM_DRAFTERS[kind](target).configure(num_assistant_tokens=3)
+    propose, drafted = drafter.propose, []
+    monkeypatch.setattr(drafter, "propose", lambda *args: (drafted.append(propose(*args)), drafted[-1])[1])
+    options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
+    whole = target.generate(**inputs, **options)
     chunked = target.generate(**inputs, **options, prefill_chunk_size=chunk_size)
-    assert torch.equal(whole, free) and torch.equal(chunked, free)
-    assert drafter.stats.rounds == rounds, "the drafter saw another prompt"
+    assert torch.equal(whole, free[:, : whole.shape[1]]) and torch.equal(chunked, whole)
+    half = len(drafted) // 2
+    rows = inputs["attention_mask"].sum(dim=1) > 1  # EAGLE drafts anything after a prompt of one token
+    for before, after in zip(drafted[: half - 1], drafted[half:-1], strict=True):
+        assert torch.equal(before.tokens[rows, 0], after.tokens[rows, 0]), "the drafter saw another prompt"
 
 
 @pytest.mark.core
@@ -634,22 +642,24 @@ def sample(target, inputs, drafter, seed=0, **options):
 
 
 @pytest.mark.core
+@kinds
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("draft_probs", [False, True])
-def test_seed_reproduces_a_run(draft_probs, engine):
+def test_seed_reproduces_a_run(draft_probs, engine, kind):
     target, inputs = target_and_inputs(3 if engine == "static" else 1)
-    drafter = random_eagle3(target).configure(draft_probs=draft_probs, engine=engine)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(draft_probs=draft_probs, engine=engine)
     first = sample(target, inputs, drafter)
     assert torch.equal(sample(target, inputs, drafter), first)
     assert not torch.equal(sample(target, inputs, drafter, seed=1), first)
 
 
 @pytest.mark.core
+@kinds
 @pytest.mark.parametrize("draft_probs", [False, True])
-def test_sampled_row_does_not_depend_on_its_neighbours(draft_probs):
+def test_sampled_row_does_not_depend_on_its_neighbours(draft_probs, kind):
     """Row seeds are drawn in order, so a lone row gets row r's seed when r numbers have been drawn before."""
     target, inputs = target_and_inputs(3)
-    drafter = random_eagle3(target).configure(draft_probs=draft_probs)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(draft_probs=draft_probs)
     together = sample(target, inputs, drafter)
     width = inputs["input_ids"].shape[1]
     for row, length in enumerate(PROMPTS[3]):

@@ -229,7 +229,8 @@ class Eagle3Drafter(CachedDrafter):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         cache = state.memory.cache
         cache.advance(slots, state.live)
-        normed, feedback = self.run(tokens, hidden, positions, cached_attend(cache, slots))
+        # Visibility by position, the slot of every live column: an inert one sees slot 0 and not the scrap slot's past.
+        normed, feedback = self.run(tokens, hidden, positions, cached_attend(cache, positions))
         logits = self.logits(normed[:, -num_logits:]) if num_logits else None
         return logits, feedback[:, -1:]
 
