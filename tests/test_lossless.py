@@ -26,7 +26,7 @@ def prompts_and_plain(family: str, batch: int):
 def test_greedy_is_identical_for_drafters_from_terrible_to_perfect(family, batch):
     target, inputs, plain = prompts_and_plain(family, batch)
     answers = continuations(inputs, plain)
-    for num_draft_tokens in (1, 2, 3, 4, 5, 6, 8, 16):
+    for num_draft_tokens in (1, 2, 3, 4, 6, 8, 16):
         for accuracy in (0.0, 0.6, 1.0):
             drafter = OracleDrafter(target, answers, PROMPTS[batch], accuracy, seed=num_draft_tokens)
             assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), (num_draft_tokens, accuracy)

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import random_eagle3
+from oracle import RANDOM_DRAFTERS, random_draft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, set_seed
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -207,11 +207,13 @@ def test_law_with_point_mass_drafts(vocabulary, width, processors, monkeypatch):
 
 
 def draft_laws(kind, text, drafts, seed=0):
-    """`[N, K, V]` float32: the law q of each draft given those before it."""
+    """`[N, K, V]` float32: the law q of each draft given those before it; of `parallel` ones given their number."""
     generator = torch.Generator().manual_seed(seed)
     tables = {}
 
     def law(prefix):
+        if kind == "parallel":
+            prefix = len(prefix)
         if prefix in tables:
             return tables[prefix]
         if kind == "same":
@@ -234,7 +236,7 @@ def draft_laws(kind, text, drafts, seed=0):
 
 @pytest.mark.core
 @pytest.mark.parametrize("processors", PROCESSORS)
-@pytest.mark.parametrize("kind", ["random", "same", "narrow", "certain"])
+@pytest.mark.parametrize("kind", ["random", "same", "narrow", "certain", "parallel"])
 @pytest.mark.parametrize(("vocabulary", "width"), [(3, 3), (5, 1)])
 def test_law_with_soft_drafts(vocabulary, width, kind, processors, monkeypatch):
     text = Text(vocabulary, width, PROCESSORS[processors], seed=width)
@@ -373,21 +375,67 @@ CALLS = {
 }
 
 
+def tiny_drafter(kind, target, num_draft_tokens, draft_probs):
+    """A random drafter of a family for the tiny target; the EAGLE ones do not know one of its tokens."""
+    options = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if kind in ("eagle3", "p-eagle"):
+        options |= {"draft_vocab_size": 4, "taps": [1, 2, 3]}
+    drafter = RANDOM_DRAFTERS[kind](target, seed=3, **options)
+    return drafter.configure(num_assistant_tokens=num_draft_tokens, draft_probs=draft_probs)
+
+
+class ModelText(Text):
+    """The texts of a model: its logits at every text of up to `width + 1` tokens after a prompt."""
+
+    @torch.no_grad()
+    def __init__(self, model, width, processors):
+        super().__init__(model.config.vocab_size, width, processors, seed=0)
+        for text in self._logits:
+            self._logits[text] = model(torch.cat([self.prompt, torch.tensor([text]).long()], dim=1)).logits[0, -1]
+
+
+def first_proposals(monkeypatch, target, drafter, prompt, rows):
+    """The first proposal of the engine for `rows` copies of a prompt, with seeds of their own."""
+    seen, propose = [], drafter.propose
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "propose", lambda *args: (seen.append(propose(*args)), seen[-1])[1])
+        set_seed(0)
+        options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "num_return_sequences": rows}
+        target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, **options)
+    return seen[0]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("how", ["without", "point_mass", "soft"])
-def test_draws_of_the_engine(how, call):
+@pytest.mark.parametrize("kind", ["p-eagle", "pard"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_law_with_the_drafts_of_a_parallel_drafter(kind, width, monkeypatch):
+    """Its later drafts know nothing of its earlier ones, so a block's law is the product of those it reports."""
     target = tiny_target()
+    text = ModelText(target, width, [])
+    drafter = tiny_drafter(kind, target, width, draft_probs=True)
+    proposal = first_proposals(monkeypatch, target, drafter, text.prompt, rows=4000)
+    laws = proposal.probs[0]
+    assert torch.allclose(proposal.probs, laws, rtol=0, atol=1e-6), "a law depends on what was drawn"
+    drafts = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=width)))
+    draft_law = laws.double()[torch.arange(width), drafts].prod(dim=1)
+    cells = (proposal.tokens * VOCABULARY ** torch.arange(width - 1, -1, -1)).sum(dim=1)
+    assert p_value(cells.bincount(minlength=len(drafts)), draft_law / draft_law.sum()) > 1e-4
+
+    possible = draft_law > 0
+    drafts, draft_law = drafts[possible], draft_law[possible]
+    shared = laws.expand(len(drafts), -1, -1)
+    accept, following = outcomes(ChosenNumbers(monkeypatch), text.scores(drafts), drafts, shared)
+    found = text.continue_with(committed_law(drafts, draft_law, accept, following))
+    torch.testing.assert_close(found, text.law_of_continuations(), rtol=0, atol=1e-5)
+
+
+def check_draws(drafter, target, call):
+    """Assert that what is drawn, with a drafter or without, has the exact law."""
     prompt = torch.tensor([[1, 3, 2]])
     options, processors = CALLS[call]
     law = exact_law(target, prompt, LogitsProcessorList(processors))
     options = {"do_sample": True, "max_new_tokens": LENGTH, "num_return_sequences": DRAWS // 4, **options}
-    drafter = None
-    if how != "without":
-        drafter = random_eagle3(
-            target, seed=3, num_attention_heads=2, num_key_value_heads=1, draft_vocab_size=4, taps=[1, 2, 3]
-        )
-        drafter.configure(num_assistant_tokens=2, draft_probs=how == "soft")
+    if drafter is not None:
         options["assistant_model"] = drafter
     counts = torch.zeros(VOCABULARY**LENGTH, dtype=torch.int64)
     for seed in range(4):
@@ -397,8 +445,33 @@ def test_draws_of_the_engine(how, call):
         counts += cells.bincount(minlength=len(counts))
     assert p_value(counts, law) > 1e-4
     if drafter is not None:
-        assert drafter.stats.draft_probs == (how == "soft")
+        assert drafter.stats.draft_probs == drafter.draft_probs
         assert drafter.stats.acceptance_per_position[0] > 0.1, "hardly anything was accepted, so little was shown"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("how", ["without", "point_mass", "soft"])
+def test_draws_of_the_engine(how, call):
+    target = tiny_target()
+    drafter = None if how == "without" else tiny_drafter("eagle3", target, 2, draft_probs=how == "soft")
+    check_draws(drafter, target, call)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("call", "num_draft_tokens"), [("hot", 2), ("top_k", 3)])
+@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model"])
+def test_draws_with_every_family_of_drafters(kind, call, num_draft_tokens):
+    target = tiny_target()
+    check_draws(tiny_drafter(kind, target, num_draft_tokens, draft_probs=True), target, call)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("parallel", "vocab_size"), [(False, 4), (True, 7)])
+def test_draws_with_a_draft_model_of_another_vocabulary(parallel, vocab_size):
+    target = tiny_target()
+    drafter = random_draft_model(target, parallel, vocab_size, seed=3).configure(3, draft_probs=True)
+    check_draws(drafter, target, "plain_law")
 
 
 # ---- random numbers

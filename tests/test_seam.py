@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from contract import PROMPTS, continuations
-from oracle import OracleDrafter, random_eagle3
+from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMixin
@@ -127,7 +127,7 @@ def traces(model):
         ],
         "attention": [config._attn_implementation for config in configs],
         "config": [config.to_dict() for config in configs],
-        "generation_config": model.generation_config.to_dict(),
+        "generation_config": model.generation_config.to_dict() if model.can_generate() else None,
         "training": [module.training for module in model.modules()],
         "attributes": [sorted(vars(module)) for module in model.modules()],
         "weights": [parameter.data_ptr() for parameter in model.parameters()],
@@ -218,6 +218,26 @@ def test_model_is_as_it_was_after_an_error(who, engine, calls, monkeypatch):
     assert traces(target) == before
     assert torch.equal(target.generate(**inputs, **options), plain)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model"])
+def test_drafter_is_as_it_was(kind, engine, monkeypatch):
+    """Also after an error; and the target is."""
+    target = tiny_target("llama")
+    inputs, options = padded_prompts(PROMPTS[3 if engine == "static" else 1]), {"do_sample": False, "max_new_tokens": 8}
+    plain = target.generate(**inputs, **options)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(engine=engine, num_assistant_tokens=3)
+    before = traces(target), traces(drafter.eval())
+    call, extend = in_trouble_after(4), drafter.extend
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "extend", lambda *args, **kwargs: (call(), extend(*args, **kwargs))[1])
+        with pytest.raises(Trouble):
+            target.generate(**inputs, **options, assistant_model=drafter)
+    for _ in range(2):
+        assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
+    assert (traces(target), traces(drafter)) == before
 
 
 @pytest.mark.core

@@ -6,7 +6,7 @@ import accelerate
 import pytest
 import torch
 from contract import PROMPTS, continuations
-from oracle import OracleDrafter, random_eagle3
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -16,12 +16,13 @@ from hf_specdec.stats import Counters, RowStats
 MAX_NEW_TOKENS = 14
 
 
-def simulate(answers, truth, num_draft_tokens, budget, first=0, reserve=0):
+def simulate(answers, truth, num_draft_tokens, budget, first=0, reserve=0, once=False):
     """Counts of one row: what happens when `answers` are verified against `truth`, block by block.
 
     Args:
         first: tokens said before the first block.
         reserve: tokens of what is left that are never drafted.
+        once: stop after one block.
     """
     counts = RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0)
     said = first
@@ -38,6 +39,8 @@ def simulate(answers, truth, num_draft_tokens, budget, first=0, reserve=0):
         counts.rounds += 1
         counts.committed += committed
         said += committed
+        if once:
+            break
     return counts
 
 
@@ -166,6 +169,37 @@ def test_a_call_of_one_token_has_statistics(engine):
     assert out.speculation.engine == engine and out.speculation.reason
     assert out.speculation.rounds == (engine == "static")
     assert str(out.speculation)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["p-eagle", "pard", "copy"])
+@pytest.mark.parametrize("budget", [5, MAX_NEW_TOKENS, 30])
+def test_more_drafts_than_there_is_room_for(kind, budget, monkeypatch):
+    """With K = 16 most blocks reach past the end; what lies there was never drafted."""
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    options = {"do_sample": False, "max_new_tokens": budget}
+    truth = target.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
+    drafter = copy_of(target, noise=0.1) if kind == "copy" else RANDOM_DRAFTERS[kind](target)
+    propose, seen = drafter.propose, []
+
+    def watched(state, *args):
+        seen.append((state.lengths.tolist(), propose(state, *args)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    target.generate(**inputs, **options, assistant_model=drafter, num_assistant_tokens=16)
+    for row, prompt_length in enumerate(PROMPTS[3]):
+        expected = RowStats(0, [0] * 16, [0] * 16, 0)
+        blocks = [(lengths[row] - prompt_length, proposal.tokens[row].tolist()) for lengths, proposal in seen]
+        for said, drafts in blocks:
+            block = simulate([0] * said + drafts, truth[row] + [-1] * 17, 16, budget, first=said, once=True)
+            expected = total([expected, block])
+            if said + block.committed == budget:
+                break
+        assert drafter.stats.rows[row] == expected
+    rows = drafter.stats.rows
+    assert all(row.drafted_per_position[budget:] == [0] * max(16 - budget, 0) for row in rows)
+    assert sum(row.committed for row in rows) == 3 * budget
 
 
 @pytest.mark.core
