@@ -153,11 +153,12 @@ def plot(report: dict, path: Path) -> None:
     column = "graph_ms" if "graph_ms" in report["rows"][0] else "eager_ms"
     batches = sorted({row["batch"] for row in report["rows"]})
     figure, panels = plt.subplots(1, len(batches), figsize=(4 * len(batches), 3.2), sharey=True, squeeze=False)
+    highest = max(row[column] for row in report["rows"])
     for panel, batch in zip(panels[0], batches, strict=True):
         for name in dict.fromkeys(row["drafter"] for row in report["rows"]):
             rows = [row for row in report["rows"] if row["drafter"] == name and row["batch"] == batch]
             panel.plot([row["k"] for row in rows], [row[column] for row in rows], marker="o", label=name)
-        panel.set(title=f"batch {batch}", xlabel="K, draft tokens a round", ylim=(0, None))
+        panel.set(title=f"batch {batch}", xlabel="K, draft tokens a round", ylim=(0, 1.05 * highest))
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("drafting, ms a round")
     panels[0][0].legend()

@@ -173,7 +173,7 @@ class DraftModelDrafter(CachedDrafter):
 
     Args:
         config: holds the model's own configuration.
-        model: the model; None for one with random weights.
+        model: the model, which from now on runs on the drafter's cache only; None for one with random weights.
     """
 
     config_class = DraftModelConfig
@@ -183,6 +183,7 @@ class DraftModelDrafter(CachedDrafter):
         if model is None:
             own = AutoConfig.for_model(**(config.model or {}))
             model = AutoModelForCausalLM.from_config(own, attn_implementation=ATTENTION_NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
         self.model = model
         self._num_embeddings = model.config.get_text_config().vocab_size
         _check_hosted(model, type(model).__name__)
