@@ -74,7 +74,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._state: DecodeState | None = None
         self._num_candidates = 0
         self._num_rounds = 0
-        self._counters = Counters(1, num_draft_tokens, drafter.device)
+        self._counters = Counters(1, num_draft_tokens)
         self._start: float | None = None
 
     def get_candidates(
@@ -115,8 +115,8 @@ class DrafterCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         if self._state is None:
             return
-        matches = torch.full_like(self._state.lengths, int(num_matches))
-        self._counters.count(matches, matches + 1, torch.full_like(matches, self._num_candidates))
+        num_matches = int(num_matches)
+        self._counters.count(0, num_matches, num_matches + 1, room=self._num_candidates)
         self._num_rounds += 1
 
     def _begin(self, input_ids: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             window[:, :committed] = taps[:, :committed]
         count = torch.full_like(self._state.lengths, committed)
         verdict = Verdict(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
-        self._state.proposal = self._drafter.propose(self._state, window, verdict)
+        self._state.adopt(self._drafter.propose(self._state, window, verdict))
 
 
 class ReachableProcessors(LogitsProcessorList):

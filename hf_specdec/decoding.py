@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from .attention import ragged_attention
 from .drafters.base import Drafter
 from .sampling import BlockProcessor, Verdict, verify_greedy, verify_sampling
 from .state import DecodeState
-from .stats import SpeculationStats
+from .stats import Counters, SpeculationStats
 from .taps import TapRecorder, decoder_layers
 from .transcript import Transcript
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 PREFILL_CHUNK_SIZE = 2048
+
+# Rounds that a device may run ahead of what the host has read; none where host and device are one.
+LAG = {"cuda": 1}
 
 # Drafts are drawn from the drafter's distribution from this temperature up, unless `draft_probs` says otherwise.
 # Below it argmax drafts are accepted about as often and cost less (vLLM #20459: equal at 0.7, 6 % more at 1.0).
@@ -133,7 +137,7 @@ def prefill(state: DecodeState, target: Target, drafter: Drafter, longest: int, 
     if last_taps is not None:
         window = last_taps.new_zeros(batch, state.num_draft_tokens + 1, last_taps.shape[-1])
         window[:, 0] = last_taps
-    state.proposal = drafter.propose(state, window, verdict)
+    state.adopt(drafter.propose(state, window, verdict))
 
 
 def step(
@@ -144,7 +148,7 @@ def step(
     logits, taps = target(state, block, slots)
     scores = process(logits, block, state)
     verdict = state.commit(verify(scores, state))
-    state.proposal = drafter.propose(state, taps, verdict)
+    state.adopt(drafter.propose(state, taps, verdict))
     return verdict, scores, logits
 
 
@@ -194,28 +198,85 @@ def padding_token(criteria: StoppingCriteriaList, config: GenerationConfig) -> i
     return int(config._pad_token_tensor)
 
 
-def run_rounds(
-    state: DecodeState,
-    target: Target,
-    drafter: Drafter,
-    process: BlockProcessor,
-    transcript: Transcript,
-    longest: int,
-) -> int:
-    """Run rounds until the transcript is complete; `longest` is the length of the longest prompt. Returns their number.
+class Report:
+    """What the host reads of a round, on its way from the device.
 
-    This is where the host looks at the device: once a round, at the committed tokens.
+    Args:
+        verdict: of the round; its tensors may be overwritten by the next one.
     """
-    num_rounds = 0
-    while not transcript.is_complete:
-        # The drafts verified now, and those drafted after all of them were accepted.
-        state.live = longest + transcript.longest_row() + 2 * state.num_draft_tokens
-        verdict, scores, logits = step(state, target, drafter, process)
-        transcript.add(verdict.tokens, verdict.committed, scores=scores, logits=logits)
-        if transcript.pads_finished_rows:
-            state.finished |= torch.tensor(transcript.stopped, device=state.finished.device)
-        num_rounds += 1
-    return num_rounds
+
+    def __init__(self, verdict: Verdict):
+        parts = (verdict.tokens, verdict.accepted[:, None], verdict.committed[:, None])
+        packed = torch.cat(parts, dim=1)
+        self._arrived = None
+        if packed.is_cuda:
+            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._packed = packed
+
+    def read(self) -> tuple[list[list[int]], list[int], list[int]]:
+        """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows = self._packed.tolist()
+        return [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
+
+
+class Rounds:
+    """The host's side of a loop of rounds: it watches from behind (`LAG`), so that the device need not wait for it.
+
+    Args:
+        state, target, drafter, process: of `step`.
+        transcript: of what was said.
+        longest: length of the longest prompt.
+        max_new_tokens: room of every row.
+    """
+
+    def __init__(
+        self,
+        state: DecodeState,
+        target: Target,
+        drafter: Drafter,
+        process: BlockProcessor,
+        transcript: Transcript,
+        longest: int,
+        max_new_tokens: int,
+    ):
+        self.state, self.target, self.drafter, self.process = state, target, drafter, process
+        self.transcript = transcript
+        self.counters = Counters(state.tokens.shape[0], state.num_draft_tokens)
+        self.num_rounds = 0
+        self._longest = longest
+        self._max_new_tokens = max_new_tokens
+        self._lag = LAG.get(state.tokens.device.type, 0)
+        self._reports: deque[tuple[Report, dict[str, torch.Tensor]]] = deque()
+
+    def run(self) -> None:
+        """Run rounds until the transcript is complete. Rounds that began before the host knew are not looked at."""
+        while not self.transcript.is_complete:
+            # The drafts verified now, and those drafted after all of them were accepted.
+            unseen = len(self._reports) * (self.state.num_draft_tokens + 1)
+            spoken = self._longest + self.transcript.longest_row() + unseen
+            self.state.live = spoken + 2 * self.state.num_draft_tokens
+            verdict, scores, logits = step(self.state, self.target, self.drafter, self.process)
+            self.num_rounds += 1
+            self._reports.append((Report(verdict), {"scores": scores, "logits": logits}))
+            if len(self._reports) > self._lag:
+                self._take(*self._reports.popleft())
+
+    def _take(self, report: Report, records: dict[str, torch.Tensor]) -> None:
+        tokens, accepted, committed = report.read()
+        for row, (num_accepted, num_committed) in enumerate(zip(accepted, committed, strict=True)):
+            if num_committed > 0 and not self.transcript.is_done(row):
+                room = self._max_new_tokens - self.transcript.length(row)
+                self.counters.count(row, num_accepted, num_committed, room)
+        before = self.transcript.stopped
+        self.transcript.add(tokens, committed, **records)
+        if self.transcript.pads_finished_rows and self.transcript.stopped != before:
+            self.state.finished |= torch.tensor(self.transcript.stopped, device=self.state.finished.device)
 
 
 def decode(
@@ -276,15 +337,16 @@ def decode(
         longest = max(map(len, prompts))
         prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
         start = time.perf_counter()
-        num_rounds = run_rounds(state, target, drafter, process, transcript, longest)
+        rounds = Rounds(state, target, drafter, process, transcript, longest, max_new_tokens)
+        rounds.run()
         seconds = time.perf_counter() - start
     transcript.finish()
-    drafter._last_stats = state.counters.summary(
+    drafter._last_stats = rounds.counters.summary(
         num_assistant_tokens=num_draft_tokens,
         engine="static",
         reason=reason,
         draft_probs=state.draft_probs,
-        num_rounds=num_rounds,
+        num_rounds=rounds.num_rounds,
         seconds=seconds,
     )
     if not config.return_dict_in_generate:

@@ -10,7 +10,6 @@ import torch
 from .cache import RaggedCache
 from .drafters.base import Drafter, Proposal
 from .sampling import Verdict
-from .stats import Counters
 
 
 @dataclass
@@ -29,9 +28,8 @@ class DecodeState:
         temperature: of sampling; None when decoding is greedy.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         cache: the target's keys and values.
-        counters: acceptance counts.
         live: slots that the next round, its drafts included, may need; a bound that the host knows.
-        proposal: drafts that the next round verifies; set by `Drafter.propose`.
+        proposal: drafts that the next round verifies; set by `adopt`, always in the same memory.
         memory: what the drafter keeps; set from `Drafter.new_memory`.
     """
 
@@ -46,7 +44,6 @@ class DecodeState:
     temperature: float | None
     draft_probs: bool
     cache: RaggedCache | None
-    counters: Counters
     live: int
     proposal: Proposal | None = None
     memory: Any = None
@@ -87,7 +84,6 @@ class DecodeState:
             temperature=temperature,
             draft_probs=draft_probs,
             cache=RaggedCache(num_layers, slots) if num_layers else None,
-            counters=Counters(batch, num_draft_tokens, device),
             live=longest + num_draft_tokens,
         )
         state.memory = drafter.new_memory(state)
@@ -120,6 +116,15 @@ class DecodeState:
         steps = torch.arange(self.num_draft_tokens + 1, device=last.device)
         return torch.cat([last, self.proposal.tokens], dim=1), self.slot_of((self.lengths - 1)[:, None] + steps)
 
+    def adopt(self, proposal: Proposal) -> None:
+        """Keep `proposal` for the next round."""
+        if self.proposal is None:
+            self.proposal = Proposal(*(None if part is None else part.clone() for part in proposal))
+            return
+        for kept, part in zip(self.proposal, proposal, strict=True):
+            if kept is not None:
+                kept.copy_(part)
+
     def commit(self, verdict: Verdict) -> Verdict:
         """Append the verdict's tokens to the rows, as far as an end-of-sequence token or the limit lets them.
 
@@ -134,7 +139,6 @@ class DecodeState:
 
         slots = torch.where(steps < committed[:, None], self.lengths[:, None] + steps, self.scrap)
         self.tokens.scatter_(1, slots, verdict.tokens)
-        self.counters.count(verdict.accepted, committed, room)
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
         return verdict._replace(committed=committed)

@@ -1,10 +1,8 @@
-"""Acceptance statistics: counted on the device, read once."""
+"""Acceptance statistics, counted by the host from what it reads of every round."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
 
 
 @dataclass
@@ -80,42 +78,44 @@ class SpeculationStats(RowStats):
 
 
 class Counters:
-    """Device-side counters of a batch; updated inside a round without a host read.
+    """Counts of a batch, round by round.
 
     Args:
         batch: rows.
         num_draft_tokens: K.
-        device: where the round runs.
     """
 
-    def __init__(self, batch: int, num_draft_tokens: int, device: torch.device):
-        self.rounds = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.committed = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.drafted = torch.zeros(batch, num_draft_tokens, dtype=torch.int64, device=device)
-        self.accepted = torch.zeros(batch, num_draft_tokens, dtype=torch.int64, device=device)
+    def __init__(self, batch: int, num_draft_tokens: int):
+        self.rows = [RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0) for _ in range(batch)]
 
-    def count(self, accepted: torch.Tensor, committed: torch.Tensor, room: torch.Tensor) -> None:
-        """Add one round.
+    def count(self, row: int, accepted: int, committed: int, room: int) -> None:
+        """Add one round of a row that takes part in it.
 
         Args:
-            accepted: `[B]` accepted draft tokens.
-            committed: `[B]` tokens committed; 0 for rows that did not take part.
-            room: `[B]` tokens that the rows could still take before the round.
+            row: of the batch.
+            accepted: accepted draft tokens.
+            committed: tokens committed.
+            room: tokens that the row could still take before the round.
         """
-        takes_part = committed > 0
-        steps = torch.arange(self.drafted.shape[1], device=accepted.device)
-        self.rounds += takes_part
-        self.committed += committed
-        self.drafted += (steps < room[:, None]) & takes_part[:, None]
-        self.accepted += steps < torch.minimum(accepted, committed)[:, None]
+        counts = self.rows[row]
+        counts.rounds += 1
+        counts.committed += committed
+        for position in range(min(room, len(counts.drafted_per_position))):
+            counts.drafted_per_position[position] += 1
+        for position in range(min(accepted, committed)):
+            counts.accepted_per_position[position] += 1
 
     def summary(self, **about) -> SpeculationStats:
-        """Read the counters; `about` fills the remaining fields of `SpeculationStats`."""
-        table = torch.cat([self.rounds[:, None], self.committed[:, None], self.drafted, self.accepted], dim=1)
-        width = self.drafted.shape[1]
+        """The counts of all rows; `about` fills the remaining fields of `SpeculationStats`."""
 
-        def row(counts: list[int]) -> tuple[int, list[int], list[int], int]:
-            return counts[0], counts[2 : 2 + width], counts[2 + width :], counts[1]
+        def total(name: str) -> list[int]:
+            return [sum(column) for column in zip(*(getattr(row, name) for row in self.rows), strict=True)]
 
-        total = row(table.sum(dim=0).tolist())
-        return SpeculationStats(*total, rows=[RowStats(*row(counts)) for counts in table.tolist()], **about)
+        return SpeculationStats(
+            rounds=sum(row.rounds for row in self.rows),
+            drafted_per_position=total("drafted_per_position"),
+            accepted_per_position=total("accepted_per_position"),
+            committed=sum(row.committed for row in self.rows),
+            rows=self.rows,
+            **about,
+        )

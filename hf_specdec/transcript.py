@@ -49,7 +49,8 @@ class Transcript:
         self._max_length = min(lengths, default=self._width + max_new_tokens)
         self._pad_token = pad_token
         self._streamer = streamer
-        self._sequences = torch.cat([prompts, prompts.new_zeros(batch, max_new_tokens)], dim=1)
+        self._device = prompts.device
+        self._sequences = torch.nn.functional.pad(prompts.cpu(), (0, max_new_tokens))
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         self._records = {
             name: [[] for _ in range(batch)]
@@ -72,7 +73,7 @@ class Transcript:
     @property
     def sequences(self) -> torch.Tensor:
         """`[B, P + steps]` int64: prompts and settled tokens."""
-        return self._sequences[:, : self._width + self.steps]
+        return self._sequences[:, : self._width + self.steps].to(self._device)
 
     @property
     def scores(self) -> tuple[torch.Tensor, ...] | None:
@@ -87,16 +88,23 @@ class Transcript:
         """New tokens of the row that is furthest ahead, settled or not."""
         return max(len(row) for row in self._rows)
 
-    def add(self, tokens: torch.Tensor, committed: torch.Tensor, **records: torch.Tensor) -> None:
+    def length(self, row: int) -> int:
+        """New tokens of a row, settled or not."""
+        return len(self._rows[row])
+
+    def is_done(self, row: int) -> bool:
+        """Whether what a round commits to a row is no longer of interest."""
+        return self.stopped[row] and self.pads_finished_rows
+
+    def add(self, tokens: list[list[int]], committed: list[int], **records: torch.Tensor) -> None:
         """Take over a round's result and settle what can be settled.
 
         Args:
-            tokens: `[B, K + 1]` int64.
-            committed: `[B]` int64, how many of them each row keeps.
+            tokens: K + 1 for each row.
+            committed: how many of them each row keeps.
             records: `scores` and `logits`, `[B, K + 1, V]`; kept, in float32, where they were asked for.
         """
-        counts = committed.tolist()
-        for row, (new, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+        for row, (new, count) in enumerate(zip(tokens, committed, strict=True)):
             self._rows[row] += new[:count]
             for name, record in self._records.items():
                 record[row] += records[name][row, :count].float().unbind(0)
@@ -107,25 +115,22 @@ class Transcript:
         if self._streamer is not None:
             self._streamer.end()
 
-    def _is_padded(self, row: int) -> bool:
-        return self.stopped[row] and self.pads_finished_rows
-
     def _is_next_step_known(self) -> bool:
-        return all(self._is_padded(row) or len(new) > self.steps for row, new in enumerate(self._rows))
+        return all(self.is_done(row) or len(new) > self.steps for row, new in enumerate(self._rows))
 
     def _settle(self) -> None:
         step = self.steps
-        column = [self._pad_token if self._is_padded(row) else new[step] for row, new in enumerate(self._rows)]
+        column = [self._pad_token if self.is_done(row) else new[step] for row, new in enumerate(self._rows)]
         for name, record in self._records.items():
-            present = next(row for row in range(len(column)) if not self._is_padded(row))
+            present = next(row for row in range(len(column)) if not self.is_done(row))
             blank = torch.zeros_like(record[present][step])
-            values = [blank if self._is_padded(row) else record[row][step] for row in range(len(column))]
+            values = [blank if self.is_done(row) else record[row][step] for row in range(len(column))]
             self._settled[name] += (torch.stack(values),)
             for kept in record:
                 if step < len(kept):
                     kept[step] = None  # a view that would keep a whole round in memory
         tokens = torch.tensor(column)
-        self._sequences[:, self._width + step] = tokens.to(self._sequences.device)
+        self._sequences[:, self._width + step] = tokens
         self.steps += 1
 
         stops = [token in self._ends for token in column]
