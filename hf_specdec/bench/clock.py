@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -52,6 +53,7 @@ class GpuClock(Clock):
         self._runs = False
 
     def on_first(self) -> None:
+        torch.cuda.synchronize()  # The first round's drafting may still be running.
         self._profiler.start()
         self._runs = True
 
@@ -61,4 +63,6 @@ class GpuClock(Clock):
             return 0.0
         self._profiler.stop()
         self._runs = False
-        return sum(event.device_time_total for event in self._profiler.events()) / 1e6
+        # A launch, which is an event of the host, has the time of its kernel too.
+        on_device = [event for event in self._profiler.events() if event.device_type == DeviceType.CUDA]
+        return sum(event.device_time_total for event in on_device) / 1e6

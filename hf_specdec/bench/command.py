@@ -19,7 +19,7 @@ from ..drafters.none import NoDrafter
 from .measure import Bench, Case, compare
 from .models import load_drafter, load_target, load_tokenizer, settle_ends
 from .prompts import Batch, load_prompts, random_batches, text_batches
-from .report import check_matplotlib, draw, environment, table
+from .report import check_matplotlib, draw, environment, short_name, table
 from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
 from .traffic import copy_bandwidth
 
@@ -77,7 +77,9 @@ def run_bench(arguments: argparse.Namespace) -> None:
         OSError, ValueError: something is wrong with what was asked for, or no case could be measured.
     """
     check_arguments(arguments)
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(arguments.device)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     prompts = None if arguments.random_weights else load_prompts(arguments.prompts, arguments.limit)
     target = load_target(arguments.target, dtype, device, arguments.random_weights)
@@ -109,8 +111,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
     if all(case.error is not None for case in cases):
         raise ValueError("No case could be measured.")
     if arguments.plots is not None:
-        about = f"{arguments.target}, {report['environment']['dtype']}, {report['environment']['device']}"
-        draw(cases, about, arguments.plots)
+        draw(cases, caption(report), arguments.plots)
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -132,6 +133,20 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_acceptance(arguments.synthetic_acceptance)
     if arguments.plots is not None:
         check_matplotlib()
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device called `name`; a GPU if there is one and no name.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # What torch raises depends on how it was built.
+        raise ValueError(f"--device is {name!r}, which torch cannot use here: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def batch_maker(
@@ -199,6 +214,13 @@ def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int) -> Abstr
     if arguments.synthetic_acceptance is None:
         return nullcontext()
     return scripted_acceptance(acceptance_rates(arguments.synthetic_acceptance, k), drafter.device)
+
+
+def caption(report: dict[str, Any]) -> str:
+    """What all pictures of a report say about it."""
+    stated, found = report["arguments"], report["environment"]
+    made_up = [name.replace("_", " ") for name in ("random_weights", "synthetic_acceptance") if stated[name]]
+    return ", ".join([short_name(stated["target"]), found["dtype"], *made_up]) + "\n" + found["device"]
 
 
 def count_passes(arguments: argparse.Namespace) -> int:

@@ -50,6 +50,7 @@ class Case:
         k: draft tokens a round; None for plain `generate()`, 0 for the engine alone.
         batch_size: rows.
         error: why it could not be measured.
+        engine: of ours that ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
         tokens: new tokens of a run, of all rows, end-of-sequence tokens included and padding not.
         rounds: of a run, over all batches.
         acceptance_length: tokens that a row commits a round.
@@ -69,6 +70,7 @@ class Case:
     k: int | None
     batch_size: int
     error: str | None = None
+    engine: str | None = None
     tokens: int | None = None
     rounds: int | None = None
     acceptance_length: float | None = None
@@ -204,6 +206,7 @@ class Bench:
             case.ms_per_round = Spread.of([1e3 * run.timed_seconds / run.timed_rounds for run in runs])
         if case.k is not None:
             stats = [one for run in runs for one in run.stats]
+            case.engine = f"{stats[0].engine}: {stats[0].reason}"
             case.acceptance_length = sum(one.committed for one in stats) / sum(one.rounds for one in stats)
             case.acceptance_per_position = _shares(stats)
 
@@ -217,10 +220,9 @@ class Bench:
         return 1e3 * seconds / (rounds - 1) if rounds > 1 else None
 
     def _forget(self) -> None:
-        """Give back what a case has left behind: transformers keeps a static cache for the next call."""
-        vars(self.target).pop("_cache", None)
-        gc.collect()
+        """Give back the GPU memory that a case has left behind, its error's included."""
         if self.target.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

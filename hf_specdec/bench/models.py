@@ -38,7 +38,7 @@ def load_target(name: str, dtype: torch.dtype, device: torch.device, random_weig
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         options: dict[str, Any] = {"dtype": dtype}
-        if name.endswith(GGUF_SUFFIX):
+        if Path(name).suffix == GGUF_SUFFIX:
             from transformers import GgufConfig
 
             options["quantization_config"] = GgufConfig(dequantize=True)

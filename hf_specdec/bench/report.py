@@ -55,9 +55,13 @@ def _gigabytes(value: int | None) -> str:
     return MISSING if value is None else f"{value / 1e9:.2f}"
 
 
+def _stock_mark(case: Case) -> str:
+    return " (stock engine)" if (case.engine or "").startswith("stock") else ""
+
+
 COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("batch", lambda case: str(case.batch_size)),
-    ("case", lambda case: short_name(case.name)),
+    ("case", lambda case: short_name(case.name) + _stock_mark(case)),
     ("K", lambda case: MISSING if case.k is None else str(case.k)),
     ("accepted", lambda case: _number(case.acceptance_length)),
     ("ms/round", lambda case: _spread(case.ms_per_round)),

@@ -85,7 +85,8 @@ def _kv_bytes(config: PreTrainedConfig, batch: int, length: float, itemsize: int
     else:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         a_token = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or length
-    tokens = sum(min(length, window) if kind == "sliding_attention" else length for kind in types)
+    window = getattr(config, "sliding_window", None)
+    everywhere = "sliding_attention" if window and getattr(config, "use_sliding_window", True) else "full_attention"
+    types = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
+    tokens = sum(min(length, window or length) if kind == "sliding_attention" else length for kind in types)
     return int(batch * tokens * a_token * itemsize)
