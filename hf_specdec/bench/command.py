@@ -82,9 +82,9 @@ def run_bench(arguments: argparse.Namespace) -> None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     prompts = None if arguments.random_weights else load_prompts(arguments.prompts, arguments.limit)
+    bandwidth = copy_bandwidth(device)  # before memory is full
     target = load_target(arguments.target, dtype, device, arguments.random_weights)
     batches = batch_maker(arguments, prompts, target)
-    bandwidth = copy_bandwidth(device)
     with progress_bar(count_passes(arguments)) as progress:
         bench = Bench(
             target=target,
