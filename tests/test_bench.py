@@ -136,6 +136,20 @@ def test_synthetic_acceptance(folders, tmp_path):
             assert case["acceptance_per_position"] == pytest.approx(rates, abs=0.1)
 
 
+def test_no_scripted_acceptance_on_the_stock_engine(tmp_path, capsys):
+    target = family_target("qwen3-next")
+    target.config.save_pretrained(tmp_path / "target")
+    RANDOM_DRAFTERS["draft-model"](target).model.config.save_pretrained(tmp_path / "drafter")
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    options = ["--random-weights", "--max-new-tokens", 4, "--prompt-length", 4, "--runs", 1, "--baselines", "dynamic"]
+    options += ["--drafter", tmp_path / "drafter", "-k", 2]
+    assert bench(tmp_path, *options) == 0
+    assert "drafter (stock engine)" in capsys.readouterr().out
+    assert bench(tmp_path, *options, "--synthetic-acceptance", 2) == 0
+    assert 'failed: drafter (batch 1, K = 2): ValueError: engine="static" was forced' in capsys.readouterr().out
+
+
 @pytest.mark.core
 def test_acceptance_rates():
     for length, k in ((1.0, 3), (2.5, 2), (2.5, 7), (4.0, 3)):

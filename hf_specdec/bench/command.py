@@ -193,6 +193,8 @@ def measure_drafter(
     """The drafter called `name` at every K and batch size; it is in memory only meanwhile."""
     try:
         drafter = load_drafter(name, bench.target, arguments.compile, arguments.random_weights)
+        if arguments.synthetic_acceptance is not None:
+            drafter.configure(engine="static")  # The other engine verifies by itself.
     except Exception as error:  # As for any case that fails: the others go on.
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         wanted = arguments.num_assistant_tokens or [None]

@@ -94,5 +94,6 @@ def _kv_bytes(config: PreTrainedConfig, batch: int, length: float, itemsize: int
     window = getattr(config, "sliding_window", None)
     everywhere = "sliding_attention" if window and getattr(config, "use_sliding_window", True) else "full_attention"
     types = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
-    tokens = sum(min(length, window or length) if kind == "sliding_attention" else length for kind in types)
+    lengths = {"full_attention": length, "sliding_attention": min(length, window or length)}
+    tokens = sum(lengths.get(kind, 0) for kind in types)
     return int(batch * tokens * a_token * itemsize)
