@@ -82,11 +82,14 @@ def test_every_family(folders, tmp_path, capsys):
     header = ["batch", "case", "K", "accepted", "ms/round", "/engine", "/dynamic", "tokens/s", "speedup", "first", "ms"]
     lines = printed.splitlines()
     assert lines[0].split() == [*header, "bandwidth", "per", "position"]
-    assert len(lines) == 1 + 2 * (3 + len(FAMILIES))
+    assert len(lines) == 1 + 2 * (3 + len(FAMILIES)) + 1
 
     report = json.loads(output.read_text())
     assert report["environment"]["torch"] and report["environment"]["dtype"] == "float32"
     assert report["arguments"]["max_new_tokens"] == 8 and report["copy_bandwidth"] > 0
+    drift = report["drift"]
+    assert drift["ratio"] > 0 and (drift["case"], drift["batch_size"]) == ("dynamic", 1)
+    assert lines[-1].startswith("drift: ") and f"takes {drift['ratio']:.2f} times" in lines[-1]
     cases = {(case["name"].rpartition("/")[2], case["batch_size"]): case for case in report["cases"]}
     assert set(cases) == {(name, size) for name in ("dynamic", "static", "engine", *FAMILIES) for size in (1, 3)}
     for (name, size), case in cases.items():
@@ -329,7 +332,7 @@ def test_failures_are_reported_and_the_others_go_on(folders, capsys, monkeypatch
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:5]] == ["dynamic", "engine", "eagle3", "eagle3"]
     assert lines[5] == "failed: static (batch 1): OutOfMemoryError: no room for this"
-    assert lines[6].startswith("failed: missing (batch 1, K = 1; batch 1, K = 2): ") and len(lines) == 7
+    assert lines[6].startswith("failed: missing (batch 1, K = 1; batch 1, K = 2): ") and len(lines) == 8
     cases = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert [bool(case["error"]) for case in cases] == [False, True, False, False, False, True, True]
     assert bench(folders, "--drafter", folders / "missing", "--baselines", "static", *options) == 1

@@ -94,20 +94,27 @@ def run_bench(arguments: argparse.Namespace) -> None:
             gpu_time=arguments.gpu_time,
             progress=progress,
         )
-        cases = measure_baselines(bench, arguments, batches)
+        cases = [
+            measure_baseline(bench, name, size, arguments, batches)
+            for size in arguments.batch_size
+            for name in BASELINES
+            if name in arguments.baselines
+        ]
         for name in arguments.drafter:
             cases += measure_drafter(bench, name, arguments, batches)
+        drift = measure_drift(bench, cases, arguments, batches)
     cases.sort(key=lambda case: case.batch_size)
     compare(cases)
     report = {
         "environment": environment(device) | {"dtype": str(dtype).removeprefix("torch.")},
         "arguments": stated_arguments(arguments),
         "copy_bandwidth": bandwidth,
+        "drift": drift,
         "cases": [case.to_dict() for case in cases],
     }
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    print(json.dumps(report, indent=1) if arguments.json else table(cases))
+    print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
     if all(case.error is not None for case in cases):
         raise ValueError("No case could be measured.")
     if arguments.plots is not None:
@@ -170,21 +177,35 @@ def decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def measure_baselines(bench: Bench, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]) -> list[Case]:
-    """Plain `generate()` with either cache, and the static engine without a drafter."""
+def measure_baseline(
+    bench: Bench, name: str, size: int, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+) -> Case:
+    """Plain `generate()` with either cache, or the static engine without a drafter."""
     options = {
         "dynamic": {},
         "static": {"cache_implementation": "static", "disable_compile": not arguments.compile},
         "engine": {"drafter": NoDrafter(bench.target)},
     }
-    return [
-        bench.measure(
-            Case(name, 0 if name == "engine" else None, size), lambda size=size: batches(size), **options[name]
-        )
-        for size in arguments.batch_size
-        for name in BASELINES
-        if name in arguments.baselines
-    ]
+    case = Case(name, 0 if name == "engine" else None, size)
+    return bench.measure(case, lambda: batches(size), **options[name])
+
+
+def measure_drift(
+    bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+) -> dict[str, Any] | None:
+    """The first baseline once more, after everything else: how much slower the machine has become meanwhile.
+
+    Cases are measured one after the other, so their ratios are worth no more than this is near 1. None if there is no
+    baseline, or nothing came after it.
+    """
+    first = next((case for case in cases if case.name in BASELINES and case.ms_per_round is not None), None)
+    if first is None or len(cases) == 1:
+        return None
+    again = measure_baseline(bench, first.name, first.batch_size, arguments, batches)
+    if again.ms_per_round is None:
+        return None
+    ratio = again.ms_per_round.median / first.ms_per_round.median
+    return {"case": first.name, "batch_size": first.batch_size, "ratio": ratio}
 
 
 def measure_drafter(
@@ -227,7 +248,8 @@ def caption(report: dict[str, Any]) -> str:
 
 def count_passes(arguments: argparse.Namespace) -> int:
     cases = len(arguments.baselines) + len(arguments.drafter) * len(arguments.num_assistant_tokens or [None])
-    return cases * len(arguments.batch_size) * (arguments.runs + 1)
+    cases = cases * len(arguments.batch_size) + bool(arguments.baselines)
+    return cases * (arguments.runs + 1)
 
 
 @contextmanager

@@ -82,8 +82,11 @@ def short_name(name: str) -> str:
     return Path(name).name
 
 
-def table(cases: list[Case]) -> str:
-    """The cases as aligned text, a line each; columns in which no case has a figure are left out, errors follow."""
+def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
+    """The cases as aligned text, a line each; columns in which no case has a figure are left out.
+
+    Below stand what failed, and how much slower the machine has become while measuring.
+    """
     measured = [case for case in cases if case.error is None]
     rows = [[show(case) for _, show in COLUMNS] for case in measured]
     kept = [index for index in range(len(COLUMNS)) if any(row[index] != MISSING for row in rows)]
@@ -104,6 +107,9 @@ def table(cases: list[Case]) -> str:
             number = "" if case.k is None else f", K = {case.k}"
             failed.setdefault((case.name, case.error), []).append(f"batch {case.batch_size}{number}")
     lines += [f"failed: {short_name(name)} ({'; '.join(where)}): {error}" for (name, error), where in failed.items()]
+    if drift is not None:
+        what = f"{drift['case']} at batch {drift['batch_size']}"
+        lines.append(f"drift: measured again at the end, a step of {what} takes {drift['ratio']:.2f} times as long")
     return "\n".join(lines)
 
 
