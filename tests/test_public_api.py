@@ -30,6 +30,7 @@ ORDER = [
     "integration",
     "selfcheck",
     "inspection",
+    "bench",
     "cli",
 ]
 
