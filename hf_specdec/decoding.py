@@ -262,13 +262,13 @@ class Rounds:
             spoken = self._longest + self.transcript.longest_row() + unseen
             self.state.live = spoken + 2 * self.state.num_draft_tokens
             verdict, scores, logits = step(self.state, self.target, self.drafter, self.process)
-            self.num_rounds += 1
             self._reports.append((Report(verdict), {"scores": scores, "logits": logits}))
             if len(self._reports) > self._lag:
                 self._take(*self._reports.popleft())
 
     def _take(self, report: Report, records: dict[str, torch.Tensor]) -> None:
         tokens, accepted, committed = report.read()
+        self.num_rounds += 1
         for row, (num_accepted, num_committed) in enumerate(zip(accepted, committed, strict=True)):
             if num_committed > 0 and not self.transcript.is_done(row):
                 room = self._max_new_tokens - self.transcript.length(row)
