@@ -61,7 +61,7 @@ class CachedDrafter(Drafter):
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
         return num_draft_tokens - 1 if self.config.parallel_drafting else 0
 
-    def read(self, taps: torch.Tensor | None) -> torch.Tensor | None:
+    def combine(self, taps: torch.Tensor | None) -> torch.Tensor | None:
         """What `extend` reads of `[B, n, width]` taps, `[B, n, H]`; None for a drafter that reads none."""
         return None
 
@@ -83,7 +83,7 @@ class CachedDrafter(Drafter):
         Args:
             state: its memory's cache is told where to write.
             tokens, slots, positions: int64.
-            hidden: `[B, n, H]`, from `read` or `spread`, or what the step before fed back; or None.
+            hidden: `[B, n, H]`, from `combine` or `spread`, or what the step before fed back; or None.
             num_logits: how many of the last columns to score; 0 for none.
 
         Returns:
@@ -127,7 +127,7 @@ class CachedDrafter(Drafter):
 
     def prefill(self, state: DecodeState, taps: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.scrap))
-        self.extend(state, tokens, positions, state.position_ids(positions), self.read(taps), num_logits=0)
+        self.extend(state, tokens, positions, state.position_ids(positions), self.combine(taps), num_logits=0)
 
     def propose(self, state: DecodeState, taps: torch.Tensor | None, verdict: Verdict) -> Proposal:
         num_masks = self.num_masks(state.num_draft_tokens)
@@ -143,7 +143,7 @@ class CachedDrafter(Drafter):
             mask_token=self.config.mask_token_id or 0,
             shift=self.shift,
         )
-        hidden = self.spread(self.read(taps), inputs.sources)
+        hidden = self.spread(self.combine(taps), inputs.sources)
         logits, feedback = self.extend(
             state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits=1 + num_masks
         )

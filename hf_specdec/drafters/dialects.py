@@ -80,6 +80,25 @@ class Decision:
         return f"{self.name} = {self.value}: {self.rule}"
 
 
+class Decisions:
+    """The decisions of one reading, noted as questions are settled.
+
+    Args:
+        overrides: by their keywords in `AutoDrafter.from_pretrained`; a value of None leaves it to the rule.
+    """
+
+    def __init__(self, overrides: Mapping[str, Any]):
+        self.overrides = {name: value for name, value in overrides.items() if value is not None}
+        self.made: list[Decision] = []
+
+    def settle(self, name: str, value: Any, rule: str, doubtful: bool = False) -> Any:
+        """Note the decision, unless the caller overrides it, and return its outcome."""
+        if name in self.overrides:
+            value, rule, doubtful = self.overrides[name], "given by the caller", False
+        self.made.append(Decision(name, value, rule, doubtful))
+        return value
+
+
 @dataclass(frozen=True)
 class Reading:
     """A checkpoint's configuration in normal form, and the decisions that led to it."""
@@ -148,8 +167,9 @@ class _Eagle3Reader:
         self.layer = self._layer_settings()
         self.tensors: dict[str, StoredTensor] = {rename(key): value for key, value in checkpoint.tensors.items()}
         self.target = target
-        self.overrides = {name: value for name, value in overrides.items() if value is not None}
-        self.decisions: list[Decision] = []
+        self.decisions = Decisions(overrides)
+        self.overrides = self.decisions.overrides
+        self._settle = self.decisions.settle
 
     config_class: type[Eagle3Config] = Eagle3Config
 
@@ -182,7 +202,7 @@ class _Eagle3Reader:
             dialect=self.dialect,
             target_name_or_path=(self.top.get("speculators_config") or {}).get("verifier", {}).get("name_or_path"),
         )
-        return Reading(config, tuple(self.decisions))
+        return Reading(config, tuple(self.decisions.made))
 
     @property
     def _use_aux(self) -> bool:
@@ -194,13 +214,6 @@ class _Eagle3Reader:
             if source.get(name) is not None:
                 return source[name]
         return default
-
-    def _settle(self, name: str, value: Any, rule: str, doubtful: bool = False) -> Any:
-        """Note the decision, unless the caller overrides it, and return its outcome."""
-        if name in self.overrides:
-            value, rule, doubtful = self.overrides[name], "given by the caller", False
-        self.decisions.append(Decision(name, value, rule, doubtful))
-        return value
 
     def _agreed(self, field: str, stated: bool | None, tensor: str) -> bool:
         """Whether a part exists: its tensor tells, and what config.json states must agree."""

@@ -26,7 +26,7 @@ from ..taps import decoder_layers
 from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
-from .dialects import Decision, Reading, check_mask_token
+from .dialects import Decisions, Reading, check_mask_token
 from .unrolled import UNROLLED_NAME, UnrolledAttention, following
 
 if TYPE_CHECKING:
@@ -71,18 +71,13 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
         ValueError: not a model that can draft, a configuration that contradicts itself, or an override that does not
             apply.
     """
-    own, decisions = checkpoint.config, []
+    own, decisions = checkpoint.config, Decisions(overrides)
+    settle = decisions.settle
     unknown = overrides.keys() - {"mask_token_id", "parallel_drafting"}
     if unknown:
         raise ValueError(
             f"{checkpoint.name} is a draft model, which reads tokens only: it has no {', '.join(sorted(unknown))}."
         )
-
-    def settle(name: str, value: Any, rule: str) -> Any:
-        if name in overrides:
-            value, rule = overrides[name], "given by the caller"
-        decisions.append(Decision(name, value, rule))
-        return value
 
     model = read_language_model(checkpoint)
     size = model.get_text_config().vocab_size
@@ -115,7 +110,7 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
         num_assistant_tokens=PARD_DEPTH if parallel else DraftModelConfig.num_assistant_tokens,
         dialect="PARD" if is_pard else "transformers",
     )
-    return Reading(config, tuple(decisions))
+    return Reading(config, tuple(decisions.made))
 
 
 def _check_hosted(model: PreTrainedModel, name: str) -> None:
@@ -182,7 +177,7 @@ class DraftModelDrafter(CachedDrafter):
         super().__init__(config)
         if model is None:
             own = AutoConfig.for_model(**(config.model or {}))
-            model = AutoModelForCausalLM.from_config(own, attn_implementation=ATTENTION_NAME)
+            model = AutoModelForCausalLM.from_config(own)
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model
         self._num_embeddings = model.config.get_text_config().vocab_size
@@ -206,11 +201,7 @@ class DraftModelDrafter(CachedDrafter):
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig, **options: Any) -> DraftModelDrafter:
         model, info = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            attn_implementation=ATTENTION_NAME,
-            output_loading_info=True,
-            trust_remote_code=False,
-            **options,
+            checkpoint.folder, output_loading_info=True, trust_remote_code=False, **options
         )
         checkpoint.check_loaded(info)
         return cls(config, model)

@@ -211,9 +211,6 @@ class Eagle3Drafter(CachedDrafter):
     def num_cached_layers(self) -> int:
         return len(self.layers)
 
-    def read(self, taps: torch.Tensor) -> torch.Tensor:
-        return self.combine(taps)
-
     def spread(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         picked = hidden.gather(1, sources.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
         return torch.where(sources[..., None] < 0, 0.0 if self.mask_state is None else self.mask_state, picked)
