@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -162,6 +162,10 @@ def check_processors(processors: LogitsProcessorList) -> None:
             )
 
 
+def _frozen(value: Any) -> str:
+    return str(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
 class BlockProcessor:
     """Applies `generate()`'s logits processors to every position of a round's block.
 
@@ -183,6 +187,15 @@ class BlockProcessor:
         self._prompts = prompts
         self._padding = torch.tensor(padding, device=prompts.device)
         self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
+
+    @property
+    def key(self) -> tuple | None:
+        """What the processing depends on, hashable; None if on the text."""
+        if not self._is_pointwise:
+            return None
+        return tuple(
+            (type(one), *((name, _frozen(value)) for name, value in vars(one).items())) for one in self._processors
+        )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
         """Scores `[B, K + 1, V]` float32 of `logits` `[B, K + 1, V]` at the tokens `block` `[B, K + 1]`."""

@@ -48,7 +48,7 @@ class OracleDrafter(Drafter):
 
     def propose(self, state, taps, verdict) -> Proposal:
         at = (state.lengths - self._prompt_lengths)[:, None] + torch.arange(state.num_draft_tokens)
-        return Proposal(self._answers.gather(1, at.clamp(max=self._answers.shape[1] - 1)), None)
+        return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
 
 def eagle_options(target: PreTrainedModel, **options) -> dict:

@@ -22,6 +22,7 @@ ORDER = [
     "taps",
     "hosting",
     "graphs",
+    "sessions",
     "drafters",
     "state",
     "transcript",

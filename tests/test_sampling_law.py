@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 from hf_specdec import Drafter, DrafterConfig, ops
 from hf_specdec.drafters import Proposal
 from hf_specdec.sampling import BlockProcessor, Stream, draw_draft, verify_sampling
-from hf_specdec.state import DecodeState
+from hf_specdec.state import DecodeState, Shape
 
 SMALLEST, LARGEST = 2.0**-33, 1.0 - 2.0**-24
 
@@ -129,17 +129,11 @@ class Text:
     def scores(self, drafts):
         """`[N, K + 1, V]` float32: what the engine's own processing gives for blocks with these drafts `[N, K]`."""
         num, width = drafts.shape
-        state = DecodeState.allocate(
-            [self.prompt[0]] * num,
-            width + 1,
-            Silent(DrafterConfig(vocab_size=self.vocabulary)),
-            width,
-            num_layers=1,
-            eos=None,
-            seeds=torch.zeros(num, dtype=torch.int64),
-            temperature=1.0,
-            draft_probs=False,
-        )
+        shape = Shape(num, slots=width + 5, num_draft_tokens=width, draft_probs=False, num_ends=0)
+        drafter = Silent(DrafterConfig(vocab_size=self.vocabulary))
+        state = DecodeState.allocate(shape, drafter, num_layers=1, device=torch.device("cpu"), temperature=1.0)
+        seeds = torch.zeros(num, dtype=torch.int64)
+        state.begin([self.prompt[0]] * num, max_new_tokens=width + 1, eos=None, seeds=seeds)
         state.proposal = Proposal(drafts, None)
         block, _ = state.block()
         logits = torch.stack(
