@@ -18,6 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from . import ops
 from .attention import ragged_attention
 from .drafters.base import Drafter
+from .fusing import fused_products
 from .graphs import CAPTURE
 from .sampling import BlockProcessor, Verdict, verify_greedy, verify_sampling
 from .sessions import fingerprint
@@ -183,6 +184,7 @@ def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -
         stack.enter_context(torch.no_grad())
         stack.enter_context(ragged_attention(model))
         stack.enter_context(ops.narrow_products(model, drafter))
+        stack.enter_context(fused_products(model, drafter))
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
         yield Target(model, recorder, HiddenStates() if keep_hidden_states else None)
 

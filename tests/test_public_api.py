@@ -16,6 +16,7 @@ ORDER = [
     "config",
     "stats",
     "ops",
+    "fusing",
     "sampling",
     "cache",
     "attention",
