@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..cache import RaggedCache
+from ..config import DrafterConfig
 from ..sampling import draw_draft
 from .base import Drafter, Proposal
 
@@ -48,14 +49,14 @@ class CachedDrafter(Drafter):
     # Factor on the products of `unroll`'s outputs and `head_weight`.
     logit_scale = 1.0
 
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        # `[V_d]` int64 ids in the target's vocabulary of what the head scores; None if they are the same. `bind` sets it.
+        self.register_buffer("target_ids", None, persistent=False)
+
     @property
     def num_cached_layers(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} does not say how many layers its cache has.")
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """`[V_d]` int64 ids in the target's vocabulary of what the head scores; None if they are the same."""
-        return None
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
