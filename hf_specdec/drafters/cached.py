@@ -51,7 +51,7 @@ class CachedDrafter(Drafter):
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        # `[V_d]` int64 ids in the target's vocabulary of what the head scores; None if they are the same. `bind` sets it.
+        # `[V_d]` int64: what the head scores, in the vocabulary of the target; None if they agree. Set by `bind`.
         self.register_buffer("target_ids", None, persistent=False)
 
     @property
