@@ -1,4 +1,4 @@
-"""The command line: `hf-specdec inspect`."""
+"""The command line: `hf-specdec inspect` and `hf-specdec bench`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from .bench import add_bench
 from .inspection import add_inspect
 
 # Each adds one subcommand's parser, whose default `run` takes the parsed arguments and prints.
-SUBCOMMANDS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (add_inspect,)
+SUBCOMMANDS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (add_inspect, add_bench)
 
 
 def build_parser() -> argparse.ArgumentParser:

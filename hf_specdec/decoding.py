@@ -333,13 +333,13 @@ class Rounds:
             spoken = self._longest + self.transcript.longest_row() + unseen
             self.state.live = spoken + 2 * self.state.num_draft_tokens
             verdict, scores, logits = self._next_round()
-            self.num_rounds += 1
             self._reports.append((Report(verdict), {"scores": scores, "logits": logits}))
             if len(self._reports) > self._lag:
                 self._take(*self._reports.popleft())
 
     def _take(self, report: Report, records: dict[str, torch.Tensor]) -> None:
         tokens, accepted, committed = (part[: self._batch] for part in report.read())
+        self.num_rounds += 1
         for row, (num_accepted, num_committed) in enumerate(zip(accepted, committed, strict=True)):
             if num_committed > 0 and not self.transcript.is_done(row):
                 room = self._max_new_tokens - self.transcript.length(row)

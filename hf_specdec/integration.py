@@ -12,7 +12,6 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from .candidates import DrafterCandidateGenerator, assist
-from .config import check_num_assistant_tokens
 from .decoding import decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
@@ -162,10 +161,7 @@ def _generate(
         )
     if input_ids.shape[1] == 0:
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
-    num_draft_tokens = getattr(generation_config, "_asked_num_assistant_tokens", None)
-    num_draft_tokens = check_num_assistant_tokens(
-        drafter.num_assistant_tokens if num_draft_tokens is None else num_draft_tokens
-    )
+    num_draft_tokens = drafter.num_draft_tokens(getattr(generation_config, "_asked_num_assistant_tokens", None))
     check_processors(logits_processor)
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)

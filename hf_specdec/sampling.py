@@ -97,16 +97,15 @@ def verify_sampling(
     accepted = (numbers * q_draft < p_draft).cumprod(dim=1).sum(dim=1)
 
     p_next = probs[rows, accepted]
-    at = accepted.clamp(max=num_drafts - 1)
+    tokens = torch.cat([drafts, drafts.new_zeros(batch, 1)], dim=1)
     if draft_probs is None:
-        residual = p_next.scatter(1, drafts[rows, at].unsqueeze(1), 0.0)
+        residual = p_next.scatter(1, tokens.gather(1, accepted.unsqueeze(1)), 0.0)
     else:
-        residual = (p_next - draft_probs[rows, at]).clamp_(min=0.0)
+        residual = (p_next - draft_probs[rows, accepted.clamp(max=num_drafts - 1)]).clamp_(min=0.0)
     is_bonus = (accepted == num_drafts).unsqueeze(1)
     is_empty = residual.sum(dim=1, keepdim=True) <= 0.0
     following = ops.race(torch.where(is_bonus | is_empty, p_next, residual), seeds, lengths + accepted, Stream.TARGET)
 
-    tokens = torch.cat([drafts, drafts.new_zeros(batch, 1)], dim=1)
     tokens = tokens.scatter(1, accepted.unsqueeze(1), following.unsqueeze(1))
     return Verdict(tokens, accepted, accepted + 1)
 

@@ -32,6 +32,7 @@ ORDER = [
     "integration",
     "selfcheck",
     "inspection",
+    "bench",
     "cli",
 ]
 

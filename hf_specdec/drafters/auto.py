@@ -57,6 +57,15 @@ def read_checkpoint(
     Raises:
         ValueError: a family that is not supported, no known dialect, or contradictions, each named.
     """
+    found = read_config(checkpoint, target, overrides)
+    found.family.check_checkpoint(checkpoint, found.config)
+    return found
+
+
+def read_config(
+    checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Mapping[str, Any] | None = None
+) -> CheckpointReading:
+    """As `read_checkpoint`, without comparing tensors with what the configuration asks for."""
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     _check_rope(given)
     family = registered_drafters().get(checkpoint.config.get("model_type"))
@@ -68,7 +77,6 @@ def read_checkpoint(
     else:
         with checkpoint.building():
             found = _read_own(checkpoint, family, given)
-    found.family.check_checkpoint(checkpoint, found.config)
     found.config.name_or_path = checkpoint.name
     return found
 

@@ -140,6 +140,14 @@ class Drafter(PreTrainedModel):
             self.engine = engine
         return self
 
+    def num_draft_tokens(self, asked: int | None) -> int:
+        """K of a call that asks for `asked` draft tokens a round, or for none in particular.
+
+        Raises:
+            ValueError: it cannot be that many.
+        """
+        return check_num_assistant_tokens(self.num_assistant_tokens if asked is None else asked)
+
     def bind(self, target: PreTrainedModel) -> None:
         """Tie the drafter to `target`: check that it fits, borrow what the checkpoint lacks.
 

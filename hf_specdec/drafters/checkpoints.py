@@ -124,16 +124,29 @@ def open_checkpoint(repo: str | Path, subfolder: str = "", revision: str | None 
         ValueError: a file is not what its name says.
     """
     name = f"{repo}/{subfolder}" if subfolder else str(repo)
+    config_file, config = read_config_file(repo, subfolder, revision, **hub)
+    commit = extract_commit_hash(str(config_file), None)
+    files = _fetch_weights(name, repo, subfolder, commit or revision, hub)
+    return Checkpoint(name, config_file.parent, config, _headers(files))
+
+
+def read_config_file(
+    repo: str | Path, subfolder: str = "", revision: str | None = None, **hub: Any
+) -> tuple[Path, dict[str, Any]]:
+    """Find, and download where needed, `config.json` alone: its path and content; arguments as for `open_checkpoint`.
+
+    Raises:
+        OSError: no such repository, no access, no `config.json`.
+        ValueError: it is not a JSON file.
+    """
     config_file = _fetch(repo, CONFIG_FILE, subfolder, revision, hub)
     if config_file is None:
+        name = f"{repo}/{subfolder}" if subfolder else str(repo)
         raise OSError(
             f"{name} has no {CONFIG_FILE}; expected a folder or a Hub repository that holds a drafter's "
             f"{CONFIG_FILE} and weights. If they are in a subfolder, pass `subfolder=`."
         )
-    config = _read_json(config_file)
-    commit = extract_commit_hash(str(config_file), None)
-    files = _fetch_weights(name, repo, subfolder, commit or revision, hub)
-    return Checkpoint(name, config_file.parent, config, _headers(files))
+    return config_file, _read_json(config_file)
 
 
 def _fetch(

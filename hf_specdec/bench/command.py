@@ -1,0 +1,273 @@
+"""The subcommand: arguments, the order of the cases, output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import check_num_assistant_tokens
+from ..drafters import Drafter
+from ..drafters.none import NoDrafter
+from .measure import Bench, Case, compare
+from .models import load_drafter, load_target, load_tokenizer, settle_ends
+from .prompts import Batch, load_prompts, random_batches, text_batches
+from .report import check_matplotlib, draw, environment, short_name, table
+from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
+from .traffic import copy_bandwidth
+
+BASELINES = ("dynamic", "static", "engine")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_bench(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand to the command line."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure how fast a target generates with drafters and without",
+        description="Measure how fast a target generates with drafters and without, everything in one run.",
+    )
+    add = parser.add_argument
+    add("--target", required=True, help="folder, Hub repository or GGUF file of the target")
+    add("--drafter", nargs="*", default=[], help="folders or Hub repositories of drafters for it")
+    add("--num-assistant-tokens", "-k", type=int, nargs="+", help="draft tokens a round; a drafter's own by default")
+    add("--batch-size", type=int, nargs="+", default=[1])
+    add("--baselines", nargs="*", choices=BASELINES, default=list(BASELINES), help="what to compare with")
+    add("--prompts", help="jsonl file with `prompt`, or hub:NAME[:SPLIT[:COLUMN]]; 16 short ones of our own by default")
+    add("--limit", type=int, help="only the first prompts; with --random-weights how many, by default one batch")
+    add("--max-new-tokens", type=int, default=128)
+    add("--temperature", type=float, default=0.0, help="0 for greedy decoding")
+    add("--eos-token", help="the token that ends an answer, where the checkpoint names a wrong one")
+    add("--ignore-eos", action="store_true", help="let every answer become --max-new-tokens long")
+    add("--dtype", choices=DTYPES, help="bfloat16 on a GPU, else float32, by default")
+    add("--device", help="a GPU if there is one")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether drafters' rounds and the static cache's steps may be compiled",
+    )
+    add("--runs", type=int, default=3, help="measured runs of every case, after one that is not counted")
+    add("--gpu-time", action="store_true", help="also record how long the GPU itself computes, in calls of their own")
+    add("--random-weights", action="store_true", help="read config.json files only; prompts are random tokens")
+    add("--prompt-length", type=int, default=128, help="tokens of the prompts of --random-weights")
+    add(
+        "--synthetic-acceptance",
+        type=float,
+        nargs="+",
+        help="accept drafts by chance: so many tokens a round on average, or these shares by position",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--output", type=Path, help="JSON file for all figures")
+    add("--plots", type=Path, help="folder for pictures; needs matplotlib")
+    parser.set_defaults(run=run_bench)
+
+
+def run_bench(arguments: argparse.Namespace) -> None:
+    """Measure every case and print the table.
+
+    Raises:
+        OSError, ValueError: something is wrong with what was asked for, or no case could be measured.
+    """
+    check_arguments(arguments)
+    device = find_device(arguments.device)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    prompts = None if arguments.random_weights else load_prompts(arguments.prompts, arguments.limit)
+    bandwidth = copy_bandwidth(device)  # before memory is full
+    target = load_target(arguments.target, dtype, device, arguments.random_weights)
+    batches = batch_maker(arguments, prompts, target)
+    with progress_bar(count_passes(arguments)) as progress:
+        bench = Bench(
+            target=target,
+            options=decoding_options(arguments),
+            runs=arguments.runs,
+            bandwidth=bandwidth,
+            gpu_time=arguments.gpu_time,
+            progress=progress,
+        )
+        cases = [
+            measure_baseline(bench, name, size, arguments, batches)
+            for size in arguments.batch_size
+            for name in BASELINES
+            if name in arguments.baselines
+        ]
+        for name in arguments.drafter:
+            cases += measure_drafter(bench, name, arguments, batches)
+        drift = measure_drift(bench, cases, arguments, batches)
+    cases.sort(key=lambda case: case.batch_size)
+    compare(cases)
+    report = {
+        "environment": environment(device) | {"dtype": str(dtype).removeprefix("torch.")},
+        "arguments": stated_arguments(arguments),
+        "copy_bandwidth": bandwidth,
+        "drift": drift,
+        "cases": [case.to_dict() for case in cases],
+    }
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
+    if all(case.error is not None for case in cases):
+        raise ValueError("No case could be measured.")
+    if arguments.plots is not None:
+        draw(cases, caption(report), arguments.plots)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise `ValueError` if the arguments make no sense, before anything is loaded."""
+    for k in arguments.num_assistant_tokens or ():
+        check_num_assistant_tokens(k)
+    least = {"max_new_tokens": 2, "runs": 1, "prompt_length": 1, "batch_size": 1, "limit": 1}
+    for name, bound in least.items():
+        value = getattr(arguments, name)
+        if any(one < bound for one in (value if isinstance(value, list) else [value]) if one is not None):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
+    if arguments.temperature < 0:
+        raise ValueError(f"--temperature is {arguments.temperature}; expected 0 for greedy decoding, or more.")
+    if not arguments.drafter and not arguments.baselines:
+        raise ValueError("There is nothing to measure: no --drafter and no --baselines.")
+    if arguments.random_weights and arguments.prompts is not None:
+        raise ValueError("--random-weights answers random tokens; drop --prompts or --random-weights.")
+    if arguments.synthetic_acceptance is not None:
+        check_acceptance(arguments.synthetic_acceptance)
+    if arguments.plots is not None:
+        check_matplotlib()
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device called `name`; a GPU if there is one and no name.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # What torch raises depends on how it was built.
+        raise ValueError(f"--device is {name!r}, which torch cannot use here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def batch_maker(
+    arguments: argparse.Namespace, prompts: list[str] | None, target: PreTrainedModel
+) -> Callable[[int], list[Batch]]:
+    """A function from a batch size to the batches of every case; also settles what ends a row of `target`."""
+    ignore_eos = arguments.ignore_eos or arguments.random_weights or arguments.synthetic_acceptance is not None
+    if prompts is None:
+        settle_ends(target, None, arguments.eos_token, ignore_eos)
+        vocab_size, length = target.config.get_text_config().vocab_size, arguments.prompt_length
+        return lambda size: random_batches(vocab_size, length, arguments.limit or size, size, target.device)
+    tokenizer = load_tokenizer(arguments.target)
+    settle_ends(target, tokenizer, arguments.eos_token, ignore_eos)
+    return lambda size: text_batches(tokenizer, prompts, size, target.device)
+
+
+def decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
+    if arguments.temperature > 0:
+        options |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0}
+    return options
+
+
+def measure_baseline(
+    bench: Bench, name: str, size: int, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+) -> Case:
+    """Plain `generate()` with either cache, or the static engine without a drafter."""
+    options = {
+        "dynamic": {},
+        "static": {"cache_implementation": "static", "disable_compile": not arguments.compile},
+        "engine": {"drafter": NoDrafter(bench.target)},
+    }
+    case = Case(name, 0 if name == "engine" else None, size)
+    return bench.measure(case, lambda: batches(size), **options[name])
+
+
+def measure_drift(
+    bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+) -> dict[str, Any] | None:
+    """The first baseline once more, after everything else: how much slower the machine has become meanwhile.
+
+    Cases are measured one after the other, so their ratios are worth no more than this is near 1. None if there is no
+    baseline, or nothing came after it.
+    """
+    first = next((case for case in cases if case.name in BASELINES and case.ms_per_round is not None), None)
+    if first is None or len(cases) == 1:
+        return None
+    again = measure_baseline(bench, first.name, first.batch_size, arguments, batches)
+    if again.ms_per_round is None:
+        return None
+    ratio = again.ms_per_round.median / first.ms_per_round.median
+    return {"case": first.name, "batch_size": first.batch_size, "ratio": ratio}
+
+
+def measure_drafter(
+    bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+) -> list[Case]:
+    """The drafter called `name` at every K and batch size; it is in memory only meanwhile."""
+    try:
+        drafter = load_drafter(name, bench.target, arguments.compile, arguments.random_weights)
+        if arguments.synthetic_acceptance is not None:
+            drafter.configure(engine="static")  # The other engine verifies by itself.
+    except Exception as error:  # As for any case that fails: the others go on.
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        wanted = arguments.num_assistant_tokens or [None]
+        return [Case(name, k, size, error=message) for size in arguments.batch_size for k in wanted]
+    return [
+        bench.measure(
+            Case(name, k, size),
+            lambda size=size: batches(size),
+            drafter,
+            lambda k=k: acceptance(arguments, drafter, k),
+        )
+        for size in arguments.batch_size
+        for k in arguments.num_assistant_tokens or [drafter.num_assistant_tokens]
+    ]
+
+
+def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int) -> AbstractContextManager:
+    """The context that a drafter's calls run in: scripted acceptance if it was asked for."""
+    if arguments.synthetic_acceptance is None:
+        return nullcontext()
+    return scripted_acceptance(acceptance_rates(arguments.synthetic_acceptance, k), drafter.device)
+
+
+def caption(report: dict[str, Any]) -> str:
+    """What all pictures of a report say about it."""
+    stated, found = report["arguments"], report["environment"]
+    made_up = [name.replace("_", " ") for name in ("random_weights", "synthetic_acceptance") if stated[name]]
+    return ", ".join([short_name(stated["target"]), found["dtype"], *made_up]) + "\n" + found["device"]
+
+
+def count_passes(arguments: argparse.Namespace) -> int:
+    cases = len(arguments.baselines) + len(arguments.drafter) * len(arguments.num_assistant_tokens or [None])
+    cases = cases * len(arguments.batch_size) + bool(arguments.baselines)
+    return cases * (arguments.runs + 1)
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[], None]]:
+    """A function to call after every step of `total`; it moves a bar on a terminal if there is tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc="bench", unit="run", file=sys.stderr, disable=None, leave=False) as bar:
+        yield bar.update
+
+
+def stated_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as JSON values."""
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(arguments).items()
+        if name not in ("run", "command")
+    }

@@ -1,0 +1,191 @@
+"""What a benchmark writes: a table, JSON, pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .measure import Case, Spread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PACKAGES = ("hf-specdec", "torch", "transformers", "triton")
+MISSING = "-"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on besides the arguments: device and versions."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.processor() or platform.machine()} ({device.type}, {torch.get_num_threads()} threads)"
+    return {"device": name, "python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return MISSING if value is None else f"{value:.{digits}f}"
+
+
+def _spread(value: Spread | None, digits: int = 2) -> str:
+    if value is None:
+        return MISSING
+    half = f" ±{(value.high - value.low) / 2:.{digits}f}" if len(value.runs) > 1 else ""
+    return f"{value.median:.{digits}f}{half}"
+
+
+def _share(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.0f} %"
+
+
+def _gigabytes(value: int | None) -> str:
+    return MISSING if value is None else f"{value / 1e9:.2f}"
+
+
+def _stock_mark(case: Case) -> str:
+    return " (stock engine)" if (case.engine or "").startswith("stock") else ""
+
+
+COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
+    ("batch", lambda case: str(case.batch_size)),
+    ("case", lambda case: short_name(case.name) + _stock_mark(case)),
+    ("K", lambda case: MISSING if case.k is None else str(case.k)),
+    ("accepted", lambda case: _number(case.acceptance_length)),
+    ("ms/round", lambda case: _spread(case.ms_per_round)),
+    ("GPU ms", lambda case: _number(case.gpu_ms_per_round)),
+    ("/engine", lambda case: _number(case.round_over_engine)),
+    ("/dynamic", lambda case: _number(case.round_over_dynamic)),
+    ("tokens/s", lambda case: _spread(case.tokens_per_second, 1)),
+    ("speedup", lambda case: _number(case.speedup)),
+    ("first ms", lambda case: _spread(case.ms_to_first_token, 1)),
+    ("peak GB", lambda case: _gigabytes(case.peak_memory_bytes)),
+    ("bandwidth", lambda case: _share(case.bandwidth_share)),
+    ("per position", lambda case: " ".join(f"{share:.2f}" for share in case.acceptance_per_position) or MISSING),
+)
+
+
+def short_name(name: str) -> str:
+    """The last part of a folder's or repository's name."""
+    return Path(name).name
+
+
+def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
+    """The cases as aligned text, a line each; columns in which no case has a figure are left out.
+
+    Below stand what failed, and how much slower the machine has become while measuring.
+    """
+    measured = [case for case in cases if case.error is None]
+    rows = [[show(case) for _, show in COLUMNS] for case in measured]
+    kept = [index for index in range(len(COLUMNS)) if any(row[index] != MISSING for row in rows)]
+    lines = []
+    if rows:
+        grid = [[COLUMNS[index][0] for index in kept], *([row[index] for index in kept] for row in rows)]
+        widths = [max(len(row[column]) for row in grid) for column in range(len(kept))]
+        left = {COLUMNS.index(column) for column in COLUMNS if column[0] in ("case", "per position")}
+        for row in grid:
+            cells = (
+                cell.ljust(width) if index in left else cell.rjust(width)
+                for cell, width, index in zip(row, widths, kept, strict=True)
+            )
+            lines.append("  ".join(cells).rstrip())
+    failed: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        if case.error is not None:
+            number = "" if case.k is None else f", K = {case.k}"
+            failed.setdefault((case.name, case.error), []).append(f"batch {case.batch_size}{number}")
+    lines += [f"failed: {short_name(name)} ({'; '.join(where)}): {error}" for (name, error), where in failed.items()]
+    if drift is not None:
+        what = f"{drift['case']} at batch {drift['batch_size']}"
+        lines.append(f"drift: measured again at the end, a step of {what} takes {drift['ratio']:.2f} times as long")
+    return "\n".join(lines)
+
+
+def check_matplotlib() -> None:
+    """Raise `ValueError` if there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "--plots draws with matplotlib, which is not installed. Install it (pip install 'hf-specdec[bench]'), or "
+            "drop --plots: --output keeps all figures."
+        )
+
+
+def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
+    """Draw tokens a second, time a round and acceptance over K into `folder`; returns the pictures' paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = [case for case in cases if case.error is None]
+    pictures = {
+        "tokens_per_second": _over_k(measured, "tokens a second", "tokens_per_second"),
+        "round_time": _over_k(measured, "ms a round", "ms_per_round"),
+        "acceptance": _over_positions(measured),
+    }
+    paths = []
+    for name, figure in pictures.items():
+        figure.suptitle(about, fontsize=9)
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list]:
+    """A figure with a panel a batch size, and the sizes with their panels; pyplot would look for a display."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    sizes = sorted({case.batch_size for case in cases})
+    figure = Figure(figsize=(4.2 * len(sizes), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
+    for panel, size in zip(panels, sizes, strict=True):
+        panel.set(title=f"batch {size}", xlabel=xlabel)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(ylabel)
+    return figure, list(zip(sizes, panels, strict=True))
+
+
+def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
+    """A line a drafter, with the spread of the runs, and a level a baseline."""
+    figure, panels = _panels(cases, ylabel, "K, draft tokens a round")
+    for size, panel in panels:
+        here = [case for case in cases if case.batch_size == size and getattr(case, figure_name) is not None]
+        drafted = [case for case in here if case.k]
+        for name in dict.fromkeys(case.name for case in drafted):
+            line = sorted((case for case in drafted if case.name == name), key=lambda case: case.k)
+            values = [getattr(case, figure_name) for case in line]
+            errors = [[one.median - one.low for one in values], [one.high - one.median for one in values]]
+            medians = [one.median for one in values]
+            panel.errorbar([case.k for case in line], medians, errors, marker="o", capsize=2, label=short_name(name))
+        for style, case in zip(("--", ":", "-."), (case for case in here if not case.k), strict=False):
+            level = getattr(case, figure_name).median
+            panel.axhline(level, linestyle=style, color="black", alpha=0.6, label=case.name)
+        panel.set_ylim(bottom=0)
+        panel.legend(fontsize=7)
+    return figure
+
+
+def _over_positions(cases: list[Case]) -> Figure:
+    """Acceptance at each position, of every drafter at its largest K."""
+    figure, panels = _panels(cases, "share of drafts accepted", "position in the block")
+    for size, panel in panels:
+        drafted = [case for case in cases if case.batch_size == size and case.k]
+        for name in dict.fromkeys(case.name for case in drafted):
+            case = max((case for case in drafted if case.name == name), key=lambda case: case.k)
+            positions = range(1, case.k + 1)
+            label = f"{short_name(name)}, K = {case.k}"
+            panel.plot(positions, case.acceptance_per_position, marker="o", label=label)
+        panel.set_ylim(0, 1)
+        if drafted:
+            panel.legend(fontsize=7)
+    return figure

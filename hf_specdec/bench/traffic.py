@@ -1,0 +1,99 @@
+"""Bytes that a round reads at least, and how fast the device copies: the share of its memory bandwidth in use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..drafters import Drafter, DraftModelDrafter, Eagle3Drafter
+from ..drafters.cached import CachedDrafter
+from .clock import synchronize
+
+# More than the caches of most devices hold.
+COPY_BYTES = 2**28
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def copy_bandwidth(device: torch.device, groups: int = 4) -> float:
+    """Bytes a second that a copy inside the device's memory reads and writes; the best of several groups of copies."""
+    copies = 1 if device.type == "cpu" else 16  # Launching a copy takes a GPU's host a while.
+    # Not zeros: on a CPU those are pages that no memory stands behind until they are written.
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    copied = source.clone()
+    best = float("inf")
+    for _ in range(groups):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(copies):
+            copied.copy_(source)
+        synchronize(device)
+        best = min(best, (time.perf_counter() - start) / copies)
+    del source, copied
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2 * COPY_BYTES / best
+
+
+def round_bytes(
+    target: PreTrainedModel, drafter: Drafter | None, num_draft_tokens: int, batch: int, length: float
+) -> int | None:
+    """Bytes of weights, keys and values that a round must read if `batch` rows are `length` tokens long on average.
+
+    The target's weights count once, the drafter's once a pass; embeddings do not, of which single rows are read. None
+    if that cannot be told: which experts a mixture of them reads is settled as it runs.
+    """
+    text = target.config.get_text_config()
+    if any(getattr(text, name, None) for name in _EXPERTS):
+        return None
+    total = _model_bytes(target) + _kv_bytes(text, batch, length, target.dtype.itemsize)
+    if drafter is None or num_draft_tokens == 0:
+        return total
+    if not isinstance(drafter, CachedDrafter):
+        return None
+    passes = num_draft_tokens - drafter.num_masks(num_draft_tokens)
+    if isinstance(drafter, Eagle3Drafter):
+        config, once = drafter.config, _parameters(drafter.fc, drafter.input_norm, drafter.fc_norm)
+        layers = [*drafter.layers.parameters(), *drafter.norm.parameters(), drafter.head_weight]
+        each = _size(layers)
+        total += _size(once)
+    elif isinstance(drafter, DraftModelDrafter):
+        config, each = drafter.model.config.get_text_config(), _model_bytes(drafter.model)
+        if any(getattr(config, name, None) for name in _EXPERTS):
+            return None
+    else:
+        return None
+    return total + passes * (each + _kv_bytes(config, batch, length, drafter.dtype.itemsize))
+
+
+def _parameters(*modules: torch.nn.Module | None) -> list[torch.Tensor]:
+    return [parameter for module in modules if module is not None for parameter in module.parameters()]
+
+
+def _size(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of `tensors`, each storage counted once."""
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+
+
+def _model_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the decoder and the head, which may be the embedding; an embedding besides the head is left out."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    others = [one for one in model.get_decoder().parameters() if one.data_ptr() != embedding.data_ptr()]
+    return _size([*others, head])
+
+
+def _kv_bytes(config: PreTrainedConfig, batch: int, length: float, itemsize: int) -> int:
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        a_token = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        a_token = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    window = getattr(config, "sliding_window", None)
+    everywhere = "sliding_attention" if window and getattr(config, "use_sliding_window", True) else "full_attention"
+    types = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
+    lengths = {"full_attention": length, "sliding_attention": min(length, window or length)}
+    tokens = sum(lengths.get(kind, 0) for kind in types)
+    return int(batch * tokens * a_token * itemsize)

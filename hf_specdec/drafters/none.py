@@ -1,0 +1,40 @@
+"""No drafter at all: the static engine with blocks of one token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import DrafterConfig
+from .base import Drafter, Proposal
+
+if TYPE_CHECKING:
+    from ..sampling import Verdict
+    from ..state import DecodeState
+
+
+class NoDrafter(Drafter):
+    """Drafts nothing: K is 0, and a round is a plain step of `target` on the static engine. For measuring.
+
+    It is not registered: nothing is saved of it or loaded.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
+        self.configure(draft_probs=False, engine="static")
+        self.bind(target)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def num_draft_tokens(self, asked: int | None) -> int:
+        return 0
+
+    def bind(self, target: PreTrainedModel) -> None:
+        self._target_config, self._device = target.config, target.device
+
+    def propose(self, state: DecodeState, taps: torch.Tensor | None, verdict: Verdict) -> Proposal:
+        return Proposal(state.tokens.new_empty(state.tokens.shape[0], 0), None)
