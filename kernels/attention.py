@@ -95,9 +95,8 @@ def _attention_kernel(
     position = tl.load(positions_ptr + batch * positions_stride_b + step, mask=is_row, other=-1)
     position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # inert at the last slot
     begin, stop = _share(position, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW)
-    if IS_SPLIT:
-        # The first split brings in the sink, and zeros where a query sees nothing.
-        if (split > 0) & (begin >= stop):
+    if IS_SPLIT:  # noqa: SIM102 (decided when the kernel is built)
+        if begin >= stop:
             empty = tl.full([ROWS], float("-inf"), tl.float32)
             tl.store(weights_ptr + target * tl.num_programs(2) + split, empty, mask=is_row)
             return
@@ -113,7 +112,7 @@ def _attention_kernel(
     )
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
+    if HAS_SINKS:  # brought in by the first split, which is empty only if all are
         sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
         best = tl.where(split == 0, sink, best)
         total = tl.where(split == 0, 1.0, total)
