@@ -61,8 +61,8 @@ class RaggedCache(Cache):
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
-        span: how many leading slots attention is given. On a GPU all of them, whose kernel reads the live ones only: its
-            launch depends on no length. Elsewhere as many as may be live, and one more, for the last is scrap to it.
+        span: how many leading slots attention is given. On a GPU all of them: its kernel reads only what is live, and
+            its launch depends on no length. Elsewhere as many as may be live and one more, as the last counts as scrap.
     """
 
     def __init__(self, num_layers: int, slots: int):
