@@ -226,8 +226,9 @@ def attention(
     assert query.stride(3) == key.stride(3) == value.stride(3) == positions.stride(1) == 1
     groups = heads // kv_heads
     dim_block, value_block = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    slot_block = max(16, min(128, _TILE_BYTES // (max(dim_block, value_block) * query.element_size())))
-    rows = min(slot_block, 64, max(16, triton.next_power_of_2(groups * num_queries)))
+    slot_block = max(16, min(64, _TILE_BYTES // (max(dim_block, value_block) * query.element_size())))
+    # No more than registers suffice for; float32 takes twice as many.
+    rows = min(slot_block, 128 // query.element_size(), max(16, triton.next_power_of_2(groups * num_queries)))
     blocks = kv_heads * triton.cdiv(groups * num_queries, rows)
     if num_splits is None:
         reach = num_slots if window is None else min(num_slots, window + num_queries)

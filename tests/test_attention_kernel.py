@@ -179,7 +179,7 @@ def draw_case(random: Random) -> Case:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([None, 1, 2, 3, 8, 33]))
 def test_any_case(random, num_splits):
     check(draw_case(random), num_splits)
