@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .kernels import reference
-from .kernels.reference import DraftInputs, race, uniform, write_kv
+from .kernels.reference import DraftInputs, race, uniform
 
 __all__ = ["DraftInputs", "attention", "linear", "narrow_products", "prepare_inputs", "race", "uniform", "write_kv"]
 
@@ -33,11 +33,26 @@ def _prepare_inputs() -> Callable[..., None]:
     return prepare_in_triton
 
 
+@functools.cache
+def _write_kv() -> Callable[..., None]:
+    from .kernels.cache import write_kv as write_in_triton
+
+    return write_in_triton
+
+
 def attention(query: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """`kernels.reference.attention`; on a GPU in Triton for the few queries a row of a round."""
     if query.is_cuda and query.shape[2] <= _DECODE_QUERIES:
         return _decode_attention()(query, *args, **kwargs)
     return reference.attention(query, *args, **kwargs)
+
+
+def write_kv(keys: torch.Tensor, *args, **kwargs) -> None:
+    """`kernels.reference.write_kv`; on a GPU in Triton."""
+    if keys.is_cuda:
+        _write_kv()(keys, *args, **kwargs)
+    else:
+        reference.write_kv(keys, *args, **kwargs)
 
 
 def prepare_inputs(tokens: torch.Tensor, *args, **kwargs) -> None:

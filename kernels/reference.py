@@ -27,6 +27,10 @@ def attention(
 ) -> torch.Tensor:
     """Attention over a cache whose slot is the position: slot s is visible to the query at position t iff s <= t.
 
+    The last slot is scrap: a query at `slots - 1` or beyond is inert, its output any finite value. Who passes a part
+    of a cache therefore passes a slot more than the live ones. Beyond the last live query of a row nothing need be
+    valid for a kernel, but here, where invisible slots have weight 0, it must be finite.
+
     Args:
         query: `[B, heads, n, D]`.
         key: `[B, kv_heads, slots, D]`; the row's own new keys are already in it.
@@ -47,6 +51,7 @@ def attention(
     # The query heads of a group become further queries of their key head: no copy of the keys and values.
     query = query.reshape(batch, kv_heads, groups * num_queries, query.shape[-1])
     slots = torch.arange(num_slots, device=key.device)
+    positions = positions.clamp(max=num_slots - 1)  # a query that saw no slot would get NaN
     visible = slots <= positions[:, None, :, None]
     if window is not None:
         visible &= slots > positions[:, None, :, None] - window
@@ -65,13 +70,28 @@ def attention(
     return out.reshape(batch, heads, num_queries, -1).transpose(1, 2)
 
 
-def write_kv(cache: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> None:
-    """Store `states` `[B, kv_heads, n, D]` into `cache` `[B, slots, kv_heads, D]` at `positions` `[B, n]`, in place.
+def write_kv(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Store new states in the cache, in place.
 
-    Where a row names a slot twice, which of the two is kept is not defined; only the scrap slot is named twice.
+    Where a row names a slot twice, which of the two is kept, or a mixture, is not defined; only the scrap slot is named
+    twice.
+
+    Args:
+        keys: `[B, slots, kv_heads, D]`.
+        values: `[B, slots, kv_heads, Dv]`.
+        key_states: `[B, kv_heads, n, D]`, stored in the dtype of `keys`.
+        value_states: `[B, kv_heads, n, Dv]`, stored in the dtype of `values`.
+        positions: `[B, n]` int64, the slot of each, less than `slots`.
     """
-    rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
-    cache[rows, positions] = states.transpose(1, 2).to(cache.dtype)
+    rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+    keys[rows, positions] = key_states.transpose(1, 2).to(keys.dtype)
+    values[rows, positions] = value_states.transpose(1, 2).to(values.dtype)
 
 
 class DraftInputs(NamedTuple):
