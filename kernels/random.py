@@ -19,12 +19,12 @@ def uniform(seed, position, token, stream: tl.constexpr):
     key_1 = (seed >> 32).to(tl.uint32)
     first = token.to(tl.uint32)
     second = position.to(tl.uint32)
-    third = tl.zeros_like(first) + stream
-    fourth = tl.zeros_like(first)
+    third = first * 0 + stream
+    fourth = first * 0
     for _ in tl.static_range(10):
-        even_high = tl.umulhi(first, tl.zeros_like(first) + _MULTIPLIER_0)
+        even_high = tl.umulhi(first, _MULTIPLIER_0)
         even_low = first * _MULTIPLIER_0
-        odd_high = tl.umulhi(third, tl.zeros_like(third) + _MULTIPLIER_1)
+        odd_high = tl.umulhi(third, _MULTIPLIER_1)
         odd_low = third * _MULTIPLIER_1
         first = odd_high ^ second ^ key_0
         second = odd_low

@@ -44,9 +44,9 @@ def _index_of(key):
 
 
 @triton.jit
-def _race_key(weight, seed, position, token, stream: tl.constexpr, is_token):
-    """Key of the token that wins; its upper half is 0 where no weight is positive."""
-    score = weight / -tl.log(uniform(seed, position, token, stream))
+def _race_key(weight, time, token, is_token):
+    """Key of the token that wins a race; its upper half is 0 where no weight is positive."""
+    score = weight / time
     return _largest_key(tl.where(score > 0.0, score, 0.0), token, is_token)
 
 
@@ -178,7 +178,7 @@ def _verify_kernel(
     q_draft = tl.full([STEPS], 1.0, tl.float32)
     if HAS_PROBS:
         q_draft = tl.load(draft_probs_ptr + wide_step * draft_probs_stride_n + draft, mask=is_known, other=1.0)
-    number = uniform(seed, length + step, tl.zeros_like(step), _ACCEPT)
+    number = uniform(seed, length + step, step * 0, _ACCEPT)
     is_accepted = is_draft & (number * q_draft < p_draft)
     accepted = tl.min(tl.where(is_accepted, num_drafts, tl.minimum(step, num_drafts)), axis=0)
     is_bonus = accepted == num_drafts
@@ -205,9 +205,9 @@ def _verify_kernel(
     # Whether the residual is empty shows when all programs are through, so each races both.
     cell = row * tl.num_programs(1) + tl.program_id(1)
     num_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-    position = length + accepted
-    tl.store(keys_ptr + cell, _race_key(residual, seed, position, token, _TARGET, is_token))
-    tl.store(keys_ptr + num_cells + cell, _race_key(p_next, seed, position, token, _TARGET, is_token))
+    time = -tl.log(uniform(seed, length + accepted, token, _TARGET))
+    tl.store(keys_ptr + cell, _race_key(residual, time, token, is_token))
+    tl.store(keys_ptr + num_cells + cell, _race_key(p_next, time, token, is_token))
     if tl.program_id(1) == 0:
         tl.store(accepted_ptr + row, accepted.to(tl.int64))
         tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
@@ -275,7 +275,7 @@ def _draw_kernel(
     logit = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
     prob = tl.exp(logit / temperature - base) / total
     tl.store(probs_ptr + row * vocabulary + token, prob, mask=is_token)
-    key = _race_key(prob, seed, position, token, _DRAFT, is_token)
+    key = _race_key(prob, -tl.log(uniform(seed, position, token, _DRAFT)), token, is_token)
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
 
 
@@ -372,7 +372,7 @@ def verify_sampling(
         assert draft_probs.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
     scans, out = _scan(scores), _empty_verdict(drafts)
     keys = torch.empty(2, batch, triton.cdiv(vocabulary, RACE_BLOCK), dtype=torch.int64, device=scores.device)
-    steps = triton.next_power_of_2(num_drafts + 1)
+    steps, num_scans = triton.next_power_of_2(num_drafts + 1), triton.next_power_of_2(scans.shape[2])
     _verify_kernel[keys.shape[1:]](
         scores,
         drafts,
@@ -392,10 +392,11 @@ def verify_sampling(
         scans.shape[2],
         vocabulary,
         STEPS=steps,
-        SCANS=triton.next_power_of_2(scans.shape[2]),
+        SCANS=num_scans,
         BLOCK=RACE_BLOCK,
         HAS_PROBS=draft_probs is not None,
-        num_warps=_RACE_WARPS,
+        # The normalisers of 64 steps and 64 blocks would not fit the registers of 4 warps.
+        num_warps=_RACE_WARPS if steps * num_scans <= 2048 else 2 * _RACE_WARPS,
     )
     _merge_verify_kernel[(batch,)](
         keys,

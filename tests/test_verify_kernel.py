@@ -65,8 +65,8 @@ def draw_sizes(random):
 
 
 def draw_blocks(random, num_rows, vocabulary):
-    """Sizes of the two blocks with which no more than some 60 programs scan, or one for each row."""
-    sizes = [size for size in (16, 64, 256, 1024, 4096) if ON_GPU or num_rows * -(-vocabulary // size) <= 60]
+    """Sizes of the two blocks with which no more than some 25 programs scan, or one for each row."""
+    sizes = [size for size in (16, 64, 256, 1024, 4096) if ON_GPU or num_rows * -(-vocabulary // size) <= 25]
     return random.choice([*sizes, 8192]), random.choice([*sizes, 8192])
 
 
@@ -187,7 +187,7 @@ def first_largest(row):
 
 
 @pytest.mark.core
-@settings(max_examples=1500 if ON_GPU else 50, deadline=None, derandomize=True)
+@settings(max_examples=1500 if ON_GPU else 60, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_greedy_equals_reference(random):
     batch, num_drafts, vocabulary = draw_sizes(random)
@@ -368,7 +368,7 @@ def test_certain_drafts_are_accepted_by_the_largest_numbers(module, is_soft):
 @both
 def test_empty_residual_is_drawn_from_the_target(module):
     """q is nowhere less than p, and more on the draft; as rounding may make it. The draft is rejected, p is raced."""
-    size, batch = 40, 12
+    size, batch = 40, 4
     scores = torch.zeros(batch, 2, size)
     probs = torch.full((batch, 1, size), 1.0 / size + 1e-6)
     probs[:, 0, 7] = 1e6
@@ -430,10 +430,10 @@ def test_kernel_rejects_drafts_that_are_no_tokens(token, is_soft):
 @pytest.mark.core
 @both
 def test_rows_do_not_depend_on_their_neighbours(module):
-    case = draw_case(Random(3), 5, 3, 200)
+    case = draw_case(Random(3), 3, 3, 150)
     with blocks(64, 64):
         whole = module.verify_sampling(*case.buried(0))
-        for row in range(5):
+        for row in range(3):
             alone = Case(*(None if values is None else values[row : row + 1] for values in case))
             assert_same(module.verify_sampling(*alone.buried(0)), (values[row : row + 1] for values in whole))
 
@@ -443,16 +443,16 @@ def test_rows_do_not_depend_on_their_neighbours(module):
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_sampling_has_the_law_of_the_target(module, is_soft):
     """The first committed token, and the second where there is one, whatever the drafts were drawn from."""
-    draws, size = 40_000 if ON_GPU else 1000, 7
+    draws, size = 40_000 if ON_GPU or module is reference else 200, 7
     generator = torch.Generator().manual_seed(1)
     scores = 1.5 * torch.randn(2, size, generator=generator)
+    logits = (scores[0] + torch.randn(size, generator=generator)).expand(draws, 1, size)
     scores[0, 2] = -INF
-    logits = 1.5 * torch.randn(draws, 1, size, generator=generator)[:1].expand(draws, 1, size)
     seeds, lengths = torch.arange(draws) * 977, torch.full((draws,), 3)
     drafts, probs = reference.draw_draft(logits, 1.0, seeds[:, None], lengths[:, None])
     case = Case(scores.expand(draws, 2, size), drafts, probs, seeds, lengths)
     if not is_soft:
-        case = case._replace(drafts=torch.full((draws, 1), 4), draft_probs=None)
+        case = case._replace(drafts=scores[0].argmax().expand(draws, 1), draft_probs=None)
     verdict = module.verify_sampling(*(None if values is None else values.to(DEVICE) for values in case))
     tokens, law = verdict.tokens.cpu(), scores.softmax(dim=-1)
     assert p_value(tokens[:, 0].bincount(minlength=size), law[0]) > 1e-4
@@ -463,11 +463,11 @@ def test_sampling_has_the_law_of_the_target(module, is_soft):
 
 
 @pytest.mark.core
-@settings(max_examples=1000 if ON_GPU else 40, deadline=None, derandomize=True)
+@settings(max_examples=1000 if ON_GPU else 30, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_draws_equal_reference(random):
     batch, num_drafts, vocabulary = draw_sizes(random)
-    num_drafts = max(num_drafts, 1)
+    num_drafts = min(max(num_drafts, 1), 30 // batch)
     generator = torch.Generator().manual_seed(random.randint(0, 2**31))
     dtype = random.choice([torch.float32, torch.bfloat16, torch.float16])
     logits = torch.randn(batch, num_drafts, vocabulary, generator=generator) * random.choice([0.0, 1.0, 8.0])
@@ -499,7 +499,7 @@ def test_draws_equal_reference(random):
 @pytest.mark.core
 @both
 def test_draws_have_the_law_they_report(module):
-    draws = 40_000 if ON_GPU else 1000
+    draws = 40_000 if ON_GPU or module is reference else 250
     logits = torch.tensor([0.0, 1.0, -INF, 2.0, -1.0, 0.5]).expand(1, draws, 6).to(DEVICE)
     positions = torch.arange(draws, device=DEVICE)[None]
     index, probs = module.draw_draft(logits, 0.8, torch.tensor([[5]], device=DEVICE), positions)
