@@ -59,6 +59,7 @@ def _merge_scans(maxima, totals):
     return base, tl.sum(totals * tl.exp(maxima - base[:, None]), axis=1)
 
 
+# Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
 @triton.jit(do_not_specialize=["width"])
 def _argmax_kernel(scores_ptr, keys_ptr, scores_stride_b, scores_stride_n, width, vocabulary, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -70,7 +71,7 @@ def _argmax_kernel(scores_ptr, keys_ptr, scores_stride_b, scores_stride_n, width
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
 
 
-@triton.jit(do_not_specialize=["num_drafts", "num_blocks"])
+@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "num_drafts", "num_blocks"])
 def _merge_greedy_kernel(
     keys_ptr,
     drafts_ptr,
@@ -127,7 +128,16 @@ def _scan_kernel(
     tl.store(totals_ptr + at, tl.sum(tl.exp(score - base), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_drafts", "num_scans"])
+@triton.jit(
+    do_not_specialize=[
+        "drafts_stride_b",
+        "drafts_stride_n",
+        "seeds_stride",
+        "lengths_stride",
+        "num_drafts",
+        "num_scans",
+    ]
+)
 def _verify_kernel(
     scores_ptr,
     drafts_ptr,
@@ -213,7 +223,7 @@ def _verify_kernel(
         tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
 
 
-@triton.jit(do_not_specialize=["num_drafts", "num_blocks"])
+@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "num_drafts", "num_blocks"])
 def _merge_verify_kernel(
     keys_ptr,
     drafts_ptr,
@@ -239,7 +249,16 @@ def _merge_verify_kernel(
     tl.store(tokens_ptr + row * (num_drafts + 1) + step, token, mask=step <= num_drafts)
 
 
-@triton.jit(do_not_specialize=["width", "num_scans"])
+@triton.jit(
+    do_not_specialize=[
+        "seeds_stride_b",
+        "seeds_stride_n",
+        "positions_stride_b",
+        "positions_stride_n",
+        "width",
+        "num_scans",
+    ]
+)
 def _draw_kernel(
     logits_ptr,
     seeds_ptr,
