@@ -44,13 +44,6 @@ def _index_of(key):
 
 
 @triton.jit
-def _race_key(weight, time, token, is_token):
-    """Key of the token that wins a race; its upper half is 0 where no weight is positive."""
-    score = weight / time
-    return _largest_key(tl.where(score > 0.0, score, 0.0), token, is_token)
-
-
-@triton.jit
 def _merge_scans(maxima, totals):
     """Base and normaliser of rows from their blocks' `[rows, blocks]`: softmax is exp(score - base) / normaliser."""
     base = tl.max(maxima, axis=1)
@@ -216,8 +209,8 @@ def _verify_kernel(
     cell = row * tl.num_programs(1) + tl.program_id(1)
     num_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     time = -tl.log(uniform(seed, length + accepted, token, _TARGET))
-    tl.store(keys_ptr + cell, _race_key(residual, time, token, is_token))
-    tl.store(keys_ptr + num_cells + cell, _race_key(p_next, time, token, is_token))
+    tl.store(keys_ptr + cell, _largest_key(residual / time, token, is_token))
+    tl.store(keys_ptr + num_cells + cell, _largest_key(p_next / time, token, is_token))
     if tl.program_id(1) == 0:
         tl.store(accepted_ptr + row, accepted.to(tl.int64))
         tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
@@ -242,6 +235,7 @@ def _merge_verify_kernel(
     num_cells = tl.num_programs(0).to(tl.int64) * num_blocks
     recovered = tl.max(tl.load(keys_ptr + cell, mask=block < num_blocks, other=_LEAST_KEY), axis=0)
     drawn = tl.max(tl.load(keys_ptr + num_cells + cell, mask=block < num_blocks, other=_LEAST_KEY), axis=0)
+    # The upper half of a key is 0 where no weight is positive.
     following = _index_of(tl.where((recovered >> 32) > 0, recovered, drawn))
     step = tl.arange(0, STEPS)
     draft = tl.load(drafts_ptr + row * drafts_stride_b + step * drafts_stride_n, mask=step < num_drafts, other=0)
@@ -294,7 +288,8 @@ def _draw_kernel(
     logit = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
     prob = tl.exp(logit / temperature - base) / total
     tl.store(probs_ptr + row * vocabulary + token, prob, mask=is_token)
-    key = _race_key(prob, -tl.log(uniform(seed, position, token, _DRAFT)), token, is_token)
+    time = -tl.log(uniform(seed, position, token, _DRAFT))
+    key = _largest_key(prob / time, token, is_token)
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
 
 
