@@ -161,13 +161,10 @@ class CachedDrafter(Drafter):
         """Draft tokens number `first` and following from their logits `[B, n, V_d]`."""
         target_ids = self.target_ids
         if not state.draft_probs:
-            index = logits.argmax(dim=-1)
-            return Proposal(index if target_ids is None else target_ids[index], None)
+            return Proposal(ops.best_draft(logits, target_ids), None)
         batch, num_drafts, size = logits.shape
         positions = state.lengths[:, None] + torch.arange(first, first + num_drafts, device=logits.device)
-        seeds = state.seeds[:, None].expand_as(positions)
-        index, probs = draw_draft(logits.flatten(0, 1), state.temperature, seeds.flatten(), positions.flatten())
-        index, probs = index.view(batch, num_drafts), probs.view(batch, num_drafts, size)
+        index, probs = draw_draft(logits, state.temperature, state.seeds[:, None], positions)
         if target_ids is None:
             return Proposal(index, F.pad(probs, (0, self.config.vocab_size - size)))
         full = probs.new_zeros(batch, num_drafts, self.config.vocab_size)
