@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_specdec import ops
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters import Eagle3Drafter, PEagleDrafter
+from hf_specdec.graphs import CudaGraph
 from hf_specdec.sampling import Verdict
-from hf_specdec.state import DecodeState
+from hf_specdec.state import DecodeState, Shape
 
 SHAPES = {
     "llama-3.1-8b": {
@@ -79,17 +80,9 @@ def drafting(drafter: Eagle3Drafter, batch: int, num_drafts: int, context: int) 
     """One round's drafting after a full cache of `context` tokens and a round that kept half of its drafts."""
     device, width = drafter.device, drafter.config.tap_width
     prompts = [torch.randint(drafter.config.vocab_size, (context,), device=device) for _ in range(batch)]
-    state = DecodeState.allocate(
-        prompts,
-        max_new_tokens=64,
-        drafter=drafter,
-        num_draft_tokens=num_drafts,
-        num_layers=0,
-        eos=None,
-        seeds=torch.zeros(batch, dtype=torch.int64),
-        temperature=None,
-        draft_probs=False,
-    )
+    shape = Shape(batch, slots=context + 65, num_draft_tokens=num_drafts, draft_probs=False, num_ends=0)
+    state = DecodeState.allocate(shape, drafter, num_layers=0, device=device)
+    state.begin(prompts, max_new_tokens=64, eos=None, seeds=torch.zeros(batch, dtype=torch.int64))
     slots = torch.arange(context - 1, device=device).expand(batch, -1)
     taps = torch.randn(batch, context - 1, width, device=device, dtype=drafter.dtype)
     drafter.prefill(state, taps, slots)
@@ -117,14 +110,6 @@ def median_ms(run: Callable[[], object], device: str, repeats: int) -> float:
     return sorted(times)[repeats // 2]
 
 
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """`run` as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> dict:
     rows = []
@@ -138,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict:
                     row = {"drafter": name, "batch": batch, "k": num_drafts}
                     row["eager_ms"] = round(median_ms(run, args.device, args.repeats), 4)
                     if args.device != "cpu":
-                        row["graph_ms"] = round(median_ms(captured(run), args.device, args.repeats), 4)
+                        row["graph_ms"] = round(median_ms(CudaGraph(run), args.device, args.repeats), 4)
                 rows.append(row)
                 print(json.dumps(row))
     device = torch.cuda.get_device_name() if args.device != "cpu" else "CPU"

@@ -31,20 +31,19 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new states at the cache's `positions`; return the live keys and values, `[B, kv_heads, live, D]`."""
+        """Store new states at the cache's `positions`; return keys and values to read, `[B, kv_heads, span, D]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        positions, live = self._cache.positions, self._cache.live
-        ops.write_kv(self.keys, key_states, positions)
-        ops.write_kv(self.values, value_states, positions)
-        return self.keys[:, :live].transpose(1, 2), self.values[:, :live].transpose(1, 2)
+        ops.write_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
+        span = self._cache.span
+        return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices` `[n]` int64."""
         self.keys, self.values = self.keys[indices], self.values[indices]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.live, 0
+        return self._cache.span, 0
 
     def get_seq_length(self) -> int:
         return 0
@@ -62,16 +61,20 @@ class RaggedCache(Cache):
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
-        live: how many leading slots the next forward pass may need, a bound the host knows without asking the device.
+        span: how many leading slots attention is given. On a GPU all of them: its kernel reads only what is live, and
+            its launch depends on no length. Elsewhere as many as may be live and one more, as the last counts as scrap.
     """
 
     def __init__(self, num_layers: int, slots: int):
         self.slots = slots
-        self.live = slots
+        self.span = slots
         self.positions: torch.Tensor | None = None
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
 
     def advance(self, positions: torch.Tensor, live: int) -> None:
-        """Say where the next forward pass writes, and how many slots it may read."""
+        """Say where the next forward pass writes, and how many leading slots its live queries may see.
+
+        `live` is a bound that the host knows without asking the device.
+        """
         self.positions = positions
-        self.live = min(live, self.slots)
+        self.span = self.slots if positions.is_cuda else min(live + 1, self.slots)

@@ -19,7 +19,7 @@ from .decoding import SpeculativeOutput, draws_draft_probs, row_seeds, sampling_
 from .drafters.base import Drafter
 from .hosting import has_recurrent_layers
 from .sampling import Verdict
-from .state import DecodeState
+from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
 from .taps import TapRecorder
 
@@ -124,17 +124,18 @@ class DrafterCandidateGenerator(CandidateGenerator):
         taps = self._taps()
         num_seen = input_ids.shape[1] - 1 if taps is None else taps.shape[1]
         tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
-        self._state = state = DecodeState.allocate(
-            [tokens],
-            max_new_tokens=self._config.max_length - input_ids.shape[1] + self._num_draft_tokens + 1,
-            drafter=self._drafter,
+        max_new_tokens = self._config.max_length - input_ids.shape[1] + self._num_draft_tokens + 1
+        shape = Shape(
+            batch=1,
+            slots=len(tokens) + max_new_tokens + 1,
             num_draft_tokens=self._num_draft_tokens,
-            num_layers=0,
-            eos=None,
-            seeds=row_seeds(1, self._temperature),
-            temperature=self._temperature,
             draft_probs=draws_draft_probs(self._drafter, self._temperature),
+            num_ends=0,
         )
+        self._state = state = DecodeState.allocate(
+            shape, self._drafter, num_layers=0, device=tokens.device, temperature=self._temperature
+        )
+        state.begin([tokens], max_new_tokens, eos=None, seeds=row_seeds(1, self._temperature))
         state.live = state.slots
         self._start = time.perf_counter()
         self._drafter.prefill(state, taps, torch.arange(num_seen, device=tokens.device)[None])

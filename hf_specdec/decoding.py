@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import ops
 from .attention import ragged_attention
 from .drafters.base import Drafter
+from .fusing import fused_products
+from .graphs import CAPTURE
 from .sampling import BlockProcessor, Verdict, verify_greedy, verify_sampling
-from .state import DecodeState
+from .sessions import fingerprint
+from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
 from .taps import TapRecorder, decoder_layers
 from .transcript import Transcript
@@ -26,6 +31,9 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 PREFILL_CHUNK_SIZE = 2048
+
+# Buffers that are kept for other calls grow in steps of so many slots.
+SLOT_STEP = 256
 
 # Rounds that a device may run ahead of what the host has read; none where host and device are one.
 LAG = {"cuda": 1}
@@ -144,12 +152,22 @@ def step(
     state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
 ) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
     """One round: verify the drafts, commit what holds, draft again. Returns the verdict, scores and logits."""
-    block, slots = state.block()
-    logits, taps = target(state, block, slots)
+    block, logits, taps = read(state, target)
     scores = process(logits, block, state)
+    return settle(state, drafter, scores, taps), scores, logits
+
+
+def read(state: DecodeState, target: Target) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """First half of a round: the target reads the drafts. Returns the block, its logits and taps."""
+    block, slots = state.block()
+    return block, *target(state, block, slots)
+
+
+def settle(state: DecodeState, drafter: Drafter, scores: torch.Tensor, taps: torch.Tensor | None) -> Verdict:
+    """Second half of a round: verify the drafts by `scores` `[B, K + 1, V]`, commit what holds, draft again."""
     verdict = state.commit(verify(scores, state))
     state.adopt(drafter.propose(state, taps, verdict))
-    return verdict, scores, logits
+    return verdict
 
 
 def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
@@ -166,6 +184,7 @@ def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -
         stack.enter_context(torch.no_grad())
         stack.enter_context(ragged_attention(model))
         stack.enter_context(ops.narrow_products(model, drafter))
+        stack.enter_context(fused_products(model, drafter))
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
         yield Target(model, recorder, HiddenStates() if keep_hidden_states else None)
 
@@ -225,12 +244,63 @@ class Report:
         return [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
 
 
+def has_hooks(model: nn.Module) -> bool:
+    """Whether somebody listens to modules of `model`, who would hear nothing of a replay."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def slots_for(tokens: int, is_kept: bool) -> int:
+    """Slots for rows of up to `tokens` tokens and scrap; in steps if the buffers are kept for other calls."""
+    return tokens + 1 if not is_kept else SLOT_STEP * -(-(tokens + 1) // SLOT_STEP)
+
+
+class CapturedRound:
+    """`step`, captured: in one piece if the logits are processed without looking at the text, otherwise in two.
+
+    Args:
+        capture: of `graphs.CAPTURE`.
+        state, target, drafter, process: of `step`.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[..., Any],
+        state: DecodeState,
+        target: Target,
+        drafter: Drafter,
+        process: BlockProcessor,
+    ):
+        self._state = state
+        with state.idle():
+            if process.key is not None:
+                self._whole = capture(lambda: step(state, target, drafter, process))
+                return
+            self._whole = None
+            self._read = capture(lambda: read(state, target))
+            _, logits, taps = self._read.result
+            self._scores = torch.zeros_like(logits, dtype=torch.float32)
+            self._settle = capture(lambda: settle(state, drafter, self._scores, taps))
+
+    def __call__(self, process: BlockProcessor) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
+        if self._whole is not None:
+            return self._whole()
+        block, logits, _ = self._read()
+        self._scores.copy_(process(logits, block, self._state))
+        return self._settle(), self._scores, logits
+
+
 class Rounds:
     """The host's side of a loop of rounds: it watches from behind (`LAG`), so that the device need not wait for it.
 
     Args:
-        state, target, drafter, process: of `step`.
+        state: prefilled.
+        next_round: runs `step` on it, eagerly or captured.
         transcript: of what was said.
+        batch: rows that somebody asked for; the state may have more.
         longest: length of the longest prompt.
         max_new_tokens: room of every row.
     """
@@ -238,16 +308,17 @@ class Rounds:
     def __init__(
         self,
         state: DecodeState,
-        target: Target,
-        drafter: Drafter,
-        process: BlockProcessor,
+        next_round: Callable[[], tuple[Verdict, torch.Tensor, torch.Tensor]],
         transcript: Transcript,
+        batch: int,
         longest: int,
         max_new_tokens: int,
     ):
-        self.state, self.target, self.drafter, self.process = state, target, drafter, process
+        self.state = state
         self.transcript = transcript
-        self.counters = Counters(state.tokens.shape[0], state.num_draft_tokens)
+        self.counters = Counters(batch, state.num_draft_tokens)
+        self._next_round = next_round
+        self._batch = batch
         self.num_rounds = 0
         self._longest = longest
         self._max_new_tokens = max_new_tokens
@@ -261,13 +332,13 @@ class Rounds:
             unseen = len(self._reports) * (self.state.num_draft_tokens + 1)
             spoken = self._longest + self.transcript.longest_row() + unseen
             self.state.live = spoken + 2 * self.state.num_draft_tokens
-            verdict, scores, logits = step(self.state, self.target, self.drafter, self.process)
+            verdict, scores, logits = self._next_round()
             self._reports.append((Report(verdict), {"scores": scores, "logits": logits}))
             if len(self._reports) > self._lag:
                 self._take(*self._reports.popleft())
 
     def _take(self, report: Report, records: dict[str, torch.Tensor]) -> None:
-        tokens, accepted, committed = report.read()
+        tokens, accepted, committed = (part[: self._batch] for part in report.read())
         self.num_rounds += 1
         for row, (num_accepted, num_committed) in enumerate(zip(accepted, committed, strict=True)):
             if num_committed > 0 and not self.transcript.is_done(row):
@@ -276,7 +347,8 @@ class Rounds:
         before = self.transcript.stopped
         self.transcript.add(tokens, committed, **records)
         if self.transcript.pads_finished_rows and self.transcript.stopped != before:
-            self.state.finished |= torch.tensor(self.transcript.stopped, device=self.state.finished.device)
+            stopped = torch.tensor(self.transcript.stopped, device=self.state.finished.device)
+            self.state.finished[: self._batch] |= stopped
 
 
 def decode(
@@ -310,7 +382,7 @@ def decode(
         for name in ("scores", "logits", "hidden_states")
     }
     temperature = sampling_temperature(config)
-    max_new_tokens = config.max_length - input_ids.shape[1]
+    batch, max_new_tokens = len(input_ids), config.max_length - input_ids.shape[1]
     transcript = Transcript(
         input_ids,
         criteria,
@@ -322,22 +394,38 @@ def decode(
     )
     process = BlockProcessor(processors, input_ids, padding)
     prompts = [row[pad:].to(model.device) for row, pad in zip(input_ids, padding, strict=True)]
-    with hosted(model, drafter, wants["hidden_states"]) as target:
-        state = DecodeState.allocate(
-            prompts,
-            max_new_tokens,
-            drafter,
-            num_draft_tokens,
-            num_layers=len(decoder_layers(model)),
-            eos=config._eos_token_tensor,
-            seeds=row_seeds(len(prompts), temperature),
-            temperature=temperature,
-            draft_probs=draws_draft_probs(drafter, temperature),
-        )
-        longest = max(map(len, prompts))
+    longest = max(map(len, prompts))
+    capture = CAPTURE.get(model.device.type)
+    if any(wants.values()) or has_hooks(model) or has_hooks(drafter):
+        capture = None
+    shape = Shape(
+        batch if capture is None or process.key is None else next_power_of_two(batch),
+        slots_for(longest + max_new_tokens, capture is not None),
+        num_draft_tokens,
+        draws_draft_probs(drafter, temperature),
+        next_power_of_two(max(0 if config._eos_token_tensor is None else config._eos_token_tensor.numel(), 8)),
+    )
+
+    def allocate() -> DecodeState:
+        return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device, temperature)
+
+    with hosted(model, drafter, wants["hidden_states"]) as target, ExitStack() as stack:
+        if capture is None:
+            state = allocate()
+            next_round = functools.partial(step, state, target, drafter, process)
+        else:
+            key = (shape, temperature, fingerprint(model, drafter))
+            session = stack.enter_context(drafter.sessions.session(key, allocate))
+            state = session.state
+            captured = session.rounds.get(process.key)
+            if captured is None:
+                captured = CapturedRound(capture, state, target, drafter, process)
+                session.rounds[process.key] = captured
+            next_round = functools.partial(captured, process)
+        state.begin(prompts, max_new_tokens, config._eos_token_tensor, row_seeds(batch, temperature))
         prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
         start = time.perf_counter()
-        rounds = Rounds(state, target, drafter, process, transcript, longest, max_new_tokens)
+        rounds = Rounds(state, next_round, transcript, batch, longest, max_new_tokens)
         rounds.run()
         seconds = time.perf_counter() - start
     transcript.finish()

@@ -5,15 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from .kernels import reference
-from .kernels.reference import DraftInputs, race, uniform, write_kv
+from .kernels.reference import DraftInputs, Stream, Verdict, race, uniform
 
-__all__ = ["DraftInputs", "attention", "linear", "narrow_products", "prepare_inputs", "race", "uniform", "write_kv"]
+__all__ = [
+    "DraftInputs",
+    "Stream",
+    "Verdict",
+    "attention",
+    "best_draft",
+    "draw_draft",
+    "linear",
+    "narrow_products",
+    "prepare_inputs",
+    "race",
+    "uniform",
+    "verify_greedy",
+    "verify_sampling",
+    "write_kv",
+]
 
 _NARROW_ROWS = 16
 _DECODE_QUERIES = 64
@@ -33,11 +49,33 @@ def _prepare_inputs() -> Callable[..., None]:
     return prepare_in_triton
 
 
+@functools.cache
+def _write_kv() -> Callable[..., None]:
+    from .kernels.cache import write_kv as write_in_triton
+
+    return write_in_triton
+
+
+@functools.cache
+def _verify() -> ModuleType:
+    from .kernels import verify
+
+    return verify
+
+
 def attention(query: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """`kernels.reference.attention`; on a GPU in Triton for the few queries a row of a round."""
     if query.is_cuda and query.shape[2] <= _DECODE_QUERIES:
         return _decode_attention()(query, *args, **kwargs)
     return reference.attention(query, *args, **kwargs)
+
+
+def write_kv(keys: torch.Tensor, *args, **kwargs) -> None:
+    """`kernels.reference.write_kv`; on a GPU in Triton."""
+    if keys.is_cuda:
+        _write_kv()(keys, *args, **kwargs)
+    else:
+        reference.write_kv(keys, *args, **kwargs)
 
 
 def prepare_inputs(tokens: torch.Tensor, *args, **kwargs) -> None:
@@ -46,6 +84,30 @@ def prepare_inputs(tokens: torch.Tensor, *args, **kwargs) -> None:
         _prepare_inputs()(tokens, *args, **kwargs)
     else:
         reference.prepare_inputs(tokens, *args, **kwargs)
+
+
+def _is_for_triton(scores: torch.Tensor) -> bool:
+    return scores.is_cuda and scores.dtype != torch.float64
+
+
+def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
+    """`kernels.reference.verify_greedy`; on a GPU in Triton."""
+    return (_verify() if _is_for_triton(scores) else reference).verify_greedy(scores, drafts)
+
+
+def verify_sampling(scores: torch.Tensor, *args, **kwargs) -> Verdict:
+    """`kernels.reference.verify_sampling`; on a GPU in Triton."""
+    return (_verify() if _is_for_triton(scores) else reference).verify_sampling(scores, *args, **kwargs)
+
+
+def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """`kernels.reference.best_draft`; on a GPU in Triton."""
+    return (_verify() if _is_for_triton(logits) else reference).best_draft(logits, target_ids)
+
+
+def draw_draft(logits: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.reference.draw_draft`; on a GPU in Triton."""
+    return (_verify() if _is_for_triton(logits) else reference).draw_draft(logits, *args, **kwargs)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

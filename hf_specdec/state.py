@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .cache import RaggedCache
 from .drafters.base import Drafter, Proposal
 from .sampling import Verdict
+
+# Stands in `DecodeState.eos` where there is no further end-of-sequence token.
+NO_TOKEN = -1
+
+
+class Shape(NamedTuple):
+    """What the buffers of a generation depend on.
+
+    Attributes:
+        batch: rows.
+        slots: of every cache, the last of them scrap.
+        num_draft_tokens: K.
+        draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
+        num_ends: room for end-of-sequence tokens.
+    """
+
+    batch: int
+    slots: int
+    num_draft_tokens: int
+    draft_probs: bool
+    num_ends: int
 
 
 @dataclass
@@ -21,7 +44,7 @@ class DecodeState:
         lengths: `[B]` int64, committed tokens of each row. The last of them has not passed through the target yet.
         limits: `[B]` int64, length at which a row ends.
         finished: `[B]` bool; a finished row computes on the scrap slot and commits nothing.
-        eos: `[E]` int64, tokens that end a row; may be empty.
+        eos: `[E]` int64, tokens that end a row, and `NO_TOKEN`.
         seeds: `[B]` int64, keys of the rows' random numbers.
         slots: slots of every cache, the last of them scrap.
         num_draft_tokens: K.
@@ -50,44 +73,68 @@ class DecodeState:
 
     @classmethod
     def allocate(
-        cls,
-        prompts: list[torch.Tensor],
-        max_new_tokens: int,
-        drafter: Drafter,
-        num_draft_tokens: int,
-        num_layers: int,
-        eos: torch.Tensor | None,
-        seeds: torch.Tensor,
-        temperature: float | None,
-        draft_probs: bool,
+        cls, shape: Shape, drafter: Drafter, num_layers: int, device: torch.device, temperature: float | None = None
     ) -> DecodeState:
-        """State of a batch whose prompts, `[length]` int64 each and without padding, are about to be prefilled.
-
-        `num_layers` is the target's; 0 for a target that keeps its own cache.
-        """
-        device, batch = prompts[0].device, len(prompts)
-        longest = max(len(prompt) for prompt in prompts)
-        slots = longest + max_new_tokens + 1
-        tokens = torch.zeros(batch, slots, dtype=torch.int64, device=device)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        """Buffers for generations of one shape. `num_layers` is the target's; 0 if it keeps its own cache."""
+        batch = shape.batch
         state = cls(
-            tokens=tokens,
-            lengths=lengths,
-            limits=lengths + max_new_tokens,
-            finished=torch.zeros(batch, dtype=torch.bool, device=device),
-            eos=torch.empty(0, dtype=torch.int64, device=device) if eos is None else eos.to(device),
-            seeds=seeds.to(device),
-            slots=slots,
-            num_draft_tokens=num_draft_tokens,
+            tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
+            lengths=torch.ones(batch, dtype=torch.int64, device=device),
+            limits=torch.ones(batch, dtype=torch.int64, device=device),
+            finished=torch.ones(batch, dtype=torch.bool, device=device),
+            eos=torch.full((shape.num_ends,), NO_TOKEN, dtype=torch.int64, device=device),
+            seeds=torch.zeros(batch, dtype=torch.int64, device=device),
+            slots=shape.slots,
+            num_draft_tokens=shape.num_draft_tokens,
             temperature=temperature,
-            draft_probs=draft_probs,
-            cache=RaggedCache(num_layers, slots) if num_layers else None,
-            live=longest + num_draft_tokens,
+            draft_probs=shape.draft_probs,
+            cache=RaggedCache(num_layers, shape.slots) if num_layers else None,
+            live=shape.slots,
         )
         state.memory = drafter.new_memory(state)
         return state
+
+    def begin(
+        self, prompts: list[torch.Tensor], max_new_tokens: int, eos: torch.Tensor | None, seeds: torch.Tensor
+    ) -> None:
+        """Make the buffers those of a batch whose prompts are about to be prefilled.
+
+        Args:
+            prompts: `[length]` int64 each, without padding; rows of the buffers beyond them are finished.
+            max_new_tokens: room of every row.
+            eos: `[E]` int64 or None.
+            seeds: `[len(prompts)]` int64.
+        """
+        self.tokens.zero_()
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = prompt
+        count, device = len(prompts), self.tokens.device
+        self.lengths.fill_(1)
+        self.lengths[:count] = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.limits.fill_(1)
+        self.limits[:count] = self.lengths[:count] + max_new_tokens
+        self.finished.fill_(True)
+        self.finished[:count] = False
+        self.eos.fill_(NO_TOKEN)
+        if eos is not None:
+            self.eos[: len(eos)] = eos
+        self.seeds[:count] = seeds.to(device)
+        self.live = max(map(len, prompts)) + self.num_draft_tokens
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Context in which rounds are run for what they leave behind in memory pools: no row takes part in them."""
+        finished, proposal = self.finished.clone(), self.proposal
+        kept = None if proposal is None else [None if part is None else part.clone() for part in proposal]
+        self.finished.fill_(True)
+        if proposal is None:
+            self.proposal = Proposal(self.tokens.new_zeros(len(self.tokens), self.num_draft_tokens), None)
+        try:
+            yield
+        finally:
+            self.finished.copy_(finished)
+            if kept is not None:
+                self.adopt(Proposal(*kept))
 
     @property
     def scrap(self) -> int:
@@ -118,12 +165,8 @@ class DecodeState:
 
     def adopt(self, proposal: Proposal) -> None:
         """Keep `proposal` for the next round."""
-        if self.proposal is None:
-            self.proposal = Proposal(*(None if part is None else part.clone() for part in proposal))
-            return
-        for kept, part in zip(self.proposal, proposal, strict=True):
-            if kept is not None:
-                kept.copy_(part)
+        kept = self.proposal or Proposal(None, None)
+        self.proposal = Proposal(*(_keep(*pair) for pair in zip(kept, proposal, strict=True)))
 
     def commit(self, verdict: Verdict) -> Verdict:
         """Append the verdict's tokens to the rows, as far as an end-of-sequence token or the limit lets them.
@@ -142,3 +185,10 @@ class DecodeState:
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
         return verdict._replace(committed=committed)
+
+
+def _keep(buffer: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
+    """`value` in the memory of `buffer` if there is one."""
+    if buffer is None or value is None:
+        return None if value is None else value.clone()
+    return buffer.copy_(value)

@@ -5,6 +5,7 @@ They run wherever there is no Triton kernel for the device, and they are what th
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,10 @@ def attention(
 ) -> torch.Tensor:
     """Attention over a cache whose slot is the position: slot s is visible to the query at position t iff s <= t.
 
+    The last slot is scrap: a query at `slots - 1` or beyond is inert, its output any finite value. Who passes a part
+    of a cache therefore passes a slot more than the live ones. Beyond the last live query of a row nothing need be
+    valid for a kernel, but here, where invisible slots have weight 0, it must be finite.
+
     Args:
         query: `[B, heads, n, D]`.
         key: `[B, kv_heads, slots, D]`; the row's own new keys are already in it.
@@ -47,6 +52,7 @@ def attention(
     # The query heads of a group become further queries of their key head: no copy of the keys and values.
     query = query.reshape(batch, kv_heads, groups * num_queries, query.shape[-1])
     slots = torch.arange(num_slots, device=key.device)
+    positions = positions.clamp(max=num_slots - 1)  # a query that saw no slot would get NaN
     visible = slots <= positions[:, None, :, None]
     if window is not None:
         visible &= slots > positions[:, None, :, None] - window
@@ -65,13 +71,28 @@ def attention(
     return out.reshape(batch, heads, num_queries, -1).transpose(1, 2)
 
 
-def write_kv(cache: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> None:
-    """Store `states` `[B, kv_heads, n, D]` into `cache` `[B, slots, kv_heads, D]` at `positions` `[B, n]`, in place.
+def write_kv(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Store new states in the cache, in place.
 
-    Where a row names a slot twice, which of the two is kept is not defined; only the scrap slot is named twice.
+    Where a row names a slot twice, which of the two is kept, or a mixture, is not defined; only the scrap slot is named
+    twice.
+
+    Args:
+        keys: `[B, slots, kv_heads, D]`.
+        values: `[B, slots, kv_heads, Dv]`.
+        key_states: `[B, kv_heads, n, D]`, stored in the dtype of `keys`.
+        value_states: `[B, kv_heads, n, Dv]`, stored in the dtype of `values`.
+        positions: `[B, n]` int64, the slot of each, less than `slots`.
     """
-    rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
-    cache[rows, positions] = states.transpose(1, 2).to(cache.dtype)
+    rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+    keys[rows, positions] = key_states.transpose(1, 2).to(keys.dtype)
+    values[rows, positions] = value_states.transpose(1, 2).to(values.dtype)
 
 
 class DraftInputs(NamedTuple):
@@ -183,14 +204,131 @@ def race(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, st
     never wins unless all weights are 0, when token 0 is returned.
 
     Args:
-        weights: `[B, V]` float32, at least 0.
-        seeds: `[B]` int64.
-        positions: `[B]` int64, the position that the drawn token will take.
+        weights: `[..., V]` float32, at least 0.
+        seeds: int64, broadcast to `[...]`.
+        positions: int64, broadcast to `[...]`, the position that the drawn token will take.
         stream: see `uniform`.
 
     Returns:
-        `[B]` int64.
+        `[...]` int64.
     """
     tokens = torch.arange(weights.shape[-1], device=weights.device)
-    numbers = uniform(seeds[:, None], positions[:, None], tokens[None, :], stream)
+    numbers = uniform(seeds[..., None], positions[..., None], tokens, stream)
     return (weights / -torch.log(numbers)).argmax(dim=-1)
+
+
+class Stream(IntEnum):
+    """Purposes of random numbers; numbers of different streams are independent (see `uniform`)."""
+
+    ACCEPT = 0
+    TARGET = 1
+    DRAFT = 2
+
+
+class Verdict(NamedTuple):
+    """Outcome of one round.
+
+    Attributes:
+        tokens: `[B, K + 1]` int64: the accepted draft tokens, then the recovered or bonus token; the rest is undefined.
+        accepted: `[B]` int64, number of accepted draft tokens, 0 to K.
+        committed: `[B]` int64, number of leading `tokens` that the row commits: `accepted + 1`, less what lies after
+            an end-of-sequence token or the length limit, and 0 for finished rows.
+    """
+
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    committed: torch.Tensor
+
+
+def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
+    """Accept the longest prefix of the drafts that greedy decoding would have produced.
+
+    Of equal scores the lowest token is the largest. NaN is larger than every number, so a row with NaN yields its first
+    NaN; a row of -inf alone yields token 0.
+
+    Args:
+        scores: `[B, K + 1, V]` processed logits of the target, of any floating dtype.
+        drafts: `[B, K]` int64; K may be 0.
+    """
+    tokens = scores.argmax(dim=-1)
+    accepted = (drafts == tokens[:, :-1]).cumprod(dim=1).sum(dim=1)
+    return Verdict(tokens, accepted, accepted + 1)
+
+
+def verify_sampling(
+    scores: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+) -> Verdict:
+    """Lossless rejection sampling (arXiv 2211.17192, algorithm 1): committed tokens are distributed as the target's.
+
+    Draft d is accepted if `u * q(d) < p(d)`; on rejection the recovered token is drawn from max(p - q, 0), normalised;
+    after K acceptances the bonus token is drawn from p. Without `draft_probs` q is the point mass on d. The strict
+    inequality never accepts a token of probability 0. Where max(p - q, 0) is 0 everywhere the token is drawn from p.
+
+    A row of scores with NaN or +inf, or of -inf alone, has no softmax: its draft is rejected, and the token that
+    follows is some token of the vocabulary.
+
+    Args:
+        scores: `[B, K + 1, V]` float32 processed logits of the target; p is their softmax.
+        drafts: `[B, K]` int64; K may be 0.
+        draft_probs: `[B, K, V]` float32 distributions that the drafts were drawn from, or None.
+        seeds: `[B]` int64 row seeds.
+        lengths: `[B]` int64, the position that the first draft would take.
+    """
+    batch, num_drafts = drafts.shape
+    rows = torch.arange(batch, device=drafts.device)
+    steps = torch.arange(num_drafts, device=drafts.device)
+    probs = scores.softmax(dim=-1)
+
+    chosen = drafts.unsqueeze(-1)
+    p_draft = probs[:, :-1].gather(-1, chosen).squeeze(-1)
+    q_draft = torch.ones_like(p_draft) if draft_probs is None else draft_probs.gather(-1, chosen).squeeze(-1)
+    numbers = uniform(seeds[:, None], lengths[:, None] + steps, torch.zeros_like(drafts), Stream.ACCEPT)
+    accepted = (numbers * q_draft < p_draft).cumprod(dim=1).sum(dim=1)
+
+    tokens = torch.cat([drafts, drafts.new_zeros(batch, 1)], dim=1)
+    p_next = probs[rows, accepted]
+    if draft_probs is None or num_drafts == 0:
+        residual = p_next.scatter(1, tokens[rows, accepted].unsqueeze(1), 0.0)
+    else:
+        residual = (p_next - draft_probs[rows, accepted.clamp(max=num_drafts - 1)]).clamp_(min=0.0)
+    is_bonus = (accepted == num_drafts).unsqueeze(1)
+    is_empty = residual.sum(dim=1, keepdim=True) <= 0.0
+    following = race(torch.where(is_bonus | is_empty, p_next, residual), seeds, lengths + accepted, Stream.TARGET)
+    tokens = tokens.scatter(1, accepted.unsqueeze(1), following.unsqueeze(1))
+    return Verdict(tokens, accepted, accepted + 1)
+
+
+def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The most probable draft tokens; ties and NaN as in `verify_greedy`.
+
+    Args:
+        logits: `[B, n, V_d]` or `[n, V_d]` of the draft head, of any floating dtype.
+        target_ids: `[V_d]` int64, the target's token for each of the draft vocabulary; None where they are the same.
+
+    Returns:
+        `[B, n]` or `[n]` int64 target tokens.
+    """
+    index = logits.argmax(dim=-1)
+    return index if target_ids is None else target_ids[index]
+
+
+def draw_draft(
+    logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw draft tokens from softmax(logits / temperature).
+
+    Args:
+        logits: `[B, n, V_d]` or `[n, V_d]` of the draft head, of any floating dtype.
+        temperature: above 0.
+        seeds: int64 row seeds, broadcast to the rows of `logits`.
+        positions: int64 positions that the drafts would take, broadcast to the rows of `logits`.
+
+    Returns:
+        indices `[B, n]` or `[n]` int64 into the draft vocabulary, and the distributions, float32 in the logits' shape.
+    """
+    probs = (logits.float() / temperature).softmax(dim=-1)
+    return race(probs, seeds, positions, Stream.DRAFT), probs

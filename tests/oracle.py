@@ -48,7 +48,7 @@ class OracleDrafter(Drafter):
 
     def propose(self, state, taps, verdict) -> Proposal:
         at = (state.lengths - self._prompt_lengths)[:, None] + torch.arange(state.num_draft_tokens)
-        return Proposal(self._answers.gather(1, at.clamp(max=self._answers.shape[1] - 1)), None)
+        return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
 
 def eagle_options(target: PreTrainedModel, **options) -> dict:
@@ -71,7 +71,7 @@ def eagle_options(target: PreTrainedModel, **options) -> dict:
 def random_eagle3(target: PreTrainedModel, seed: int = 0, **options) -> Eagle3Drafter:
     """A random EAGLE-3 drafter for `target`, bound to it."""
     torch.manual_seed(seed)
-    drafter = Eagle3Drafter(Eagle3Config(**eagle_options(target, **options))).eval()
+    drafter = Eagle3Drafter(Eagle3Config(**eagle_options(target, **options))).eval().to(target.device)
     draw_draft_vocabulary(drafter)
     drafter.bind(target)
     return drafter
@@ -81,9 +81,9 @@ def random_peagle(target: PreTrainedModel, seed: int = 0, **options) -> PEagleDr
     """A random P-EAGLE drafter for `target`, bound to it."""
     torch.manual_seed(seed)
     options = {"num_hidden_layers": 2, "mask_token_id": 2, **options}
-    drafter = PEagleDrafter(PEagleConfig(**eagle_options(target, **options))).eval()
+    drafter = PEagleDrafter(PEagleConfig(**eagle_options(target, **options))).eval().to(target.device)
     draw_draft_vocabulary(drafter)
-    torch.nn.init.normal_(drafter.mask_hidden)
+    drafter.mask_hidden.data.copy_(torch.randn(drafter.mask_hidden.shape))
     drafter.bind(target)
     return drafter
 
@@ -125,7 +125,7 @@ def random_draft_model(
         parallel_drafting=parallel,
         mask_token_id=mask_token_id if parallel else None,
     )
-    drafter = DraftModelDrafter(config).eval()
+    drafter = DraftModelDrafter(config).eval().to(target.device)
     drafter.bind(target)
     return drafter
 
@@ -135,12 +135,12 @@ def copy_of(target: PreTrainedModel, noise: float = 0.0, seed: int = 0) -> Draft
     config = DraftModelConfig(
         model=target.config.to_dict(), vocab_size=target.config.get_text_config().vocab_size, mask_token_id=None
     )
-    drafter = DraftModelDrafter(config).eval()
+    drafter = DraftModelDrafter(config).eval().to(target.device)
     drafter.model.load_state_dict(target.state_dict())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter *= 1 + noise * torch.randn(parameter.shape, generator=generator)
+            parameter *= 1 + noise * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     drafter.bind(target)
     return drafter
 

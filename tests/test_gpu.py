@@ -1,18 +1,99 @@
-"""On a GPU, in bfloat16: outputs are those of plain `generate()` up to ties within rounding."""
+"""On a GPU: captured rounds are eager rounds, outputs those of plain `generate()`, up to ties in bfloat16."""
+
+import copy
 
 import pytest
 import torch
+from oracle import RANDOM_DRAFTERS
+from targets import PAD, STATIC_FAMILIES, padded_prompts, tiny_target
 from test_smollm2 import DRAFTERS, chat_batches
 
-from hf_specdec import AutoDrafter
+from hf_specdec import AutoDrafter, graphs
+from hf_specdec.sessions import MAX_SESSIONS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.smollm2,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 
+MODES = {
+    "greedy": {"do_sample": False},
+    "end of sequence": {"do_sample": False, "eos_token_id": [7, 11, 13], "pad_token_id": PAD},
+    "penalty": {"do_sample": False, "repetition_penalty": 1.3},
+    "cold sampling": {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
+    "hot sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20},
+}
+
+
+def on_gpu(family):
+    return copy.deepcopy(tiny_target(family)).to("cuda")
+
+
+def prompts(lengths, seed=0):
+    return {name: tensor.to("cuda") for name, tensor in padded_prompts(lengths, seed=seed).items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_replay_equals_eager(monkeypatch, kind, mode, batch):
+    target = on_gpu("llama")
+    inputs = prompts([9, 1, 5, 12, 3, 3, 8, 2][:batch], seed=batch)
+    texts, rows = [], []
+    for capture in (graphs.CAPTURE, {}):
+        monkeypatch.setattr("hf_specdec.decoding.CAPTURE", capture)
+        drafter = RANDOM_DRAFTERS[kind](target)
+        for _ in range(2):
+            torch.manual_seed(3)
+            out = target.generate(
+                **inputs, max_new_tokens=40, assistant_model=drafter, num_assistant_tokens=4, **MODES[mode]
+            )
+            texts.append(out)
+            rows.append(drafter.stats.rows)
+        assert len(drafter.sessions) == len(capture)
+    assert all(torch.equal(text, texts[0]) for text in texts)
+    assert all(row == rows[0] for row in rows)
+
+
+@pytest.mark.parametrize("family", STATIC_FAMILIES)
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_greedy_is_identical_in_float32(family, kind):
+    target = on_gpu(family)
+    drafter = RANDOM_DRAFTERS[kind](target)
+    for lengths in ([9], [1, 12, 5]):
+        inputs = prompts(lengths)
+        plain = target.generate(**inputs, do_sample=False, max_new_tokens=24)
+        for num_draft_tokens in (1, 4, 16):
+            out = target.generate(
+                **inputs,
+                do_sample=False,
+                max_new_tokens=24,
+                assistant_model=drafter,
+                num_assistant_tokens=num_draft_tokens,
+            )
+            assert torch.equal(out, plain), (lengths, num_draft_tokens)
+
+
+def test_many_calls_leave_no_memory_behind():
+    target = on_gpu("llama")
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    generator = torch.Generator().manual_seed(0)
+    used = []
+    for _ in range(200):
+        batch, length, new, num = (int(torch.randint(1, top, (1,), generator=generator)) for top in (9, 40, 60, 6))
+        inputs = prompts([length] * batch)
+        target.generate(
+            **inputs, do_sample=False, max_new_tokens=new, assistant_model=drafter, num_assistant_tokens=num
+        )
+        used.append(torch.cuda.memory_reserved())
+    assert len(drafter.sessions) <= MAX_SESSIONS
+    assert max(used[150:]) <= max(used[:150])
+    drafter.release()
+    assert len(drafter.sessions) == 0
+
+
+@pytest.mark.smollm2
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_bfloat16_outputs_differ_only_at_ties(batch_size):
     from smollm2 import load_smollm2

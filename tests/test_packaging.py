@@ -20,8 +20,8 @@ def test_wheel_works_outside_the_tree(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     program = (
-        "import hf_specdec, hf_specdec.kernels.reference, hf_specdec.kernels.attention, hf_specdec.kernels.inputs;"
-        "import hf_specdec.drafters.eagle3, hf_specdec.cli;"
+        "import hf_specdec, hf_specdec.kernels.reference, hf_specdec.kernels.attention, hf_specdec.kernels.cache;"
+        "import hf_specdec.kernels.inputs, hf_specdec.drafters.eagle3, hf_specdec.cli;"
         "print(hf_specdec.__file__, hf_specdec.kernels.reference.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

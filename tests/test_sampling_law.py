@@ -23,20 +23,21 @@ from transformers.generation.logits_process import (
 
 from hf_specdec import Drafter, DrafterConfig, ops
 from hf_specdec.drafters import Proposal
+from hf_specdec.kernels import reference
 from hf_specdec.sampling import BlockProcessor, Stream, draw_draft, verify_sampling
-from hf_specdec.state import DecodeState
+from hf_specdec.state import DecodeState, Shape
 
 SMALLEST, LARGEST = 2.0**-33, 1.0 - 2.0**-24
 
 
 class ChosenNumbers:
-    """Stands in for `ops.uniform` and `ops.race`: gives the numbers it was told, keeps the weights it was shown."""
+    """Stands in for the reference's `uniform` and `race`: gives the numbers told, keeps the weights it was shown."""
 
     def __init__(self, monkeypatch):
         self.numbers = torch.empty(0)
         self.weights = torch.empty(0)
-        monkeypatch.setattr(ops, "uniform", self.uniform)
-        monkeypatch.setattr(ops, "race", self.race)
+        monkeypatch.setattr(reference, "uniform", self.uniform)
+        monkeypatch.setattr(reference, "race", self.race)
 
     def uniform(self, seeds, positions, tokens, stream):
         assert stream == Stream.ACCEPT
@@ -129,17 +130,11 @@ class Text:
     def scores(self, drafts):
         """`[N, K + 1, V]` float32: what the engine's own processing gives for blocks with these drafts `[N, K]`."""
         num, width = drafts.shape
-        state = DecodeState.allocate(
-            [self.prompt[0]] * num,
-            width + 1,
-            Silent(DrafterConfig(vocab_size=self.vocabulary)),
-            width,
-            num_layers=1,
-            eos=None,
-            seeds=torch.zeros(num, dtype=torch.int64),
-            temperature=1.0,
-            draft_probs=False,
-        )
+        shape = Shape(num, slots=width + 5, num_draft_tokens=width, draft_probs=False, num_ends=0)
+        drafter = Silent(DrafterConfig(vocab_size=self.vocabulary))
+        state = DecodeState.allocate(shape, drafter, num_layers=1, device=torch.device("cpu"), temperature=1.0)
+        seeds = torch.zeros(num, dtype=torch.int64)
+        state.begin([self.prompt[0]] * num, max_new_tokens=width + 1, eos=None, seeds=seeds)
         state.proposal = Proposal(drafts, None)
         block, _ = state.block()
         logits = torch.stack(
@@ -301,7 +296,7 @@ def test_draft_is_drawn_from_the_law_it_reports(monkeypatch):
         shown.update(weights=weights, positions=positions, stream=stream)
         return weights.argmax(dim=1)
 
-    monkeypatch.setattr(ops, "race", race)
+    monkeypatch.setattr(reference, "race", race)
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     index, probs = draw_draft(logits, 0.7, torch.arange(3), torch.tensor([4, 5, 6]))
     torch.testing.assert_close(probs, (logits / 0.7).softmax(dim=-1))

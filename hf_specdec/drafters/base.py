@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import DrafterConfig, check_num_assistant_tokens
+from ..sessions import SessionPool
 from .tensors import KEY_MAPPING, check_tensors
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Drafter(PreTrainedModel):
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self._target_config: Any = None
+        self.sessions = SessionPool()
         self._last_stats: Any = None
         self.num_assistant_tokens = config.num_assistant_tokens
         self.draft_probs: bool | str = "auto"
@@ -66,6 +68,10 @@ class Drafter(PreTrainedModel):
     def stats(self):
         """`SpeculationStats` of the last `generate()` call with this drafter; None before the first."""
         return self._last_stats
+
+    def release(self) -> None:
+        """Free the buffers and captured rounds that are kept for further `generate()` calls on a GPU."""
+        self.sessions.clear()
 
     @property
     def tap_boundaries(self) -> list[int]:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..cache import RaggedCache
+from ..config import DrafterConfig
 from ..sampling import draw_draft
 from .base import Drafter, Proposal
 
@@ -48,14 +49,14 @@ class CachedDrafter(Drafter):
     # Factor on the products of `unroll`'s outputs and `head_weight`.
     logit_scale = 1.0
 
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        # `[V_d]` int64: what the head scores, in the vocabulary of the target; None if they agree. Set by `bind`.
+        self.register_buffer("target_ids", None, persistent=False)
+
     @property
     def num_cached_layers(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} does not say how many layers its cache has.")
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """`[V_d]` int64 ids in the target's vocabulary of what the head scores; None if they are the same."""
-        return None
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
@@ -160,13 +161,10 @@ class CachedDrafter(Drafter):
         """Draft tokens number `first` and following from their logits `[B, n, V_d]`."""
         target_ids = self.target_ids
         if not state.draft_probs:
-            index = logits.argmax(dim=-1)
-            return Proposal(index if target_ids is None else target_ids[index], None)
+            return Proposal(ops.best_draft(logits, target_ids), None)
         batch, num_drafts, size = logits.shape
         positions = state.lengths[:, None] + torch.arange(first, first + num_drafts, device=logits.device)
-        seeds = state.seeds[:, None].expand_as(positions)
-        index, probs = draw_draft(logits.flatten(0, 1), state.temperature, seeds.flatten(), positions.flatten())
-        index, probs = index.view(batch, num_drafts), probs.view(batch, num_drafts, size)
+        index, probs = draw_draft(logits, state.temperature, state.seeds[:, None], positions)
         if target_ids is None:
             return Proposal(index, F.pad(probs, (0, self.config.vocab_size - size)))
         full = probs.new_zeros(batch, num_drafts, self.config.vocab_size)

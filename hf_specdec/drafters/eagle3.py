@@ -118,21 +118,18 @@ class Eagle3Drafter(CachedDrafter):
     def taps_last_hidden_state(self) -> bool:
         return not self.config.use_aux_hidden_state
 
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """`[V_d]` int64 ids in the target's vocabulary of the draft vocabulary's tokens; None if they are the same."""
-        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         taps = check_fit(config, target.config, len(decoder_layers(target)), name)
+        target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         borrowed = {}
         if self.embed_tokens is None:
             borrowed["embedding"] = self._borrow(target.get_input_embeddings(), "embedding", name)
         if self.lm_head is None:
             head = self._borrow(target.get_output_embeddings(), "head", name)
-            borrowed["head"] = head if self.d2t is None else head.detach()[self.target_ids.to(head.device)]
+            borrowed["head"] = head if target_ids is None else head.detach()[target_ids.to(head.device)]
         self._borrowed = borrowed
+        self.target_ids = target_ids
         self._taps = taps
         self._target_config = target.config
 

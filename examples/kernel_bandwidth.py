@@ -1,0 +1,178 @@
+"""Time the kernels of a round against the GPU's copy bandwidth, in bfloat16 at the attention shapes of Llama-3.1-8B.
+
+    python examples/kernel_bandwidth.py --output kernel_bandwidth.json
+
+Every row of a batch has the same number of live tokens. Attention's bytes are the live keys and values, read once.
+Calls rotate among caches that together exceed the GPU's L2 several times, as the layers of a model do, in one CUDA
+graph; the table gives the median time of a call. What a kernel computes is compared with its reference beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from hf_specdec import ops
+from hf_specdec.kernels import reference
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+DTYPE = torch.bfloat16
+# Live tokens of a row, and the slots of its cache.
+CONTEXTS = [(512, 4096), (4096, 4096), (512, 32768), (4096, 32768), (32768, 32768)]
+CALLS = 32
+TOLERANCE = 2e-2
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    add("--num-queries", type=int, nargs="+", default=[1, 4, 8, 16])
+    add("--contexts", type=int, nargs="+", help="tokens in the cache; by default 512, 4k and 32k of 4k and 32k slots")
+    add("--slots", type=int, help="slots of the cache for `--contexts`; by default as many as tokens")
+    add("--num-splits", type=int, nargs="+", help="shares that attention divides the slots into, instead of its choice")
+    add("--output", type=Path, help="JSON file for the figures")
+    return parser.parse_args(arguments)
+
+
+def seconds_per_call(calls: list[Callable[[], Any]]) -> float:
+    """Median time of a call, all of them one after the other in a CUDA graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return triton.testing.do_bench(graph.replay, warmup=10, rep=50, return_mode="median") / 1e3 / len(calls)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a large copy on the device."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)])
+
+
+def rotate(bytes_per_call: int) -> tuple[int, int]:
+    """How many inputs to rotate among, and how many calls to time."""
+    cache = torch.cuda.get_device_properties("cuda").L2_cache_size
+    num_inputs = max(1, min(128, math.ceil(4 * cache / bytes_per_call)))
+    return num_inputs, max(CALLS, num_inputs)
+
+
+def require_close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    error = float((got.float() - expected.float()).norm() / expected.float().norm())
+    if not error < TOLERANCE:
+        raise SystemExit(f"{what}: differs from the reference by {error:.1e}; no time is worth reporting")
+
+
+def time_attention(batch: int, num_queries: int, live: int, slots: int, num_splits: int | None) -> tuple[float, int]:
+    """Seconds and bytes of a call."""
+    live = min(live, slots - 1)  # the last slot is scrap
+    size = 2 * batch * live * KV_HEADS * DIM * DTYPE.itemsize
+    num_inputs, num_calls = rotate(size)
+    caches = torch.randn(num_inputs, 2, batch, slots, KV_HEADS, DIM, dtype=DTYPE, device="cuda").transpose(3, 4)
+    query = torch.randn(batch, num_queries, HEADS, DIM, dtype=DTYPE, device="cuda").transpose(1, 2)
+    positions = (live - num_queries + torch.arange(num_queries, device="cuda")).expand(batch, -1).contiguous()
+
+    def call(index: int) -> torch.Tensor:
+        keys, values = caches[index % num_inputs]
+        return ops.attention(query, keys, values, positions, DIM**-0.5, num_splits=num_splits)
+
+    keys, values = caches[0, :, :, :, :live]
+    expected = [
+        reference.attention(*(part[row : row + 1] for part in (query, keys, values, positions)), DIM**-0.5)
+        for row in range(batch)
+    ]
+    require_close(call(0), torch.cat(expected), "attention")
+    return seconds_per_call([lambda index=index: call(index) for index in range(num_calls)]), size
+
+
+def time_write_kv(batch: int, num_queries: int, live: int, slots: int) -> tuple[float, int]:
+    """Seconds and bytes of a call; `live` is the slot of the first state."""
+    live = min(live, slots - num_queries)
+    size = 4 * batch * num_queries * KV_HEADS * DIM * DTYPE.itemsize
+    num_inputs = 4
+    caches = torch.zeros(num_inputs, 2, batch, slots, KV_HEADS, DIM, dtype=DTYPE, device="cuda")
+    states = torch.randn(2, batch, num_queries, KV_HEADS, DIM, dtype=DTYPE, device="cuda").transpose(2, 3)
+    positions = (live + torch.arange(num_queries, device="cuda")).expand(batch, -1).contiguous()
+
+    def call(index: int) -> None:
+        ops.write_kv(*caches[index % num_inputs], *states, positions)
+
+    call(0)
+    require_close(caches[0][:, :, live : live + num_queries], states.transpose(2, 3), "write_kv")
+    return seconds_per_call([lambda index=index: call(index) for index in range(CALLS)]), size
+
+
+def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> tuple[float, int]:
+    """Seconds and bytes of a call for `num_queries` kept tokens a row and no masks."""
+    tokens = torch.randint(1000, (batch, slots), device="cuda")
+    lengths = torch.full((batch,), min(live, slots - 1), device="cuda")
+    limits, committed = torch.full_like(lengths, slots - 1), torch.full_like(lengths, num_queries)
+    finished = torch.zeros(batch, dtype=torch.bool, device="cuda")
+    outs = [ops.DraftInputs.allocate(batch, num_queries, "cuda") for _ in range(2)]
+    settings = {"num_masks": 0, "mask_token": 0, "shift": 1}
+
+    def call(prepare=ops.prepare_inputs, out=outs[0]) -> None:
+        prepare(tokens, lengths, committed, limits, finished, out, **settings)
+
+    call()
+    call(reference.prepare_inputs, outs[1])
+    for name, got, expected in zip(ops.DraftInputs._fields, *outs, strict=True):
+        if not torch.equal(got, expected):
+            raise SystemExit(f"prepare_inputs: {name} differ from the reference; no time is worth reporting")
+    return seconds_per_call([call] * CALLS), 5 * batch * num_queries * 8
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    contexts = [(live, arguments.slots or live) for live in arguments.contexts] if arguments.contexts else CONTEXTS
+    for batch in arguments.batch_sizes:
+        for num_queries in arguments.num_queries:
+            shape = {"batch": batch, "queries": num_queries}
+            for live, slots in contexts:
+                for splits in arguments.num_splits or [None]:
+                    seconds, size = time_attention(batch, num_queries, live, slots, splits)
+                    case = shape | {"live": live, "slots": slots, "splits": splits}
+                    yield {"kernel": "attention"} | case | {"seconds": seconds, "bytes": size}
+            live, slots = contexts[0]
+            for name, time_kernel in (("write_kv", time_write_kv), ("prepare_inputs", time_prepare_inputs)):
+                seconds, size = time_kernel(batch, num_queries, live, slots)
+                case = shape | {"live": live, "slots": slots, "splits": None}
+                yield {"kernel": name} | case | {"seconds": seconds, "bytes": size}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("kernel_bandwidth.py needs a CUDA device: there is none to measure on.")
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}: copies at {bandwidth / 1e9:.0f} GB/s")
+    print(
+        f"{'kernel':15}{'batch':>6}{'queries':>8}{'live':>7}{'slots':>7}{'splits':>7}{'us':>9}{'GB/s':>7}{'of copy':>9}"
+    )
+    rows = []
+    for row in measure(arguments):
+        rate = row["bytes"] / row["seconds"]
+        print(
+            f"{row['kernel']:15}{row['batch']:6}{row['queries']:8}{row['live']:7}{row['slots']:7}"
+            f"{row['splits'] or 'auto':>7}{row['seconds'] * 1e6:9.1f}{rate / 1e9:7.0f}{rate / bandwidth:9.0%}",
+            flush=True,
+        )
+        rows.append(row)
+    if arguments.output:
+        result = {"device": name, "torch": torch.__version__, "triton": triton.__version__, "copy": bandwidth}
+        arguments.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The random numbers of the Triton kernels; defined by `reference.uniform`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_MULTIPLIER_0 = tl.constexpr(0xD2511F53)
+_MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
+_KEY_STEP_0 = tl.constexpr(0x9E3779B9)
+_KEY_STEP_1 = tl.constexpr(0xBB67AE85)
+_LARGEST = tl.constexpr(1.0 - 2.0**-24)
+
+
+@triton.jit
+def uniform(seed, position, token, stream: tl.constexpr):
+    """See `reference.uniform`, bit for bit. `seed` and `position` are int64; blocks broadcast against each other."""
+    key_0 = seed.to(tl.uint32)
+    key_1 = (seed >> 32).to(tl.uint32)
+    first = token.to(tl.uint32)
+    second = position.to(tl.uint32)
+    third = first * 0 + stream
+    fourth = first * 0
+    for _ in tl.static_range(10):
+        even_high = tl.umulhi(first, _MULTIPLIER_0)
+        even_low = first * _MULTIPLIER_0
+        odd_high = tl.umulhi(third, _MULTIPLIER_1)
+        odd_low = third * _MULTIPLIER_1
+        first = odd_high ^ second ^ key_0
+        second = odd_low
+        third = even_high ^ fourth ^ key_1
+        fourth = even_low
+        key_0 += _KEY_STEP_0
+        key_1 += _KEY_STEP_1
+    return tl.minimum((first.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST)

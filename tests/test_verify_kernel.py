@@ -1,0 +1,615 @@
+"""Verification and drawing over the vocabulary: kernels against reference, that against a loop in float64, and the law.
+
+On a machine without a GPU the kernels run in Triton's interpreter.
+"""
+
+import math
+from contextlib import contextmanager
+from random import Random
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sampling_law import p_value
+
+from hf_specdec import ops
+from hf_specdec.kernels import reference, verify
+from hf_specdec.kernels.random import uniform
+from hf_specdec.kernels.reference import Stream
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = DEVICE == "cuda"
+POISON = -0x7777777777777777
+INF, NAN = float("inf"), float("nan")
+# Relative distance from a boundary within which rounding may decide.
+MARGIN = 1e-5
+
+both = pytest.mark.parametrize("module", [pytest.param(reference, id="torch"), pytest.param(verify, id="triton")])
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned_memory():
+    """What the kernels' launchers allocate is poison until it is written."""
+    allocate = torch.empty
+
+    def poisoned(*args, **kwargs):
+        out = allocate(*args, **kwargs)
+        return out.fill_(NAN if out.is_floating_point() else POISON)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned)
+        yield
+
+
+@contextmanager
+def blocks(scan, race):
+    """Blocks of other sizes, so that small vocabularies have many of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "SCAN_BLOCK", scan)
+        patch.setattr(verify, "RACE_BLOCK", race)
+        yield
+
+
+def draw_sizes(random):
+    """B, K and V: one of them large where the others are small, for the interpreter's sake."""
+    kind = random.randrange(4)
+    batch = random.randint(1, 9 if kind in (0, 3) else 3)
+    num_drafts = random.randint(0, 16 if kind in (1, 3) else 4)
+    vocabulary = random.choice([1, 2, 16, 17, random.randint(1, 5000)] if kind == 2 else [random.randint(1, 300)])
+    return batch, num_drafts, vocabulary
+
+
+def draw_blocks(random, num_rows, vocabulary):
+    """Sizes of the two blocks: on a GPU few, for each is compiled; else such that 25 programs scan, or one a row."""
+    if ON_GPU:
+        return random.choice([(256, 64), (verify.SCAN_BLOCK, verify.RACE_BLOCK)])
+    sizes = [size for size in (16, 64, 256, 1024, 4096) if num_rows * -(-vocabulary // size) <= 25]
+    return random.choice([*sizes, 8192]), random.choice([*sizes, 8192])
+
+
+def buried(values, margin):
+    """`values` on the device as a view into a larger buffer of poison, with unit stride in its last dimension."""
+    if values is None:
+        return None
+    values = values.to(DEVICE)
+    shape = [size + 2 * margin for size in values.shape]
+    buffer = torch.full(shape, NAN if values.is_floating_point() else POISON, dtype=values.dtype, device=DEVICE)
+    view = buffer[tuple(slice(margin, margin + size) for size in values.shape)]
+    return view.copy_(values)
+
+
+def assert_same(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype and one.is_contiguous()
+        assert torch.equal(one.cpu(), other.cpu())
+
+
+# ---- random numbers
+
+
+@triton.jit
+def uniform_kernel(seeds_ptr, positions_ptr, tokens_ptr, out_ptr, size, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seed = tl.load(seeds_ptr + at, mask=at < size, other=0)
+    position = tl.load(positions_ptr + at, mask=at < size, other=0)
+    token = tl.load(tokens_ptr + at, mask=at < size, other=0)
+    tl.store(out_ptr + at, uniform(seed, position, token, STREAM), mask=at < size)
+
+
+def uniform_in_triton(seeds, positions, tokens, stream):
+    seeds, positions, tokens = (values.to(DEVICE) for values in torch.broadcast_tensors(seeds, positions, tokens))
+    out = torch.empty(seeds.shape, dtype=torch.float32, device=DEVICE)
+    uniform_kernel[(triton.cdiv(len(out), 1024),)](
+        seeds.contiguous(), positions.contiguous(), tokens.contiguous(), out, len(out), STREAM=stream, BLOCK=1024
+    )
+    return out.cpu()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("stream", list(Stream))
+def test_random_numbers_are_those_of_the_reference(stream):
+    generator = torch.Generator().manual_seed(int(stream))
+    size = 1_000_000 if ON_GPU else 50_000
+    seeds = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
+    seeds[:6] = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 2**32])
+    positions = torch.randint(0, 2**20, (size,), generator=generator)
+    positions[:3] = torch.tensor([0, 2**31 - 1, 2**31])
+    tokens = torch.randint(0, 2**18, (size,), generator=generator)
+    tokens[:2] = torch.tensor([0, 2**18 - 1])
+    expected = reference.uniform(seeds, positions, tokens, stream)
+    assert torch.equal(uniform_in_triton(seeds, positions, tokens, int(stream)), expected)
+    assert expected.min() > 0 and expected.max() < 1
+
+
+# Where the numbers of a stream come as close to 0 and 1 as they do: (stream, seed, position), all for token 0.
+EXTREMES = {
+    (Stream.ACCEPT, 222, 38450): 3.4924596548080444e-10,
+    (Stream.ACCEPT, 80, 245075): 6.868503987789154e-09,
+    (Stream.ACCEPT, 35, 239249): 1 - 2.0**-24,
+    (Stream.ACCEPT, 46, 342): 1 - 2.0**-24,
+    (Stream.TARGET, 53, 187444): 1 - 2.0**-24,
+    (Stream.TARGET, 267, 166946): 1.8044374883174896e-08,
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("stream", "seed", "position"), EXTREMES)
+def test_extreme_random_numbers(stream, seed, position):
+    arguments = [torch.tensor([value]) for value in (seed, position, 0)]
+    expected = torch.tensor([EXTREMES[stream, seed, position]])
+    assert torch.equal(reference.uniform(*arguments, stream), expected)
+    assert torch.equal(uniform_in_triton(*arguments, int(stream)), expected)
+
+
+# ---- greedy
+
+
+def greedy_scores(random, batch, width, vocabulary, dtype):
+    """Scores with ties, now and then with zeros of both signs, infinities and NaN."""
+    generator = torch.Generator().manual_seed(random.randint(0, 2**31))
+    spread = random.choice([1.0, 3.0, 50.0])
+    scores = (torch.randn(batch, width, vocabulary, generator=generator) * spread).to(dtype)
+    if random.random() < 0.5:
+        scores = scores.round()
+    for _ in range(random.choice([0, 1, 5])):
+        row = scores[random.randrange(batch), random.randrange(width)]
+        row[random.randrange(vocabulary) :: random.randint(1, vocabulary)] = random.choice([INF, -INF, NAN, -0.0])
+        if random.random() < 0.3:
+            row.fill_(random.choice([-INF, INF, NAN, 0.0]))
+        if random.random() < 0.3:
+            row.copy_(-row.abs() * 0.0)
+    return scores
+
+
+def plain_greedy(scores, drafts):
+    tokens = [[first_largest(row) for row in rows] for rows in scores.double().tolist()]
+    accepted = []
+    for row, draft in zip(tokens, drafts.tolist(), strict=True):
+        count = 0
+        while count < len(draft) and draft[count] == row[count]:
+            count += 1
+        accepted.append(count)
+    accepted = torch.tensor(accepted)
+    return torch.tensor(tokens), accepted, accepted + 1
+
+
+def first_largest(row):
+    best = 0
+    for index, value in enumerate(row):
+        if math.isnan(row[best]):
+            break
+        if math.isnan(value) or value > row[best]:
+            best = index
+    return best
+
+
+@pytest.mark.core
+@settings(max_examples=150 if ON_GPU else 60, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False))
+def test_greedy_equals_reference(random):
+    batch, num_drafts, vocabulary = draw_sizes(random)
+    dtype = random.choice([torch.float32, torch.bfloat16, torch.float16])
+    scores = greedy_scores(random, batch, num_drafts + 1, vocabulary, dtype)
+    drafts = scores[:, :-1].argmax(dim=-1)
+    for _ in range(random.randint(0, batch)):
+        if num_drafts:
+            drafts[random.randrange(batch), random.randrange(num_drafts)] = random.randrange(vocabulary)
+    expected = reference.verify_greedy(scores, drafts)
+    assert_same(expected, plain_greedy(scores, drafts))
+    margin = random.randint(0, 3)
+    with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
+        assert_same(verify.verify_greedy(buried(scores, margin), buried(drafts, margin)), expected)
+
+
+@pytest.mark.core
+@both
+@pytest.mark.parametrize("size", [5, 40, 5000])
+def test_greedy_edges(module, size):
+    """Ties within a block and over blocks, NaN after and before larger numbers, rows of one value."""
+    rows = torch.full((8, size), -1.0)
+    rows[0, [1, 3]] = 2.0
+    rows[1, [size - 2, size - 1]] = 2.0
+    rows[2, 2], rows[2, size - 1], rows[2, 0] = NAN, NAN, INF
+    rows[3] = -INF
+    rows[4] = NAN
+    rows[5] = -INF
+    rows[5, size - 1] = -3e38
+    rows[6, 1], rows[6, 3] = -0.0, 0.0
+    rows[7, 1], rows[7, 3] = INF, INF
+    expected = [1, size - 2, 2, 0, 0, size - 1, 1, 1]
+    for scan in (max(16, triton.next_power_of_2(size) // 8), 8192):
+        with blocks(scan, scan):
+            assert module.best_draft(rows.to(DEVICE)).tolist() == expected
+            verdict = module.verify_greedy(rows[None].to(DEVICE), torch.tensor([expected[:7]], device=DEVICE))
+            assert verdict.tokens.tolist() == [expected]
+            assert verdict.accepted.tolist() == [7] and verdict.committed.tolist() == [8]
+
+
+# ---- sampling
+
+
+class Case(NamedTuple):
+    scores: torch.Tensor
+    drafts: torch.Tensor
+    draft_probs: torch.Tensor | None
+    seeds: torch.Tensor
+    lengths: torch.Tensor
+
+    def buried(self, margin):
+        return [buried(values, margin) for values in self]
+
+
+def draw_case(random, batch, num_drafts, vocabulary):
+    """Rows as they occur: peaked and flat, truncated, drafts from q, which is now like p and now not."""
+    generator = torch.Generator().manual_seed(random.randint(0, 2**31))
+    shape = (batch, num_drafts + 1, vocabulary)
+    scores = torch.randn(shape, generator=generator) * random.choice([0.0, 1.0, 4.0, 20.0])
+    if random.random() < 0.4:
+        keep = torch.rand(shape, generator=generator) < random.choice([0.1, 0.7])
+        keep.scatter_(2, torch.randint(vocabulary, (*shape[:2], 1), generator=generator), True)
+        scores = scores.masked_fill(~keep, -INF)
+    if random.random() < 0.2:
+        scores += random.choice([-1e4, 1e4])
+    nearness = random.choice([0.0, 0.3, 2.0])
+    logits = scores[:, :num_drafts] + nearness * torch.randn(batch, num_drafts, vocabulary, generator=generator)
+    if nearness == 2.0:
+        logits = logits.nan_to_num(neginf=float(scores[scores.isfinite()].mean()))
+    laws = logits.softmax(dim=-1)
+    drafts = torch.multinomial(laws.flatten(0, 1) + 1e-30, 1, generator=generator).view(batch, num_drafts)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
+    lengths = torch.randint(1, 5000, (batch,), generator=generator)
+    return Case(scores, drafts, laws if random.random() < 0.6 else None, seeds, lengths)
+
+
+def plain_sampling(case):
+    """Verdict of a loop in float64, and for each row whether it is clear of every boundary."""
+    tokens, accepted, is_clear = [], [], []
+    vocabulary = case.scores.shape[2]
+    for row, drafts in enumerate(case.drafts.tolist()):
+        probs = case.scores[row].double().softmax(dim=-1)
+        seed, length = case.seeds[row], case.lengths[row]
+        clear, count = True, 0
+        for step, draft in enumerate(drafts):
+            p = float(probs[step, draft])
+            q = 1.0 if case.draft_probs is None else float(case.draft_probs[row, step, draft])
+            level = q * float(reference.uniform(seed, length + step, torch.tensor(0), Stream.ACCEPT))
+            clear &= abs(level - p) > MARGIN * max(level, p) or level == p == 0.0
+            if level >= p:
+                break
+            count += 1
+        weights = probs[count]
+        slack = MARGIN * weights
+        if count < len(drafts):
+            if case.draft_probs is None:
+                weights = weights.clone()
+                weights[drafts[count]] = 0.0
+                slack = MARGIN * weights
+            else:
+                q = case.draft_probs[row, count].double()
+                slack = MARGIN * torch.maximum(weights, q) * ((weights > 0) | (q > 0))
+                weights = (weights - q).clamp(min=0.0)
+        times = -torch.log(reference.uniform(seed, length + count, torch.arange(vocabulary), Stream.TARGET).double())
+        best = int((weights / times).argmax())
+        others = (weights + slack) / times
+        others[best] = 0.0
+        clear &= bool((weights - slack)[best] / times[best] > others.max())
+        tokens.append(drafts[:count] + [best] + (drafts[count + 1 :] + [0] if count < len(drafts) else []))
+        accepted.append(count)
+        is_clear.append(clear)
+    accepted = torch.tensor(accepted)
+    return reference.Verdict(torch.tensor(tokens), accepted, accepted + 1), torch.tensor(is_clear)
+
+
+@pytest.mark.core
+@settings(max_examples=150 if ON_GPU else 40, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False))
+def test_sampling_equals_reference(random):
+    batch, num_drafts, vocabulary = draw_sizes(random)
+    case = draw_case(random, batch, num_drafts, vocabulary)
+    expected, is_clear = plain_sampling(case)
+    with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
+        got = verify.verify_sampling(*case.buried(random.randint(0, 3)))
+    for verdict in (got, reference.verify_sampling(*case)):
+        assert_same((values.cpu()[is_clear] for values in verdict), (values[is_clear] for values in expected))
+        assert ((verdict.tokens >= 0) & (verdict.tokens < vocabulary)).all()
+        assert torch.equal(verdict.committed, verdict.accepted + 1)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_largest_vocabulary(is_soft):
+    vocabulary = 262_144
+    batch, num_drafts = (9, 7) if ON_GPU else (3, 2)
+    generator = torch.Generator().manual_seed(0)
+    scores = 4 * torch.randn(batch, num_drafts + 1, vocabulary, generator=generator)
+    laws = (scores[:, :-1] + 0.3 * torch.randn(batch, num_drafts, vocabulary, generator=generator)).softmax(dim=-1)
+    drafts = torch.multinomial(laws.flatten(0, 1), 1, generator=generator).view(batch, num_drafts)
+    if not is_soft:  # a draft's probability becomes about 0.8
+        scores[:, :-1].scatter_(2, drafts[..., None], float(scores[0, 0].logsumexp(0)) + 1.4)
+    seeds = torch.arange(batch) + 1
+    case = Case(scores, drafts, laws if is_soft else None, seeds, seeds + 90)
+    expected, is_clear = plain_sampling(case)
+    assert is_clear.all() and len(expected.accepted.unique()) > 1
+    with blocks(verify.SCAN_BLOCK, verify.RACE_BLOCK if ON_GPU else 16_384):
+        assert_same(verify.verify_sampling(*case.buried(0)), expected)
+        assert_same(verify.verify_greedy(*case.buried(0)[:2]), reference.verify_greedy(*case[:2]))
+
+
+@pytest.mark.core
+def test_most_rows_are_clear_of_boundaries():
+    """So the comparison above is one of nearly all rows."""
+    random, clear = Random(0), []
+    for _ in range(60):
+        case = draw_case(random, 9, random.randint(0, 16), random.randint(2, 400))
+        clear.append(plain_sampling(case)[1])
+    assert torch.cat(clear).float().mean() > 0.98
+
+
+@pytest.mark.core
+@both
+@pytest.mark.parametrize("q_draft", [None, 1.0, 0.0])
+def test_impossible_drafts_are_rejected_by_the_smallest_numbers(module, q_draft):
+    """Draft 3 has probability 0 in the target, if not in q too; the number is as close to 0 as they come."""
+    scores = torch.randn(2, 2, 40)
+    scores[:, 0, 3] = -INF
+    probs = None if q_draft is None else torch.zeros(2, 1, 40)
+    if q_draft is not None:
+        probs[:, 0, [3, 4]] = torch.tensor([q_draft, 1.0 - q_draft])
+    case = Case(scores, torch.tensor([[3], [3]]), probs, torch.tensor([222, 80]), None)
+    case = case._replace(lengths=torch.tensor([38450, 245075]))
+    expected, is_clear = plain_sampling(case)
+    assert is_clear.all()
+    with blocks(16, 16):
+        verdict = module.verify_sampling(*case.buried(1))
+    assert_same(verdict, expected)
+    assert verdict.accepted.tolist() == [0, 0] and (verdict.tokens[:, 0] != 3).all()
+
+
+@pytest.mark.core
+@both
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_certain_drafts_are_accepted_by_the_largest_numbers(module, is_soft):
+    """Draft 3 has probability 1 in the target, and in q."""
+    scores = torch.full((2, 2, 40), -INF)
+    scores[:, 0, 3] = -70.0
+    scores[:, 1, 17] = 5.0
+    probs = torch.zeros(2, 1, 40)
+    probs[:, 0, 3] = 1.0
+    case = Case(scores, torch.tensor([[3], [3]]), probs if is_soft else None, torch.tensor([35, 46]), None)
+    case = case._replace(lengths=torch.tensor([239249, 342]))
+    with blocks(16, 16):
+        verdict = module.verify_sampling(*case.buried(1))
+    assert verdict.tokens.tolist() == [[3, 17], [3, 17]] and verdict.committed.tolist() == [2, 2]
+
+
+@pytest.mark.core
+@both
+def test_empty_residual_is_drawn_from_the_target(module):
+    """q is nowhere less than p, and more on the draft; as rounding may make it. The draft is rejected, p is raced."""
+    size, batch = 40, 4
+    scores = torch.zeros(batch, 2, size)
+    probs = torch.full((batch, 1, size), 1.0 / size + 1e-6)
+    probs[:, 0, 7] = 1e6
+    drafts, seeds, lengths = torch.full((batch, 1), 7), torch.arange(batch), torch.arange(batch) + 5
+    with blocks(16, 16):
+        verdict = module.verify_sampling(*Case(scores, drafts, probs, seeds, lengths).buried(1))
+    assert verdict.accepted.tolist() == [0] * batch
+    expected = reference.race(scores[:, 0].softmax(-1), seeds, lengths, Stream.TARGET)
+    assert verdict.tokens[:, 0].tolist() == expected.tolist()
+
+
+@pytest.mark.core
+@both
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_the_only_token_left_is_recovered(module, is_soft):
+    """All of the target's mass but one part in 10^6 is on the draft, or on tokens that q overrates."""
+    size, batch = 40, 6
+    scores = torch.full((batch, 2, size), -INF)
+    scores[:, :, 7] = 0.0
+    scores[:, :, 33] = -14.0
+    probs = torch.zeros(batch, 1, size)
+    probs[:, :, 7] = 1e7
+    seeds, lengths = (
+        torch.tensor([35, 46, 135, 165, 177, 288]),
+        torch.tensor([239249, 342, 157692, 37059, 105074, 63846]),
+    )
+    case = Case(scores, torch.full((batch, 1), 7), probs if is_soft else None, seeds, lengths)
+    with blocks(16, 16):
+        verdict = module.verify_sampling(*case.buried(0))
+    assert verdict.tokens[:, 0].tolist() == [33] * batch and verdict.accepted.tolist() == [0] * batch
+
+
+@pytest.mark.core
+@both
+@pytest.mark.parametrize("is_soft", [False, True])
+@pytest.mark.parametrize("scores", [[-INF] * 20, [NAN] * 20, [INF] + [0.0] * 19, [0.0] * 19 + [NAN]])
+def test_rows_without_a_softmax_reject_and_stay_in_the_vocabulary(module, is_soft, scores):
+    broken, sound = torch.tensor(scores), torch.linspace(-1.0, 1.0, 20)
+    probs = sound.softmax(0).expand(2, 2, 20) if is_soft else None
+    block = torch.stack([torch.stack([broken, sound, sound]), torch.stack([sound, sound, broken])])
+    drafts, seeds, lengths = torch.tensor([[0, 19], [19, 19]]), torch.arange(2), torch.tensor([9, 9])
+    case = Case(block, drafts, probs, seeds, lengths)
+    with blocks(16, 16):
+        verdict = module.verify_sampling(*case.buried(1))
+    assert verdict.accepted[0] == 0 and ((verdict.tokens >= 0) & (verdict.tokens < 20)).all()
+    assert_same(verdict, reference.verify_sampling(*case))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("token", [-1, 20, 2**40, -(2**63)])
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_kernel_rejects_drafts_that_are_no_tokens(token, is_soft):
+    probs = torch.full((1, 2, 20), 0.05) if is_soft else None
+    case = Case(torch.zeros(1, 3, 20), torch.tensor([[token, 3]]), probs, torch.tensor([5]), torch.tensor([5]))
+    with blocks(16, 16):
+        verdict = verify.verify_sampling(*case.buried(2))
+    assert verdict.accepted.tolist() == [0] and 0 <= verdict.tokens[0, 0] < 20
+
+
+@pytest.mark.core
+@both
+def test_rows_do_not_depend_on_their_neighbours(module):
+    case = draw_case(Random(3), 3, 3, 150)
+    with blocks(64, 64):
+        whole = module.verify_sampling(*case.buried(0))
+        for row in range(3):
+            alone = Case(*(None if values is None else values[row : row + 1] for values in case))
+            assert_same(module.verify_sampling(*alone.buried(0)), (values[row : row + 1] for values in whole))
+
+
+@pytest.mark.core
+@both
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_sampling_has_the_law_of_the_target(module, is_soft):
+    """The first committed token, and the second where there is one, whatever the drafts were drawn from."""
+    draws, size = 40_000 if ON_GPU or module is reference else 130, 7
+    generator = torch.Generator().manual_seed(1)
+    scores = 1.5 * torch.randn(2, size, generator=generator)
+    logits = (scores[0] + torch.randn(size, generator=generator)).expand(draws, 1, size)
+    scores[0, 2] = -INF
+    seeds, lengths = torch.arange(draws) * 977, torch.full((draws,), 3)
+    drafts, probs = reference.draw_draft(logits, 1.0, seeds[:, None], lengths[:, None])
+    case = Case(scores.expand(draws, 2, size), drafts, probs, seeds, lengths)
+    if not is_soft:
+        case = case._replace(drafts=scores[0].argmax().expand(draws, 1), draft_probs=None)
+    verdict = module.verify_sampling(*(None if values is None else values.to(DEVICE) for values in case))
+    tokens, law = verdict.tokens.cpu(), scores.softmax(dim=-1)
+    assert p_value(tokens[:, 0].bincount(minlength=size), law[0]) > 1e-4
+    assert p_value(tokens[verdict.committed.cpu() == 2, 1].bincount(minlength=size), law[1]) > 1e-4
+
+
+# ---- drawing drafts
+
+
+@pytest.mark.core
+@settings(max_examples=150 if ON_GPU else 20, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False))
+def test_draws_equal_reference(random):
+    batch, num_drafts, vocabulary = draw_sizes(random)
+    num_drafts = min(max(num_drafts, 1), 30 // batch)
+    generator = torch.Generator().manual_seed(random.randint(0, 2**31))
+    dtype = random.choice([torch.float32, torch.bfloat16, torch.float16])
+    logits = torch.randn(batch, num_drafts, vocabulary, generator=generator) * random.choice([0.0, 1.0, 8.0])
+    if random.random() < 0.3:
+        logits[..., 1:].masked_fill_(torch.rand(batch, num_drafts, vocabulary - 1, generator=generator) < 0.8, -INF)
+    logits = logits.to(dtype)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (batch, 1), generator=generator)
+    positions = torch.randint(1, 5000, (batch, 1), generator=generator) + torch.arange(num_drafts)
+    temperature, margin = random.choice([1.0, 0.3, 1.7]), random.randint(0, 3)
+    index, probs = reference.draw_draft(logits, temperature, seeds, positions)
+    with blocks(*draw_blocks(random, batch * num_drafts, vocabulary)):
+        got, got_probs = verify.draw_draft(
+            buried(logits, margin), temperature, buried(seeds, margin), buried(positions, margin)
+        )
+    assert got_probs.dtype == torch.float32 and got_probs.is_contiguous() and got_probs.shape == probs.shape
+    torch.testing.assert_close(got_probs.cpu(), probs, rtol=1e-5, atol=1e-30)
+    assert (got_probs.cpu()[probs == 0] == 0).all()
+    numbers = reference.uniform(seeds[..., None], positions[..., None], torch.arange(vocabulary), Stream.DRAFT)
+    best, second = (
+        (probs.double() / -numbers.double().log()).topk(2, dim=-1).values.unbind(-1)
+        if vocabulary > 1
+        else (1.0, torch.zeros(index.shape))
+    )
+    is_clear = second < best * (1 - 2 * MARGIN)
+    assert got.dtype == torch.int64 and torch.equal(got.cpu()[is_clear], index[is_clear])
+    assert is_clear.float().mean() > 0.9
+
+
+@pytest.mark.core
+@both
+def test_draws_have_the_law_they_report(module):
+    draws = 40_000 if ON_GPU or module is reference else 180
+    logits = torch.tensor([0.0, 1.0, -INF, 2.0, -1.0, 0.5]).expand(1, draws, 6).to(DEVICE)
+    positions = torch.arange(draws, device=DEVICE)[None]
+    index, probs = module.draw_draft(logits, 0.8, torch.tensor([[5]], device=DEVICE), positions)
+    assert p_value(index[0].cpu().bincount(minlength=6), probs[0, 0].cpu()) > 1e-4
+
+
+@pytest.mark.core
+@both
+def test_drafts_may_come_without_a_batch(module):
+    logits = torch.randn(3, 50, device=DEVICE)
+    seeds, positions = torch.arange(3, device=DEVICE), torch.arange(3, device=DEVICE) + 9
+    index, probs = module.draw_draft(logits, 0.7, seeds, positions)
+    batched = module.draw_draft(logits[:, None], 0.7, seeds[:, None], positions[:, None])
+    assert_same((index[:, None], probs[:, None]), batched)
+    assert_same([module.best_draft(logits)], [module.best_draft(logits[None])[0]])
+
+
+@pytest.mark.core
+@both
+def test_best_drafts_are_tokens_of_the_target(module):
+    target_ids = torch.tensor([3, 9, 12, 100_000], device=DEVICE)
+    logits = torch.tensor([[[0.0, 2.0, 1.0, 2.0], [0.0, 0.0, 0.0, 5.0]]], device=DEVICE)
+    assert module.best_draft(logits, target_ids).tolist() == [[9, 100_000]]
+    assert module.best_draft(logits).tolist() == [[1, 3]]
+
+
+# ---- dispatch and capture
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["verify_greedy", "verify_sampling", "best_draft", "draw_draft"])
+def test_kernels_refuse_what_they_cannot_read(name):
+    scores = torch.zeros(2, 5, 3, device=DEVICE).transpose(1, 2)
+    drafts = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+    numbers = torch.ones(2, dtype=torch.int64, device=DEVICE)
+    arguments = {
+        "verify_greedy": (scores, drafts),
+        "verify_sampling": (scores, drafts, None, numbers, numbers),
+        "best_draft": (scores,),
+        "draw_draft": (scores, 1.0, numbers[:, None], numbers[:, None]),
+    }[name]
+    with pytest.raises(AssertionError, match="unit stride"):
+        getattr(verify, name)(*arguments)
+
+
+@pytest.mark.core
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("vocabulary", [1000, 128256])
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_cuda_graph_replays_a_round(vocabulary, is_soft):
+    """One captured round, replayed: its numbers are fresh because the lengths have advanced."""
+    batch, num_drafts, size = 4, 5, vocabulary // 4
+    logits = torch.randn(batch, num_drafts, size, device=DEVICE)
+    scores = torch.randn(batch, num_drafts + 1, vocabulary, device=DEVICE)
+    scores[:, :num_drafts, :size] += logits
+    seeds, lengths = torch.arange(batch, device=DEVICE) * 31, torch.full((batch,), 7, device=DEVICE)
+    steps = torch.arange(num_drafts, device=DEVICE)
+
+    def round_of(module):
+        best = module.best_draft(logits)
+        drafts, probs = module.draw_draft(logits, 0.8, seeds[:, None], lengths[:, None] + steps)
+        probs = torch.nn.functional.pad(probs, (0, vocabulary - size))
+        if is_soft:
+            sampled = module.verify_sampling(scores, drafts, probs, seeds, lengths)
+        else:
+            sampled = module.verify_sampling(scores, best, None, seeds, lengths)
+        return (best, drafts, *sampled, *module.verify_greedy(scores, best))
+
+    start = lengths.clone()
+    round_of(ops)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = round_of(ops)
+        lengths += out[4]
+    seen, differing = [], 0
+    for _ in range(50):
+        before = lengths.clone()
+        graph.replay()
+        advanced = lengths.clone()
+        lengths.copy_(before)
+        assert_same(out, round_of(verify))
+        expected = round_of(reference)
+        assert torch.equal(out[0], expected[0]) and all(map(torch.equal, out[5:], expected[5:]))
+        differing += sum(int((one != other).any()) for one, other in zip(out[1:3], expected[1:3], strict=True))
+        lengths.copy_(advanced)
+        seen.append(out[1].tolist())
+    assert (lengths > start + 49).all() and len({str(drafts) for drafts in seen}) == 50
+    assert differing <= 2, "rounding decided too often"
