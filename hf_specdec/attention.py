@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import ops
@@ -71,8 +71,7 @@ def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def registered_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Within the context `model` runs the attention registered under `name`; afterwards what it ran before."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    before = [(config, config._attn_implementation) for config in configs.values()]
+    before = [(config, config._attn_implementation) for config in submodel_configs(model)]
     try:
         for config, _ in before:
             config._attn_implementation_internal = name
@@ -80,3 +79,9 @@ def registered_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
+
+
+def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations that modules of `model` look at, each once."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return list(configs.values())

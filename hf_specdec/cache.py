@@ -61,8 +61,9 @@ class RaggedCache(Cache):
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
-        span: how many leading slots attention is given. On a GPU all of them: its kernel reads only what is live, and
-            its launch depends on no length. Elsewhere as many as may be live and one more, as the last counts as scrap.
+        span: how many leading slots attention is given. Where kernels run, all of them: they read only what is live,
+            and their launches depend on no length. Elsewhere as many as may be live and one more, as the last counts
+            as scrap.
     """
 
     def __init__(self, num_layers: int, slots: int):
@@ -77,4 +78,4 @@ class RaggedCache(Cache):
         `live` is a bound that the host knows without asking the device.
         """
         self.positions = positions
-        self.span = self.slots if positions.is_cuda else min(live + 1, self.slots)
+        self.span = self.slots if ops.has_kernels(positions.device) else min(live + 1, self.slots)

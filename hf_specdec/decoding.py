@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from . import ops
 from .attention import ragged_attention
 from .drafters.base import Drafter
 from .fusing import fused_products
-from .graphs import CAPTURE
+from .graphs import CAPTURE, Capture, experts_without_host
 from .sampling import BlockProcessor, Verdict, verify_greedy, verify_sampling
 from .sessions import fingerprint
 from .state import DecodeState, Shape
@@ -30,10 +31,12 @@ from .transcript import Transcript
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
+logger = logging.getLogger(__name__)
+
 PREFILL_CHUNK_SIZE = 2048
 
-# Buffers that are kept for other calls grow in steps of so many slots.
-SLOT_STEP = 256
+# Buffers that are kept for other calls have a power of two of slots between these two, or a multiple of the second.
+FEWEST_SLOTS, SLOT_STEP = 512, 4096
 
 # Rounds that a device may run ahead of what the host has read; none where host and device are one.
 LAG = {"cuda": 1}
@@ -254,21 +257,29 @@ def next_power_of_two(number: int) -> int:
 
 
 def slots_for(tokens: int, is_kept: bool) -> int:
-    """Slots for rows of up to `tokens` tokens and scrap; in steps if the buffers are kept for other calls."""
-    return tokens + 1 if not is_kept else SLOT_STEP * -(-(tokens + 1) // SLOT_STEP)
+    """Slots for rows of up to `tokens` tokens and scrap; a few sizes only if the buffers are kept for other calls."""
+    slots = tokens + 1
+    if not is_kept:
+        return slots
+    if slots <= SLOT_STEP:
+        return max(FEWEST_SLOTS, next_power_of_two(slots))
+    return SLOT_STEP * -(-slots // SLOT_STEP)
 
 
 class CapturedRound:
     """`step`, captured: in one piece if the logits are processed without looking at the text, otherwise in two.
 
     Args:
-        capture: of `graphs.CAPTURE`.
+        capture: makes graphs.
         state, target, drafter, process: of `step`.
+
+    Attributes:
+        execution: how rounds are run, in words.
     """
 
     def __init__(
         self,
-        capture: Callable[..., Any],
+        capture: Capture,
         state: DecodeState,
         target: Target,
         drafter: Drafter,
@@ -278,12 +289,14 @@ class CapturedRound:
         with state.idle():
             if process.key is not None:
                 self._whole = capture(lambda: step(state, target, drafter, process))
-                return
-            self._whole = None
-            self._read = capture(lambda: read(state, target))
-            _, logits, taps = self._read.result
-            self._scores = torch.zeros_like(logits, dtype=torch.float32)
-            self._settle = capture(lambda: settle(state, drafter, self._scores, taps))
+            else:
+                self._whole = None
+                self._read = capture(lambda: read(state, target))
+                _, logits, taps = self._read.result
+                self._scores = torch.zeros_like(logits, dtype=torch.float32)
+                self._settle = capture(lambda: settle(state, drafter, self._scores, taps))
+        graphs = "one graph" if self._whole is not None else "two graphs, processors between"
+        self.execution = f"captured in {graphs}, {'compiled' if capture.has_compiled else 'not compiled'}"
 
     def __call__(self, process: BlockProcessor) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
         if self._whole is not None:
@@ -291,6 +304,34 @@ class CapturedRound:
         block, logits, _ = self._read()
         self._scores.copy_(process(logits, block, self._state))
         return self._settle(), self._scores, logits
+
+
+def why_not_captured(model: PreTrainedModel, drafter: Drafter, wants: dict[str, bool]) -> str | None:
+    """The reason why rounds are not captured, so that their buffers need not be kept either; None if they are."""
+    if model.device.type not in CAPTURE:
+        return f"nothing is captured on a device of type {model.device.type}"
+    wanted = [name for name, is_wanted in wants.items() if is_wanted]
+    if wanted:
+        return f"{', '.join(wanted)} of every round are kept for the caller"
+    if has_hooks(model) or has_hooks(drafter):
+        return "modules have hooks, which would hear nothing of a replay"
+    return None
+
+
+def capture_round(
+    state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
+) -> CapturedRound | None:
+    """`step`, captured; None, and a warning, if it does something that cannot be."""
+    capture = Capture(target.model.device, drafter.compile_rounds)
+    try:
+        with experts_without_host(target.model, drafter):
+            return CapturedRound(capture, state, target, drafter, process)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning(f"A round of {type(target.model).__name__} cannot be captured and runs eagerly: {reason}")
+        return None
 
 
 class Rounds:
@@ -395,12 +436,11 @@ def decode(
     process = BlockProcessor(processors, input_ids, padding)
     prompts = [row[pad:].to(model.device) for row, pad in zip(input_ids, padding, strict=True)]
     longest = max(map(len, prompts))
-    capture = CAPTURE.get(model.device.type)
-    if any(wants.values()) or has_hooks(model) or has_hooks(drafter):
-        capture = None
+    obstacle = why_not_captured(model, drafter, wants)
+    is_kept = obstacle is None
     shape = Shape(
-        batch if capture is None or process.key is None else next_power_of_two(batch),
-        slots_for(longest + max_new_tokens, capture is not None),
+        next_power_of_two(batch) if is_kept and process.key is not None else batch,
+        slots_for(longest + max_new_tokens, is_kept),
         num_draft_tokens,
         draws_draft_probs(drafter, temperature),
         next_power_of_two(max(0 if config._eos_token_tensor is None else config._eos_token_tensor.numel(), 8)),
@@ -410,17 +450,19 @@ def decode(
         return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device, temperature)
 
     with hosted(model, drafter, wants["hidden_states"]) as target, ExitStack() as stack:
-        if capture is None:
+        captured = None
+        if not is_kept:
             state = allocate()
-            next_round = functools.partial(step, state, target, drafter, process)
         else:
-            key = (shape, temperature, fingerprint(model, drafter))
+            key = (shape, temperature, drafter.compile_rounds, fingerprint(model, drafter))
             session = stack.enter_context(drafter.sessions.session(key, allocate))
             state = session.state
-            captured = session.rounds.get(process.key)
-            if captured is None:
-                captured = CapturedRound(capture, state, target, drafter, process)
-                session.rounds[process.key] = captured
+            if process.key not in session.rounds:
+                session.rounds[process.key] = capture_round(state, target, drafter, process)
+            captured = session.rounds[process.key]
+        if captured is None:
+            next_round = functools.partial(step, state, target, drafter, process)
+        else:
             next_round = functools.partial(captured, process)
         state.begin(prompts, max_new_tokens, config._eos_token_tensor, row_seeds(batch, temperature))
         prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
@@ -433,6 +475,7 @@ def decode(
         num_assistant_tokens=num_draft_tokens,
         engine="static",
         reason=reason,
+        execution=captured.execution if captured else f"eager: {obstacle or 'a round cannot be captured'}",
         draft_probs=state.draft_probs,
         num_rounds=rounds.num_rounds,
         seconds=seconds,

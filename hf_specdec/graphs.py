@@ -1,13 +1,27 @@
-"""Work captured once and replayed: CUDA graphs."""
+"""Work compiled and captured once, then replayed: CUDA graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .attention import submodel_configs
+
+logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
+
+# Kinds of device on which norms, rotary embeddings and activations are worth compiling, and by which backend.
+COMPILERS = {"cuda": "inductor"}
+
+# Every shape is compiled for itself; torch gives up after so many of one function.
+_MOST_COMPILATIONS = 4096
 
 
 class CudaGraph:
@@ -42,5 +56,69 @@ class CudaGraph:
         return self.result
 
 
+def compiled(function: Callable[[], Any], backend: str) -> Callable[[], Any]:
+    """`function` as one graph of `torch.compile`; it is compiled when it first runs."""
+    optimized = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+    def run() -> Any:
+        limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}
+        with torch._dynamo.config.patch(limits):
+            return optimized()
+
+    return run
+
+
 # What captures on which kind of device; elsewhere work runs as it is.
 CAPTURE: dict[str, Callable[..., Any]] = {"cuda": CudaGraph}
+
+
+class Capture:
+    """How functions become graphs on a device: compiled first, if that is wanted and can be done, then captured.
+
+    Args:
+        device: that they run on.
+        is_compiled: whether to compile them.
+
+    Attributes:
+        has_compiled: whether everything so far was compiled.
+    """
+
+    def __init__(self, device: torch.device, is_compiled: bool):
+        self._graph = CAPTURE[device.type]
+        self._backend = COMPILERS.get(device.type) if is_compiled else None
+        self.has_compiled = self._backend is not None
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        """`function` as a graph: called, it is replayed; `result` is what every replay overwrites."""
+        if self._backend is not None:
+            try:
+                return self._graph(compiled(function, self._backend))
+            except TorchDynamoException as error:
+                self._backend, self.has_compiled = None, False
+                reason = str(error).strip().partition("\n")[0]
+                logger.warning(
+                    f"torch.compile cannot compile a round ({type(error).__name__}: {reason}); it is captured without "
+                    "being compiled. compile=False avoids the attempt."
+                )
+        return self._graph(function)
+
+
+@contextmanager
+def experts_without_host(*models: PreTrainedModel) -> Iterator[None]:
+    """Context in which mixtures of experts in `models` compute in a way that a graph can hold.
+
+    transformers' loop over experts reads on the host which of them have tokens, and so do grouped products of anything
+    but bfloat16; products batched over tokens do not.
+    """
+    before: list[tuple[PreTrainedConfig, str | None]] = []
+    try:
+        for model in models:
+            suitable = "grouped_mm" if model.dtype == torch.bfloat16 else "batched_mm"
+            for config in submodel_configs(model):
+                before.append((config, config._experts_implementation_internal))
+                if config._experts_implementation_internal in ("eager", "grouped_mm"):
+                    config._experts_implementation_internal = suitable
+        yield
+    finally:
+        for config, name in before:
+            config._experts_implementation_internal = name

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ __all__ = [
     "attention",
     "best_draft",
     "draw_draft",
+    "has_kernels",
     "linear",
     "narrow_products",
     "prepare_inputs",
@@ -35,79 +35,197 @@ _NARROW_ROWS = 16
 _DECODE_QUERIES = 64
 
 
-@functools.cache
-def _decode_attention() -> Callable[..., torch.Tensor]:
-    from .kernels.attention import attention as decode_attention
-
-    return decode_attention
+# Devices whose rounds run the Triton kernels; elsewhere, and in float64, their references.
+TRITON_DEVICES = {"cuda"}
 
 
-@functools.cache
-def _prepare_inputs() -> Callable[..., None]:
-    from .kernels.inputs import prepare_inputs as prepare_in_triton
-
-    return prepare_in_triton
+def has_kernels(device: torch.device) -> bool:
+    """Whether rounds on `device` run the Triton kernels."""
+    return device.type in TRITON_DEVICES
 
 
-@functools.cache
-def _write_kv() -> Callable[..., None]:
-    from .kernels.cache import write_kv as write_in_triton
-
-    return write_in_triton
+def _is_for_triton(tensor: torch.Tensor) -> bool:
+    return has_kernels(tensor.device) and tensor.dtype != torch.float64
 
 
-@functools.cache
-def _verify() -> ModuleType:
-    from .kernels import verify
-
-    return verify
+# A kernel is an operator of torch's: `torch.compile` calls it and looks no further. Triton is imported by the first.
+_op = functools.partial(torch.library.custom_op, mutates_args=())
 
 
-def attention(query: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+@_op(
+    "hf_specdec::attention",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
+    "float? softcap, int? num_splits) -> Tensor",
+)
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, num_splits):
+    from .kernels.attention import attention
+
+    return attention(query, key, value, positions, scaling, window, sinks, softcap, num_splits)
+
+
+@_attention.register_fake
+def _(query, key, value, positions, scaling, window, sinks, softcap, num_splits):
+    batch, heads, num_queries, _ = query.shape
+    return query.new_empty(batch, num_queries, heads, value.shape[3])
+
+
+@_op(
+    "hf_specdec::write_kv",
+    mutates_args=("keys", "values"),
+    schema="(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions) -> ()",
+)
+def _write_kv(keys, values, key_states, value_states, positions):
+    from .kernels.cache import write_kv
+
+    write_kv(keys, values, key_states, value_states, positions)
+
+
+@_op(
+    "hf_specdec::prepare_inputs",
+    mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
+    schema="(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
+    "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
+    "-> ()",
+)
+def _prepare_inputs(
+    tokens,
+    lengths,
+    committed,
+    limits,
+    finished,
+    out_tokens,
+    out_slots,
+    out_positions,
+    out_sources,
+    num_masks,
+    mask_token,
+    shift,
+):
+    from .kernels.inputs import prepare_inputs
+
+    out = DraftInputs(out_tokens, out_slots, out_positions, out_sources)
+    prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift)
+
+
+@_op("hf_specdec::verify_greedy", schema="(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)")
+def _verify_greedy(scores, drafts):
+    from .kernels.verify import verify_greedy
+
+    return tuple(verify_greedy(scores, drafts))
+
+
+@_op(
+    "hf_specdec::verify_sampling",
+    schema="(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor seeds, Tensor lengths) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def _verify_sampling(scores, drafts, draft_probs, seeds, lengths):
+    from .kernels.verify import verify_sampling
+
+    return tuple(verify_sampling(scores, drafts, draft_probs, seeds, lengths))
+
+
+@_verify_greedy.register_fake
+@_verify_sampling.register_fake
+def _(scores, drafts, *rest):
+    batch, num_drafts = drafts.shape
+    return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
+
+
+@_op("hf_specdec::best_draft", schema="(Tensor logits, Tensor? target_ids) -> Tensor")
+def _best_draft(logits, target_ids):
+    from .kernels.verify import best_draft
+
+    return best_draft(logits, target_ids)
+
+
+@_best_draft.register_fake
+def _(logits, target_ids):
+    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
+
+
+@_op(
+    "hf_specdec::draw_draft",
+    schema="(Tensor logits, float temperature, Tensor seeds, Tensor positions) -> (Tensor, Tensor)",
+)
+def _draw_draft(logits, temperature, seeds, positions):
+    from .kernels.verify import draw_draft
+
+    return draw_draft(logits, temperature, seeds, positions)
+
+
+@_draw_draft.register_fake
+def _(logits, temperature, seeds, positions):
+    return logits.new_empty(logits.shape[:-1], dtype=torch.int64), logits.new_empty(logits.shape, dtype=torch.float32)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
     """`kernels.reference.attention`; on a GPU in Triton for the few queries a row of a round."""
-    if query.is_cuda and query.shape[2] <= _DECODE_QUERIES:
-        return _decode_attention()(query, *args, **kwargs)
-    return reference.attention(query, *args, **kwargs)
+    if _is_for_triton(query) and query.shape[2] <= _DECODE_QUERIES:
+        return _attention(query, key, value, positions, scaling, window, sinks, softcap, num_splits)
+    return reference.attention(query, key, value, positions, scaling, window, sinks, softcap)
 
 
-def write_kv(keys: torch.Tensor, *args, **kwargs) -> None:
+def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:
     """`kernels.reference.write_kv`; on a GPU in Triton."""
-    if keys.is_cuda:
-        _write_kv()(keys, *args, **kwargs)
-    else:
-        reference.write_kv(keys, *args, **kwargs)
+    (_write_kv if _is_for_triton(keys) else reference.write_kv)(keys, *args)
 
 
-def prepare_inputs(tokens: torch.Tensor, *args, **kwargs) -> None:
+def prepare_inputs(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    committed: torch.Tensor,
+    limits: torch.Tensor,
+    finished: torch.Tensor,
+    out: DraftInputs,
+    num_masks: int,
+    mask_token: int,
+    shift: int,
+) -> None:
     """`kernels.reference.prepare_inputs`; on a GPU in Triton."""
-    if tokens.is_cuda:
-        _prepare_inputs()(tokens, *args, **kwargs)
+    if _is_for_triton(tokens):
+        _prepare_inputs(tokens, lengths, committed, limits, finished, *out, num_masks, mask_token, shift)
     else:
-        reference.prepare_inputs(tokens, *args, **kwargs)
-
-
-def _is_for_triton(scores: torch.Tensor) -> bool:
-    return scores.is_cuda and scores.dtype != torch.float64
+        reference.prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift)
 
 
 def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
     """`kernels.reference.verify_greedy`; on a GPU in Triton."""
-    return (_verify() if _is_for_triton(scores) else reference).verify_greedy(scores, drafts)
+    return Verdict(*(_verify_greedy if _is_for_triton(scores) else reference.verify_greedy)(scores, drafts))
 
 
-def verify_sampling(scores: torch.Tensor, *args, **kwargs) -> Verdict:
+def verify_sampling(
+    scores: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+) -> Verdict:
     """`kernels.reference.verify_sampling`; on a GPU in Triton."""
-    return (_verify() if _is_for_triton(scores) else reference).verify_sampling(scores, *args, **kwargs)
+    verify = _verify_sampling if _is_for_triton(scores) else reference.verify_sampling
+    return Verdict(*verify(scores, drafts, draft_probs, seeds, lengths))
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
     """`kernels.reference.best_draft`; on a GPU in Triton."""
-    return (_verify() if _is_for_triton(logits) else reference).best_draft(logits, target_ids)
+    return (_best_draft if _is_for_triton(logits) else reference.best_draft)(logits, target_ids)
 
 
-def draw_draft(logits: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_draft(
+    logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.reference.draw_draft`; on a GPU in Triton."""
-    return (_verify() if _is_for_triton(logits) else reference).draw_draft(logits, *args, **kwargs)
+    return (_draw_draft if _is_for_triton(logits) else reference.draw_draft)(logits, temperature, seeds, positions)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

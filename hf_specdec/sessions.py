@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -72,4 +73,5 @@ class SessionPool:
 
 def fingerprint(*models: nn.Module) -> int:
     """A number that changes when weights of `models` move or are replaced, so that captured work would read others."""
-    return hash(tuple(tensor.data_ptr() for model in models for tensor in model.state_dict(keep_vars=True).values()))
+    tensors = itertools.chain(*((*model.parameters(), *model.buffers()) for model in models))
+    return hash(tuple(tensor.data_ptr() for tensor in tensors))

@@ -51,6 +51,7 @@ class SpeculationStats(RowStats):
         num_assistant_tokens: K, draft tokens a round.
         engine: `"static"` or `"stock"`.
         reason: why that engine ran.
+        execution: how its rounds were run: captured or not, compiled or not.
         draft_probs: whether drafts were drawn from the drafter's distribution.
         num_rounds: rounds the batch ran, i.e. target passes after prefill.
         seconds: wall time of those rounds, drafting included and prefill not.
@@ -60,6 +61,7 @@ class SpeculationStats(RowStats):
     num_assistant_tokens: int = 0
     engine: str = ""
     reason: str = ""
+    execution: str = ""
     draft_probs: bool = False
     num_rounds: int = 0
     seconds: float = 0.0

@@ -223,7 +223,9 @@ def attention(
     """
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    assert query.stride(3) == key.stride(3) == value.stride(3) == positions.stride(1) == 1
+    assert key.stride(3) == value.stride(3) == positions.stride(1) == 1, "rows must have unit stride"
+    if query.stride(3) != 1:
+        query = query.contiguous()
     groups = heads // kv_heads
     dim_block, value_block = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     slot_block = max(16, min(64, _TILE_BYTES // (max(dim_block, value_block) * query.element_size())))

@@ -152,7 +152,7 @@ class AutoDrafter:
             target: the model that is to be sped up.
             num_assistant_tokens: draft tokens a round (K); the checkpoint's own if None.
             draft_probs, engine: see `Drafter.configure`.
-            compile: whether the engine may compile the round. It runs eagerly in this version, either way.
+            compile: `compile_rounds` of `Drafter.configure`.
             revision, subfolder, token, cache_dir, local_files_only, force_download: where on the Hub, as in
                 `PreTrainedModel.from_pretrained`.
             dtype: the target's if None.
@@ -206,7 +206,7 @@ class AutoDrafter:
         drafter.config.name_or_path = checkpoint.name
         share_with_target(drafter, target, share_embedding, share_head)
         drafter.bind(target)
-        drafter.configure(num_assistant_tokens, draft_probs, engine)
+        drafter.configure(num_assistant_tokens, draft_probs, engine, compile)
         _log(checkpoint.name, found)
         return drafter.eval()
 

@@ -63,6 +63,7 @@ class Drafter(PreTrainedModel):
         self.num_assistant_tokens = config.num_assistant_tokens
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
+        self.compile_rounds = True
 
     @property
     def stats(self):
@@ -119,6 +120,7 @@ class Drafter(PreTrainedModel):
         num_assistant_tokens: int | None = None,
         draft_probs: bool | str | None = None,
         engine: str | None = None,
+        compile_rounds: bool | None = None,
     ) -> Drafter:
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
@@ -127,6 +129,8 @@ class Drafter(PreTrainedModel):
             draft_probs: True to draw drafts from the drafter's distribution when sampling, False for its most likely
                 tokens, `"auto"` to decide by temperature (see `hf_specdec.decoding.DRAFT_PROBS_TEMPERATURE`).
             engine: `"auto"`, `"static"` or `"stock"`.
+            compile_rounds: whether rounds on a GPU are compiled before they are captured. That takes some seconds for
+                every shape of call, and makes rounds faster.
         """
         if num_assistant_tokens is not None:
             self.num_assistant_tokens = check_num_assistant_tokens(num_assistant_tokens)
@@ -138,6 +142,10 @@ class Drafter(PreTrainedModel):
             if engine not in ENGINES:
                 raise ValueError(f"engine is {engine!r}; expected one of {', '.join(map(repr, ENGINES))}.")
             self.engine = engine
+        if compile_rounds is not None:
+            if not isinstance(compile_rounds, bool):
+                raise ValueError(f"compile_rounds is {compile_rounds!r}; expected True or False.")
+            self.compile_rounds = compile_rounds
         return self
 
     def num_draft_tokens(self, asked: int | None) -> int:
@@ -154,6 +162,11 @@ class Drafter(PreTrainedModel):
         Either binds completely or raises `ValueError` and leaves drafter and target as they were.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement bind().")
+
+    def _note_binding(self, target: PreTrainedModel) -> None:
+        """The end of every `bind` that succeeds: rounds captured before may read what was borrowed then."""
+        self._target_config = target.config
+        self.release()
 
     def check_bound_to(self, target: PreTrainedModel) -> None:
         """Raise `ValueError` unless the drafter was bound to `target`."""

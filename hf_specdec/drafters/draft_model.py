@@ -215,7 +215,7 @@ class DraftModelDrafter(CachedDrafter):
         shared = check_vocabulary(self._num_embeddings, target.config, name)
         self.config.vocab_size = target.config.get_text_config().vocab_size
         self.config.draft_vocab_size = shared
-        self._target_config = target.config
+        self._note_binding(target)
 
     def extend(
         self,

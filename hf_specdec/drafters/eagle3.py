@@ -131,7 +131,7 @@ class Eagle3Drafter(CachedDrafter):
         self._borrowed = borrowed
         self.target_ids = target_ids
         self._taps = taps
-        self._target_config = target.config
+        self._note_binding(target)
 
     def _borrow(self, module: nn.Module | None, what: str, name: str) -> torch.Tensor:
         weight = getattr(module, "weight", None)
