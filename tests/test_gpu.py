@@ -43,7 +43,7 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
     texts, rows = [], []
     for capture in (graphs.CAPTURE, {}):
         monkeypatch.setattr("hf_specdec.decoding.CAPTURE", capture)
-        drafter = RANDOM_DRAFTERS[kind](target)
+        drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
         for _ in range(2):
             torch.manual_seed(3)
             out = target.generate(
@@ -60,7 +60,7 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_greedy_is_identical_in_float32(family, kind):
     target = on_gpu(family)
-    drafter = RANDOM_DRAFTERS[kind](target)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
     for lengths in ([9], [1, 12, 5]):
         inputs = prompts(lengths)
         plain = target.generate(**inputs, do_sample=False, max_new_tokens=24)
@@ -73,11 +73,44 @@ def test_greedy_is_identical_in_float32(family, kind):
                 num_assistant_tokens=num_draft_tokens,
             )
             assert torch.equal(out, plain), (lengths, num_draft_tokens)
+            assert drafter.stats.execution == "captured in one graph, not compiled"
+
+
+@pytest.mark.parametrize("family", STATIC_FAMILIES)
+@pytest.mark.parametrize("mode", ["greedy", "penalty", "hot sampling"])
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_compiled_rounds_say_the_same(kind, mode, family):
+    if family != "llama" and (kind, mode) != ("eagle3", "greedy"):
+        pytest.skip("one drafter is enough")
+    target = on_gpu(family)
+    inputs = prompts([9, 1, 5])
+    texts = []
+    for is_compiled in (False, True):
+        drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=is_compiled)
+        torch.manual_seed(3)
+        texts.append(
+            target.generate(**inputs, max_new_tokens=24, assistant_model=drafter, num_assistant_tokens=4, **MODES[mode])
+        )
+        assert drafter.stats.execution.endswith(", compiled" if is_compiled else "not compiled")
+    assert torch.equal(*texts)
+
+
+def test_what_reads_the_host_runs_eagerly(caplog):
+    target = on_gpu("llama")
+    norm = target.model.norm
+    forward = norm.forward
+    norm.forward = lambda hidden: forward(hidden) if hidden.sum().item() is not None else hidden
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    options = {**prompts([9, 4]), "do_sample": False, "max_new_tokens": 12}
+    out = target.generate(**options, assistant_model=drafter)
+    assert drafter.stats.execution == "eager: a round cannot be captured"
+    assert "cannot be captured and runs eagerly" in caplog.text
+    assert torch.equal(out, target.generate(**options))
 
 
 def test_many_calls_leave_no_memory_behind():
     target = on_gpu("llama")
-    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    drafter = RANDOM_DRAFTERS["eagle3"](target).configure(compile_rounds=False)
     generator = torch.Generator().manual_seed(0)
     used = []
     for _ in range(200):

@@ -184,7 +184,7 @@ def measure_baseline(
     options = {
         "dynamic": {},
         "static": {"cache_implementation": "static", "disable_compile": not arguments.compile},
-        "engine": {"drafter": NoDrafter(bench.target)},
+        "engine": {"drafter": NoDrafter(bench.target).configure(compile_rounds=arguments.compile)},
     }
     case = Case(name, 0 if name == "engine" else None, size)
     return bench.measure(case, lambda: batches(size), **options[name])
@@ -213,7 +213,8 @@ def measure_drafter(
 ) -> list[Case]:
     """The drafter called `name` at every K and batch size; it is in memory only meanwhile."""
     try:
-        drafter = load_drafter(name, bench.target, arguments.compile, arguments.random_weights)
+        drafter = load_drafter(name, bench.target, arguments.random_weights)
+        drafter.configure(compile_rounds=arguments.compile)
         if arguments.synthetic_acceptance is not None:
             drafter.configure(engine="static")  # The other engine verifies by itself.
     except Exception as error:  # As for any case that fails: the others go on.

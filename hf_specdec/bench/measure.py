@@ -148,7 +148,7 @@ class Bench:
                 self._measure(case, batches(), drafter, options)
         except Exception as error:  # Out of memory, a drafter that does not fit: the other cases go on.
             case.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        self._forget()
+        self._forget(drafter)
         return case
 
     def _measure(self, case: Case, batches: list[Batch], drafter: Drafter | None, options: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ class Bench:
             case.ms_per_round = Spread.of([1e3 * run.timed_seconds / run.timed_rounds for run in runs])
         if case.k is not None:
             stats = [one for run in runs for one in run.stats]
-            case.engine = f"{stats[0].engine}: {stats[0].reason}"
+            case.engine = f"{stats[0].engine}: {stats[0].reason}; {stats[0].execution}".removesuffix("; ")
             case.acceptance_length = sum(one.committed for one in stats) / sum(one.rounds for one in stats)
             case.acceptance_per_position = _shares(stats)
 
@@ -219,8 +219,10 @@ class Bench:
         seconds = clock.busy_seconds()
         return 1e3 * seconds / (rounds - 1) if rounds > 1 else None
 
-    def _forget(self) -> None:
+    def _forget(self, drafter: Drafter | None) -> None:
         """Give back the GPU memory that a case has left behind, its error's included."""
+        if drafter is not None:
+            drafter.release()  # Captured rounds would be replayed in another case's context.
         if self.target.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
