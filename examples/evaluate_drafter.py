@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     model, tokenizer = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device))
     tokenizer.padding_side = "left"
-    drafter = AutoDrafter.from_pretrained(args.drafter, target=model)
+    drafter = AutoDrafter.from_pretrained(args.drafter, target=model, compile=False)
     report = {
         "dtype": args.dtype,
         "max_new_tokens": args.max_new_tokens,
