@@ -22,7 +22,7 @@ from .drafters.base import Drafter
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, experts_without_host
 from .sampling import BlockProcessor, Verdict, verify_greedy, verify_sampling
-from .sessions import fingerprint
+from .sessions import Session, fingerprint
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
 from .taps import TapRecorder, decoder_layers
@@ -266,6 +266,11 @@ def slots_for(tokens: int, is_kept: bool) -> int:
     return SLOT_STEP * -(-slots // SLOT_STEP)
 
 
+def _flat(verdict: Verdict, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    # What a graph returns is plain: torch 2.11 cannot compile functions that return named tuples of their own making.
+    return (*verdict, *others)
+
+
 class CapturedRound:
     """`step`, captured: in one piece if the logits are processed without looking at the text, otherwise in two.
 
@@ -288,22 +293,23 @@ class CapturedRound:
         self._state = state
         with state.idle():
             if process.key is not None:
-                self._whole = capture(lambda: step(state, target, drafter, process))
+                self._whole = capture(lambda: _flat(*step(state, target, drafter, process)))
             else:
                 self._whole = None
                 self._read = capture(lambda: read(state, target))
                 _, logits, taps = self._read.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
-                self._settle = capture(lambda: settle(state, drafter, self._scores, taps))
+                self._settle = capture(lambda: _flat(settle(state, drafter, self._scores, taps)))
         graphs = "one graph" if self._whole is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'compiled' if capture.has_compiled else 'not compiled'}"
 
     def __call__(self, process: BlockProcessor) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
         if self._whole is not None:
-            return self._whole()
+            *verdict, scores, logits = self._whole()
+            return Verdict(*verdict), scores, logits
         block, logits, _ = self._read()
         self._scores.copy_(process(logits, block, self._state))
-        return self._settle(), self._scores, logits
+        return Verdict(*self._settle()), self._scores, logits
 
 
 def why_not_captured(model: PreTrainedModel, drafter: Drafter, wants: dict[str, bool]) -> str | None:
@@ -450,22 +456,21 @@ def decode(
         return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device, temperature)
 
     with hosted(model, drafter, wants["hidden_states"]) as target, ExitStack() as stack:
-        captured = None
-        if not is_kept:
-            state = allocate()
-        else:
+        if is_kept:
             key = (shape, temperature, drafter.compile_rounds, fingerprint(model, drafter))
             session = stack.enter_context(drafter.sessions.session(key, allocate))
-            state = session.state
-            if process.key not in session.rounds:
-                session.rounds[process.key] = capture_round(state, target, drafter, process)
-            captured = session.rounds[process.key]
+        else:
+            session = Session(allocate())
+        state = session.state
+        state.begin(prompts, max_new_tokens, config._eos_token_tensor, row_seeds(batch, temperature))
+        prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
+        if is_kept and process.key not in session.rounds:
+            session.rounds[process.key] = capture_round(state, target, drafter, process)
+        captured = session.rounds.get(process.key)
         if captured is None:
             next_round = functools.partial(step, state, target, drafter, process)
         else:
             next_round = functools.partial(captured, process)
-        state.begin(prompts, max_new_tokens, config._eos_token_tensor, row_seeds(batch, temperature))
-        prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
         start = time.perf_counter()
         rounds = Rounds(state, next_round, transcript, batch, longest, max_new_tokens)
         rounds.run()

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import submodel_configs
@@ -93,7 +92,7 @@ class Capture:
         if self._backend is not None:
             try:
                 return self._graph(compiled(function, self._backend))
-            except TorchDynamoException as error:
+            except Exception as error:  # whatever a compiler may raise; what is wrong with the function shows below
                 self._backend, self.has_compiled = None, False
                 reason = str(error).strip().partition("\n")[0]
                 logger.warning(

@@ -124,17 +124,14 @@ class DecodeState:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Context in which rounds are run for what they leave behind in memory pools: no row takes part in them."""
-        finished, proposal = self.finished.clone(), self.proposal
-        kept = None if proposal is None else [None if part is None else part.clone() for part in proposal]
+        finished = self.finished.clone()
+        proposal = Proposal(*(None if part is None else part.clone() for part in self.proposal))
         self.finished.fill_(True)
-        if proposal is None:
-            self.proposal = Proposal(self.tokens.new_zeros(len(self.tokens), self.num_draft_tokens), None)
         try:
             yield
         finally:
             self.finished.copy_(finished)
-            if kept is not None:
-                self.adopt(Proposal(*kept))
+            self.adopt(proposal)
 
     @property
     def scrap(self) -> int:
@@ -165,8 +162,12 @@ class DecodeState:
 
     def adopt(self, proposal: Proposal) -> None:
         """Keep `proposal` for the next round."""
-        kept = self.proposal or Proposal(None, None)
-        self.proposal = Proposal(*(_keep(*pair) for pair in zip(kept, proposal, strict=True)))
+        if self.proposal is None:
+            self.proposal = Proposal(*(None if part is None else part.clone() for part in proposal))
+            return
+        for kept, part in zip(self.proposal, proposal, strict=True):
+            if kept is not None:
+                kept.copy_(part)
 
     def commit(self, verdict: Verdict) -> Verdict:
         """Append the verdict's tokens to the rows, as far as an end-of-sequence token or the limit lets them.
@@ -184,11 +185,4 @@ class DecodeState:
         self.tokens.scatter_(1, slots, verdict.tokens)
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
-        return verdict._replace(committed=committed)
-
-
-def _keep(buffer: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
-    """`value` in the memory of `buffer` if there is one."""
-    if buffer is None or value is None:
-        return None if value is None else value.clone()
-    return buffer.copy_(value)
+        return Verdict(verdict.tokens, verdict.accepted, committed)
