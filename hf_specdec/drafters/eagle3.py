@@ -170,7 +170,12 @@ class Eagle3Drafter(CachedDrafter):
         return self.fc(taps)
 
     def run(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        num_outputs: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the layers over `[B, n]` slots.
 
@@ -179,14 +184,18 @@ class Eagle3Drafter(CachedDrafter):
             hidden: `[B, n, H]`, combined taps or the previous step's feedback.
             positions: `[B, n]` or `[1, n]` int64 RoPE positions.
             attend: where keys and values go and come from.
+            num_outputs: how many of the last slots somebody reads; all if None. The last layer computes the others'
+                keys and values only.
 
         Returns:
-            what the head reads and what the next draft step reads, both `[B, n, H]`.
+            what the head reads and what the next draft step reads, both `[B, num_outputs, H]`.
         """
         embeds = self.embed(tokens)
         rotary = self.rotary_emb(embeds, positions)
-        for layer in self.layers:
-            hidden = layer(embeds, hidden, rotary, attend)
+        for index, layer in enumerate(self.layers, start=1):
+            is_last = index == len(self.layers)
+            wanted = num_outputs if is_last and num_outputs is not None else tokens.shape[1]
+            hidden = layer(embeds, hidden, rotary, attend, wanted)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
@@ -223,9 +232,9 @@ class Eagle3Drafter(CachedDrafter):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         cache = state.memory.cache
         cache.advance(slots, state.live)
-        # Visibility by position, the slot of every live column: an inert one sees slot 0 and not the scrap slot's past.
-        normed, feedback = self.run(tokens, hidden, positions, cached_attend(cache, positions))
-        logits = self.logits(normed[:, -num_logits:]) if num_logits else None
+        attend = cached_attend(cache, slots)
+        normed, feedback = self.run(tokens, hidden, positions, attend, num_outputs=max(num_logits, 1))
+        logits = self.logits(normed) if num_logits else None
         return logits, feedback[:, -1:]
 
     def forward(self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int = 1) -> list[torch.Tensor]:
