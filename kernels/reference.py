@@ -29,8 +29,8 @@ def attention(
     """Attention over a cache whose slot is the position: slot s is visible to the query at position t iff s <= t.
 
     The last slot is scrap: a query at `slots - 1` or beyond is inert and gets zeros, whatever is in the cache. Who
-    passes a part of a cache therefore passes a slot more than the live ones. Beyond the last live query of a row nothing need be
-    valid for a kernel, but here, where invisible slots have weight 0, it must be finite.
+    passes a part of a cache therefore passes a slot more than the live ones. Beyond the last live query of a row
+    nothing need be valid for a kernel, but here, where invisible slots have weight 0, it must be finite.
 
     Args:
         query: `[B, heads, n, D]`.
