@@ -19,6 +19,7 @@ from .draft_model import DraftModelDrafter, read_draft_model
 from .eagle3 import Eagle3Drafter
 from .families import DRAFT_MODEL, EAGLE3, P_EAGLE, check_family
 from .peagle import PEagleDrafter
+from .tensors import plain_weight
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +237,7 @@ def _same_weight(own: nn.Module, theirs: nn.Module | None) -> bool:
     weight = getattr(theirs, "weight", None)
     if weight is None or weight.shape != own.weight.shape or weight.device.type == "meta":
         return False
-    return torch.equal(own.weight, weight.to(own.weight))
+    return torch.equal(own.weight, plain_weight(weight).to(own.weight))
 
 
 def _log(name: str, found: CheckpointReading) -> None:

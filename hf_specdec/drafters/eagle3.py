@@ -19,6 +19,7 @@ from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
+from .tensors import plain_weight
 from .unrolled import UnrolledAttention, following
 
 if TYPE_CHECKING:
@@ -145,12 +146,18 @@ class Eagle3Drafter(CachedDrafter):
                 f"{name} has no {what} of its own and must borrow the target's, but that is offloaded and not in "
                 f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
             )
+        if weight.dim() != 2:
+            raise ValueError(
+                f"{name} has no {what} of its own and must borrow the target's, but that has shape "
+                f"{list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, FSDP): load "
+                "all of the target in every process, or use a drafter that has its own."
+            )
         if weight.shape[1] != self.config.hidden_size:
             raise ValueError(
                 f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
                 f"{self.config.hidden_size}, so it cannot be borrowed."
             )
-        return weight
+        return plain_weight(weight)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[...]` int64 target tokens to `[..., H]`."""
