@@ -162,7 +162,8 @@ class Eagle3Drafter(CachedDrafter):
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[...]` int64 target tokens to `[..., H]`."""
         weight = self.embed_tokens.weight if self.embed_tokens is not None else self._borrowed["embedding"]
-        return F.embedding(tokens, weight).to(self.dtype)
+        # A target that is spread over devices has its embedding on another one than its last layer.
+        return F.embedding(tokens.to(weight.device), weight).to(tokens.device, self.dtype)
 
     def combine(self, taps: torch.Tensor) -> torch.Tensor:
         """`[..., tap_width]` taps of the target, ascending boundaries side by side, to `[..., H]`."""
@@ -208,7 +209,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V_d]`."""
-        logits = ops.linear(normed, self.head_weight.to(normed.dtype))
+        logits = ops.linear(normed.to(self.head_weight.device), self.head_weight.to(normed.dtype)).to(normed.device)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     @property
