@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -72,4 +74,10 @@ class SessionPool:
 
 def fingerprint(*models: nn.Module) -> int:
     """A number that changes when weights of `models` move or are replaced, so that captured work would read others."""
-    return hash(tuple(tensor.data_ptr() for model in models for tensor in model.state_dict(keep_vars=True).values()))
+    return hash(tuple(_place(tensor) for model in models for tensor in model.state_dict(keep_vars=True).values()))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().data_ptr()
+    return tensor.data_ptr() or id(tensor)  # a quantised weight has no memory but that of its parts

@@ -69,6 +69,15 @@ class Willful(LogitsProcessor):
         return scores.scatter(1, scores.argmax(dim=1, keepdim=True), -torch.inf)
 
 
+def managed_by_fsdp(target: PreTrainedModel, drafter: Drafter) -> list:
+    """`say` with the mark that transformers knows such models by; it then sets `synced_gpus` by itself."""
+    target._is_fsdp_managed_module = True
+    try:
+        return say(target, drafter)
+    finally:
+        del target._is_fsdp_managed_module
+
+
 def error_of(call) -> str:
     try:
         call()
@@ -88,7 +97,11 @@ def main(folder: str, answers: str) -> None:
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
     assert type(drafter._borrowed["embedding"]) in (torch.Tensor, torch.nn.Parameter)
-    assert isinstance(fingerprint(target, drafter), int)
+    before = fingerprint(target, drafter)
+    assert fingerprint(target, drafter) == before
+    head = target.lm_head.weight
+    target.lm_head.weight = torch.nn.Parameter(torch.empty_like(head).copy_(head), requires_grad=False)
+    assert fingerprint(target, drafter) != before, "a part of a weight moved unnoticed"
     own_seed = say(target, drafter, seed=rank, **SAMPLING)
     texts = torch.tensor([[2] * NEW_TOKENS])
     oracle = OracleDrafter(target, texts, [9], accuracy=1.0)
@@ -103,6 +116,7 @@ def main(folder: str, answers: str) -> None:
         ),
         "max_time": error_of(lambda: say(target, drafter, max_time=100.0)),
         "other tokens": error_of(lambda: say(target, oracle, lengths=[9], logits_processor=last)),
+        "fsdp": error_of(lambda: managed_by_fsdp(target, drafter)),
         "sharded": [
             str(type(parameter).__name__) for name, parameter in target.named_parameters() if "lm_head" in name
         ],

@@ -412,6 +412,8 @@ def test_prompts_from_the_hub(monkeypatch):
         load_prompts("hub:org/chats:test:turns")
     with pytest.raises(ValueError, match="has 4 parts"):
         load_prompts("hub:org/chats:test:prompt:more")
+    rows["id"] = ["x", 8, None]
+    assert read_prompts("hub:org/chats") == [("x", "first"), (8, "second"), (2, "third")]
 
 
 def test_plots(folders, tmp_path):
