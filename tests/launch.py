@@ -9,13 +9,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def launch(program: str | Path, *arguments: object, processes: int = 2) -> subprocess.Popen:
-    """Start `program` under torchrun on CPUs; its output is in `stdout`."""
+    """Start `program` under torchrun on CPUs, where there are GPUs too; its output is in `stdout`."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     folders = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         [sys.executable, *torchrun, str(program), *map(str, arguments)],
-        env=environment,
+        env={**os.environ, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

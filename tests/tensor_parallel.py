@@ -1,6 +1,6 @@
 """What every process of `test_tensor_parallel.py` runs: a target split with a `tp_plan`, and drafters on it.
 
-    torchrun --nproc-per-node 2 tests/tensor_parallel.py <folder of the target> <folder for the answers>
+    torchrun --nproc-per-node 2 tests/tensor_parallel.py <folder of the targets> <folder for the answers>
 
 Writes `<rank>.json`: what was said, by the name of the case.
 """
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from oracle import RANDOM_DRAFTERS, OracleDrafter
 from targets import padded_prompts
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
+from transformers.distributed import DistributedConfig
 
 from hf_specdec import Drafter
 from hf_specdec.sessions import fingerprint
@@ -24,6 +25,7 @@ from hf_specdec.sessions import fingerprint
 PROMPT_LENGTHS = [2, 13, 7]
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}
 NEW_TOKENS = 12
+OTHER_FAMILIES = ("gemma3", "gpt-oss", "qwen3-moe")
 
 
 def borrower(target: PreTrainedModel) -> Drafter:
@@ -86,14 +88,22 @@ def error_of(call) -> str:
     return "no error"
 
 
-def main(folder: str, answers: str) -> None:
-    from transformers.distributed import DistributedConfig
+def say_briefly(target: PreTrainedModel) -> list:
+    """What `target` says with a drafter that it lends its embedding and head."""
+    drafter = borrower(target)
+    return [say(target, drafter), say(target, drafter, **SAMPLING)]
 
-    target = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
-    ).eval()
+
+def load_split(folder: Path) -> PreTrainedModel:
+    split = DistributedConfig(tp_plan="auto")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=split).eval()
+
+
+def main(folder: str, answers: str) -> None:
+    target = load_split(Path(folder) / "llama")
     rank = dist.get_rank()
     said = say_all(target)
+    said |= {family: say_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
     assert type(drafter._borrowed["embedding"]) in (torch.Tensor, torch.nn.Parameter)

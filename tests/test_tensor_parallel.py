@@ -6,15 +6,16 @@ import re
 import pytest
 from launch import ROOT, finish, launch
 from targets import tiny_target
-from tensor_parallel import DRAFTERS, say_all
+from tensor_parallel import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """What the two processes said, each by the name of the case."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
-    tiny_target("llama").save_pretrained(folder / "target")
-    finish(launch(ROOT / "tests" / "tensor_parallel.py", folder / "target", folder))
+    for family in ("llama", *OTHER_FAMILIES):
+        tiny_target(family).save_pretrained(folder / family)
+    finish(launch(ROOT / "tests" / "tensor_parallel.py", folder, folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -29,6 +30,13 @@ def test_one_process_and_two_say_the_same(answers):
     assert all(count > 0 for count in accepted), "drafts were never accepted"
     assert all(expected[f"{name}, greedy"][0] == expected["plain"][0] for name in DRAFTERS)
     assert expected["borrower, sampling"][0] != expected["row seeds"][0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_other_families(answers, family):
+    expected = json.loads(json.dumps(say_briefly(tiny_target(family))))
+    assert [said[family] for said in answers] == [expected, expected]
 
 
 @pytest.mark.core
