@@ -19,6 +19,7 @@ from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
+from .tensors import plain_weight
 from .unrolled import UnrolledAttention, following
 
 if TYPE_CHECKING:
@@ -145,17 +146,24 @@ class Eagle3Drafter(CachedDrafter):
                 f"{name} has no {what} of its own and must borrow the target's, but that is offloaded and not in "
                 f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
             )
+        if weight.dim() != 2:
+            raise ValueError(
+                f"{name} has no {what} of its own and must borrow the target's, but that has shape "
+                f"{list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, FSDP): load "
+                "all of the target in every process, or use a drafter that has its own."
+            )
         if weight.shape[1] != self.config.hidden_size:
             raise ValueError(
                 f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
                 f"{self.config.hidden_size}, so it cannot be borrowed."
             )
-        return weight
+        return plain_weight(weight)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[...]` int64 target tokens to `[..., H]`."""
         weight = self.embed_tokens.weight if self.embed_tokens is not None else self._borrowed["embedding"]
-        return F.embedding(tokens, weight).to(self.dtype)
+        # A target that is spread over devices has its embedding on another one than its last layer.
+        return F.embedding(tokens.to(weight.device), weight).to(tokens.device, self.dtype)
 
     def combine(self, taps: torch.Tensor) -> torch.Tensor:
         """`[..., tap_width]` taps of the target, ascending boundaries side by side, to `[..., H]`."""
@@ -210,7 +218,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V_d]`."""
-        logits = ops.linear(normed, self.head_weight.to(normed.dtype))
+        logits = ops.linear(normed.to(self.head_weight.device), self.head_weight.to(normed.dtype)).to(normed.device)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     @property
