@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 from training.card import prompts_table, write_card
-from training.prompts import load_prompts
 from training.repetition import is_degenerate
 from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import AutoDrafter
+from hf_specdec.bench.prompts import load_prompts
+from hf_specdec.stats import RowStats, add_up
 
 PROMPTS = Path(__file__).parent / "prompts"
 DEGENERATE_RULE = (
@@ -85,18 +86,15 @@ def without_end(tokens: list[int], eos_token_id: int) -> np.ndarray:
     return np.asarray(tokens[: tokens.index(eos_token_id)] if eos_token_id in tokens else tokens)
 
 
-def pool(rows: list) -> dict:
+def pool(rows: list[RowStats]) -> dict:
     """Statistics of several rows added up."""
-    rounds = sum(row.rounds for row in rows)
-    committed = sum(row.committed for row in rows)
-    drafted = np.sum([row.drafted_per_position for row in rows], axis=0) if rows else np.zeros(0)
-    accepted = np.sum([row.accepted_per_position for row in rows], axis=0) if rows else np.zeros(0)
+    total = add_up(rows)
     return {
         "texts": len(rows),
-        "rounds": rounds,
-        "tokens": committed,
-        "acceptance_length": round(committed / rounds, 4) if rounds else 0.0,
-        "per_position": [round(float(share), 4) for share in accepted / np.maximum(drafted, 1)],
+        "rounds": total.rounds,
+        "tokens": total.committed,
+        "acceptance_length": round(total.acceptance_length, 4),
+        "per_position": [round(share, 4) for share in total.acceptance_per_position],
     }
 
 
@@ -112,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
         "prompts": {},
     }
     for path in args.prompts:
-        prompts = [prompt["prompt"] for prompt in load_prompts(path)][: args.limit]
+        prompts = load_prompts(path, args.limit)
         result = {"count": len(prompts), "degenerate": 0, "by_k": {}}
         for num_drafts in args.num_assistant_tokens:
             rows = generate_rows(model, tokenizer, drafter, prompts, num_drafts, args)

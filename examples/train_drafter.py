@@ -24,10 +24,11 @@ from training.card import write_card
 from training.data import Documents, WriteOptions, Writer, draft_vocabulary, shard_counts, write_data
 from training.drafters import DEFAULTS, choose_mask_token, new_drafter
 from training.objective import DraftObjective, Teacher, compile_elementwise, summarize
-from training.prompts import PromptFilter, load_prompts
+from training.prompts import PromptFilter
 from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.drafters.cached import CachedDrafter
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -117,7 +118,7 @@ def write_own_data(
         args.min_p,
         seed=args.seed,
     )
-    held_out = PromptFilter(prompt["prompt"] for path in args.held_out_prompts for prompt in load_prompts(path))
+    held_out = PromptFilter(text for path in args.held_out_prompts for text in load_prompts(path))
     writer = Writer(target, tokenizer, options, held_out)
     share = math.ceil(args.tokens / accelerator.num_processes)
     seconds = math.inf if args.write_minutes is None else 60 * args.write_minutes

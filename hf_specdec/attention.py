@@ -51,12 +51,16 @@ def ragged_attention_forward(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
 
 
-def cached_attend(cache: RaggedCache, positions: torch.Tensor):
-    """An `Attend` (see `drafters.layers`) that stores keys and values in `cache` and attends to its live slots."""
+def cached_attend(cache: RaggedCache, slots: torch.Tensor):
+    """An `Attend` (see `drafters.layers`) that stores keys and values in `cache` and attends to its live slots.
+
+    `slots` `[B, n]` int64 are those of the keys; fewer queries are those of the last keys.
+    """
 
     def attend(layer_idx, query, key, value, window):
         keys, values = cache.update(key, value, layer_idx)
-        return ops.attention(query, keys, values, positions, scaling=query.shape[-1] ** -0.5, window=window)
+        asking = slots[:, -query.shape[2] :]
+        return ops.attention(query, keys, values, asking, scaling=query.shape[-1] ** -0.5, window=window)
 
     return attend
 

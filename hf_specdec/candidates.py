@@ -6,8 +6,8 @@ For targets that the static engine cannot host. Batch 1, eager, on the cache tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._state = state = DecodeState.allocate(
             shape, self._drafter, num_layers=0, device=tokens.device, temperature=self._temperature
         )
-        state.begin([tokens], max_new_tokens, eos=None, seeds=row_seeds(1, self._temperature))
+        state.begin([tokens], max_new_tokens, eos=None, seeds=row_seeds(1, self._config))
         state.live = state.slots
         self._start = time.perf_counter()
         self._drafter.prefill(state, taps, torch.arange(num_seen, device=tokens.device)[None])
@@ -221,6 +221,15 @@ class ReplayCache(DynamicCache):
         self._snapshot = [_copy_state(layer.__dict__) for layer in self.layers]
 
 
+@contextmanager
+def _seeded(seed: int, model: PreTrainedModel) -> Iterator[None]:
+    """Context in which the global generators of the CPU and of `model`'s devices start from `seed`."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(sorted(devices, key=str)):
+        torch.manual_seed(seed)
+        yield
+
+
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
     # Attention layers replace their tensors at every update, recurrent ones write into those their dicts hold.
     return {
@@ -273,6 +282,8 @@ def assist(
         )
     criteria = SpokenCriteria(criteria)
     with ExitStack() as stack:
+        if config._row_seeds is not None:
+            stack.enter_context(_seeded(int(config._row_seeds[0]), model))
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
         cache = kwargs.get("past_key_values")
         if has_recurrent_layers(model) and (cache is None or cache.get_seq_length() == 0):

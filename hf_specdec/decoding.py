@@ -21,6 +21,7 @@ from .attention import ragged_attention
 from .drafters.base import Drafter
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, experts_without_host
+from .ranks import from_first_rank
 from .sampling import BlockProcessor, Verdict, verify_greedy, verify_sampling
 from .sessions import Session, fingerprint
 from .state import DecodeState, Shape
@@ -206,11 +207,17 @@ def draws_draft_probs(drafter: Drafter, temperature: float | None) -> bool:
     return bool(drafter.draft_probs)
 
 
-def row_seeds(batch: int, temperature: float | None) -> torch.Tensor:
-    """`[B]` int64 keys for the rows' random numbers, from torch's global generator; greedy decoding draws none."""
-    if temperature is None:
+def row_seeds(batch: int, config: GenerationConfig, model: PreTrainedModel | None = None) -> torch.Tensor:
+    """`[B]` int64 keys for the rows' random numbers: the caller's, else from torch's global generator.
+
+    Greedy decoding draws none. Processes that `model` is split over get those of the first of them.
+    """
+    if not config.do_sample:
         return torch.zeros(batch, dtype=torch.int64)
-    return torch.randint(0, 2**63 - 1, (batch,), dtype=torch.int64)
+    if config._row_seeds is not None:
+        return config._row_seeds
+    seeds = torch.randint(0, 2**63 - 1, (batch,), dtype=torch.int64)
+    return seeds if model is None else from_first_rank(seeds, model)
 
 
 def padding_token(criteria: StoppingCriteriaList, config: GenerationConfig) -> int | None:
@@ -462,7 +469,7 @@ def decode(
         else:
             session = Session(allocate())
         state = session.state
-        state.begin(prompts, max_new_tokens, config._eos_token_tensor, row_seeds(batch, temperature))
+        state.begin(prompts, max_new_tokens, config._eos_token_tensor, row_seeds(batch, config, model))
         prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
         if is_kept and process.key not in session.rounds:
             session.rounds[process.key] = capture_round(state, target, drafter, process)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,6 +16,7 @@ from .candidates import DrafterCandidateGenerator, assist
 from .decoding import decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
+from .ranks import check_same_call, check_same_tokens, tensor_parallel_group
 from .sampling import check_processors
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
     asked = (kwargs, getattr(generation_config, "__dict__", {}), self.generation_config.__dict__)
     numbers = (settings.get("num_assistant_tokens") for settings in asked)
     prepared._asked_num_assistant_tokens = next((number for number in numbers if number is not None), None)
+    prepared._row_seeds = model_kwargs.pop("row_seeds", None)
     return prepared, model_kwargs
 
 
@@ -53,8 +56,11 @@ def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
     drafter = generation_mode_kwargs.get("assistant_model")
     if not isinstance(drafter, Drafter):
+        if getattr(generation_config, "_row_seeds", None) is not None:
+            raise ValueError("row_seeds is given, but there is no drafter; expected assistant_model=drafter with it.")
         return _VALIDATE_GENERATION_MODE(self, generation_mode, generation_config, generation_mode_kwargs)
-    check_call(self, drafter, generation_mode, generation_config)
+    synced_gpus = generation_mode_kwargs.get("synced_gpus", False)
+    check_call(self, drafter, generation_mode, generation_config, synced_gpus)
     # What is left is what transformers checks for plain decoding; the rules for its own assistants do not apply.
     others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
     return _VALIDATE_GENERATION_MODE(self, GenerationMode.SAMPLE, generation_config, others)
@@ -84,7 +90,11 @@ def uninstall() -> None:
 
 
 def check_call(
-    model: PreTrainedModel, drafter: Drafter, generation_mode: GenerationMode, config: GenerationConfig
+    model: PreTrainedModel,
+    drafter: Drafter,
+    generation_mode: GenerationMode,
+    config: GenerationConfig,
+    synced_gpus: bool = False,
 ) -> None:
     """Raise `ValueError` if `model` cannot generate with `drafter` as asked."""
     name = type(model).__name__
@@ -94,6 +104,19 @@ def check_call(
         raise ValueError(
             f"A drafter works with greedy search and sampling, but the call asks for {generation_mode.value} "
             f"(num_beams={config.num_beams}). Drop that option or assistant_model."
+        )
+    if synced_gpus:
+        raise ValueError(
+            f"synced_gpus is set: {name} is sharded over processes with different prompts (FSDP or DeepSpeed stage 3), "
+            "which must run it equally often, but with drafters their numbers of rounds differ; expected a target "
+            "that a process can run by itself (synced_gpus=False). Load all of it in every process, split it with a "
+            "tp_plan, or drop assistant_model."
+        )
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"{name} is split into {stages} pipeline stages, so that no process sees all its layers; expected a whole "
+            "target, or one split with a tp_plan."
         )
     drafter.check_bound_to(model)
     if model.training:
@@ -115,6 +138,26 @@ def check_call(
             "The drafter is on the meta device, so it has no weights; expected a device that holds them. Load it with "
             "AutoDrafter.from_pretrained(..., target=model)."
         )
+
+
+def check_row_seeds(seeds: Any, batch: int) -> torch.Tensor | None:
+    """`row_seeds` of a call over `batch` rows as `[batch]` int64 on the CPU; None if none were given.
+
+    Raises:
+        ValueError: they are not that many integers of 64 bits.
+    """
+    if seeds is None:
+        return None
+    try:
+        seeds = torch.as_tensor(seeds)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"row_seeds is {seeds!r}; expected an integer of 64 bits for every row.") from error
+    if seeds.shape != (batch,) or seeds.dtype != torch.int64:
+        raise ValueError(
+            f"row_seeds has shape {list(seeds.shape)} and type {seeds.dtype}; expected one int64 for each of the "
+            f"{batch} rows, which are the prompts, num_return_sequences times each."
+        )
+    return seeds.cpu()
 
 
 def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
@@ -154,22 +197,21 @@ def _generate(
     **model_kwargs,
 ):
     """`GenerationMixin._assisted_decoding` for a `Drafter`: choose the engine and run it."""
-    if synced_gpus:
-        raise ValueError(
-            "synced_gpus is set (FSDP or DeepSpeed stage 3), but ranks with drafters take different numbers of "
-            "rounds; expected synced_gpus=False."
-        )
     if input_ids.shape[1] == 0:
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
     num_draft_tokens = drafter.num_draft_tokens(getattr(generation_config, "_asked_num_assistant_tokens", None))
     check_processors(logits_processor)
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
+    generation_config._row_seeds = check_row_seeds(getattr(generation_config, "_row_seeds", None), len(input_ids))
     obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
     engine, reason = _choose_engine(drafter, obstacle)
     _log_engine(engine, reason)
+    if tensor_parallel_group(model) is not None:
+        call = _what_is_asked(model, input_ids, padding, num_draft_tokens, generation_config, engine)
+        check_same_call(model, stopping_criteria, call)
     if engine == "static":
         _check_same_device(model, drafter)
-        return decode(
+        output = decode(
             model,
             drafter,
             input_ids,
@@ -181,20 +223,47 @@ def _generate(
             reason,
             streamer,
         )
-    return assist(
-        _ASSISTED_DECODING,
-        model,
-        drafter,
-        input_ids,
-        generation_config,
-        stopping_criteria,
-        num_draft_tokens,
-        reason,
-        logits_processor=logits_processor,
-        streamer=streamer,
-        inputs_tensor=inputs_tensor,
-        **model_kwargs,
-    )
+    else:
+        output = assist(
+            _ASSISTED_DECODING,
+            model,
+            drafter,
+            input_ids,
+            generation_config,
+            stopping_criteria,
+            num_draft_tokens,
+            reason,
+            logits_processor=logits_processor,
+            streamer=streamer,
+            inputs_tensor=inputs_tensor,
+            **model_kwargs,
+        )
+    check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
+    return output
+
+
+def _what_is_asked(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    padding: list[int],
+    num_draft_tokens: int,
+    config: GenerationConfig,
+    engine: str,
+) -> dict[str, Any]:
+    """What processes that run one model together must agree on, by the name that the caller has for it."""
+    asked = {
+        "prompts": input_ids,
+        "attention_mask": padding,
+        "num_assistant_tokens": num_draft_tokens,
+        "engine": engine,
+        "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
+    }
+    if config.do_sample and config._row_seeds is not None:
+        asked["row_seeds"] = config._row_seeds
+    elif config.do_sample and engine == "stock":  # Which draws from the global generator wherever it samples.
+        on_gpu = model.device.type == "cuda"
+        asked["random state (set_seed)"] = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
+    return asked
 
 
 @functools.cache

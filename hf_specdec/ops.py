@@ -252,12 +252,18 @@ def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def narrow_products(*models: nn.Module) -> Iterator[None]:
-    """Context in which the `nn.Linear` layers of `models` on a CPU compute by `linear`; others are left alone."""
+    """Context in which the `nn.Linear` layers of `models` on a CPU compute by `linear`.
+
+    Layers with weights of another kind (quantised, sharded) or a `forward` of their own are left alone.
+    """
     modules = [
         module
         for model in models
         for module in model.modules()
-        if type(module) is nn.Linear and "forward" not in vars(module) and module.weight.device.type == "cpu"
+        if type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter
+        and "forward" not in vars(module)
+        and module.weight.device.type == "cpu"
     ]
     try:
         for module in modules:

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -74,4 +76,10 @@ class SessionPool:
 def fingerprint(*models: nn.Module) -> int:
     """A number that changes when weights of `models` move or are replaced, so that captured work would read others."""
     tensors = itertools.chain(*((*model.parameters(), *model.buffers()) for model in models))
-    return hash(tuple(tensor.data_ptr() for tensor in tensors))
+    return hash(tuple(map(_place, tensors)))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().data_ptr()
+    return tensor.data_ptr() or id(tensor)  # a quantised weight has no memory but that of its parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -40,6 +41,20 @@ class RowStats:
         """Share of the drafts at each position that were accepted, which needs all before them to be."""
         pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
+
+
+def add_up(rows: Sequence[RowStats]) -> RowStats:
+    """The counts of `rows`, all with the same number of positions, together."""
+
+    def total(name: str) -> list[int]:
+        return [sum(column) for column in zip(*(getattr(row, name) for row in rows), strict=True)]
+
+    return RowStats(
+        rounds=sum(row.rounds for row in rows),
+        drafted_per_position=total("drafted_per_position"),
+        accepted_per_position=total("accepted_per_position"),
+        committed=sum(row.committed for row in rows),
+    )
 
 
 @dataclass
@@ -110,14 +125,4 @@ class Counters:
     def summary(self, **about) -> SpeculationStats:
         """The counts of all rows; `about` fills the remaining fields of `SpeculationStats`."""
 
-        def total(name: str) -> list[int]:
-            return [sum(column) for column in zip(*(getattr(row, name) for row in self.rows), strict=True)]
-
-        return SpeculationStats(
-            rounds=sum(row.rounds for row in self.rows),
-            drafted_per_position=total("drafted_per_position"),
-            accepted_per_position=total("accepted_per_position"),
-            committed=sum(row.committed for row in self.rows),
-            rows=self.rows,
-            **about,
-        )
+        return SpeculationStats(**vars(add_up(self.rows)), rows=self.rows, **about)

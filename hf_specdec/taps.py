@@ -28,6 +28,17 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
+def device_of_last_layer(target: PreTrainedModel) -> torch.device:
+    """Where the last decoder layer of `target` computes, also if accelerate spreads the layers or offloads them."""
+    layers = find_decoder_layers(target)
+    last = target if layers is None else layers[-1]
+    for module in last.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(last.parameters()).device
+
+
 class TapRecorder:
     """Context in which every forward pass of `target` leaves its tapped hidden states in `taps`.
 

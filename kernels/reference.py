@@ -28,9 +28,9 @@ def attention(
 ) -> torch.Tensor:
     """Attention over a cache whose slot is the position: slot s is visible to the query at position t iff s <= t.
 
-    The last slot is scrap: a query at `slots - 1` or beyond is inert, its output any finite value. Who passes a part
-    of a cache therefore passes a slot more than the live ones. Beyond the last live query of a row nothing need be
-    valid for a kernel, but here, where invisible slots have weight 0, it must be finite.
+    The last slot is scrap: a query at `slots - 1` or beyond is inert and gets zeros, whatever is in the cache. Who
+    passes a part of a cache therefore passes a slot more than the live ones. Beyond the last live query of a row
+    nothing need be valid for a kernel, but here, where invisible slots have weight 0, it must be finite.
 
     Args:
         query: `[B, heads, n, D]`.
@@ -52,6 +52,7 @@ def attention(
     # The query heads of a group become further queries of their key head: no copy of the keys and values.
     query = query.reshape(batch, kv_heads, groups * num_queries, query.shape[-1])
     slots = torch.arange(num_slots, device=key.device)
+    is_inert = positions >= num_slots - 1
     positions = positions.clamp(max=num_slots - 1)  # a query that saw no slot would get NaN
     visible = slots <= positions[:, None, :, None]
     if window is not None:
@@ -68,7 +69,7 @@ def attention(
             sink = sinks.float().view(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, num_queries, 1)
             scores = torch.cat([scores, sink.reshape(batch, kv_heads, -1, 1)], dim=-1)
         out = scores.softmax(-1)[..., :num_slots].to(value.dtype) @ value
-    return out.reshape(batch, heads, num_queries, -1).transpose(1, 2)
+    return out.reshape(batch, heads, num_queries, -1).transpose(1, 2).masked_fill(is_inert[:, :, None, None], 0.0)
 
 
 def write_kv(

@@ -1,5 +1,7 @@
 """What cannot work is refused with an error that names the thing, and everything stays as it was."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from contract import PROMPTS
@@ -205,7 +207,18 @@ def test_encoder_decoder(drafter):
         ({"num_beams": 3}, "num_beams"),
         ({"num_beams": 3, "do_sample": True}, "num_beams"),
         ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is 0.5, which accepts drafts lossily"),
-        ({"synced_gpus": True}, "synced_gpus is set .* expected synced_gpus=False"),
+        (
+            {"row_seeds": [1, 2]},
+            r"row_seeds has shape \[2\] and type torch.int64; expected one int64 for each of the 1 ",
+        ),
+        ({"row_seeds": 3}, r"row_seeds has shape \[\]"),
+        ({"row_seeds": [0.5]}, r"row_seeds has shape \[1\] and type torch.float32"),
+        ({"row_seeds": [2**64]}, r"row_seeds is \[18446744073709551616\]; expected an integer of 64 bits"),
+        ({"row_seeds": ["a"]}, r"row_seeds is \['a'\]; expected an integer of 64 bits"),
+        (
+            {"synced_gpus": True},
+            r"synced_gpus is set: .* \(FSDP or .* expected a target that a process can run by itself",
+        ),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state .* without a drafter"),
         (
             {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7]), "do_sample": True},
@@ -216,6 +229,39 @@ def test_encoder_decoder(drafter):
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_options_that_do_not_go_with_a_drafter(target, drafter, options, match, engine):
     refused(target, drafter.configure(engine=engine), match, **options)
+
+
+@pytest.mark.core
+def test_row_seeds_without_a_drafter(target):
+    with pytest.raises(ValueError, match="row_seeds is given, but there is no drafter"):
+        target.generate(**padded_prompts(PROMPTS[1]), do_sample=True, row_seeds=[1], max_new_tokens=4)
+
+
+@pytest.mark.core
+def test_pipeline_stages():
+    target = llama()
+    drafter = random_eagle3(target)
+    target.config.distributed_config = SimpleNamespace(pp_size=4)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM is split into 4 pipeline stages, .* expected a whole target"
+    ):
+        target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=4, assistant_model=drafter)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("what", ["embedding", "head"])
+def test_weights_that_cannot_be_borrowed(drafter, what):
+    other = llama()
+    module = other.get_input_embeddings() if what == "embedding" else other.get_output_embeddings()
+    unbound = Eagle3Drafter(Eagle3Config(**{**drafter.config.to_dict(), f"own_{what}": False}))
+    for weight, words in (
+        (torch.zeros(96 * 32, 1, dtype=torch.uint8), "expected a module with a floating-point `weight`"),
+        (torch.zeros(0), r"that has shape \[0\]; expected \[vocabulary, width\]. It is sharded"),
+    ):
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(ValueError, match=f"no {what} of its own and must borrow the target's, but .*{words}"):
+            unbound.bind(other)
+        assert not unbound.is_bound
 
 
 @pytest.mark.core

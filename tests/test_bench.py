@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_specdec import AutoDrafter, decoding, ops
 from hf_specdec.bench.measure import count_tokens
 from hf_specdec.bench.models import load_target, random_drafter
-from hf_specdec.bench.prompts import PROMPTS, load_prompts, random_batches, text_batches
+from hf_specdec.bench.prompts import PROMPTS, load_prompts, random_batches, read_prompts, text_batches
 from hf_specdec.bench.synthetic import acceptance_rates, scripted_acceptance
 from hf_specdec.bench.traffic import copy_bandwidth, round_bytes
 from hf_specdec.cli import main
@@ -287,6 +287,16 @@ def test_batches(folders):
     assert load_prompts(None, 3) == list(PROMPTS[:3]) and len(load_prompts(None)) == 16
 
 
+@pytest.mark.core
+def test_ids_of_prompts(tmp_path):
+    """A line separator inside a text is not the end of a line of the file."""
+    lines = [{"prompt": "a\u2028b"}, {"id": "x", "prompt": "c"}, {"id": 7, "prompt": ["d", "later"]}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\r\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    assert read_prompts(file) == [(0, "a\u2028b"), ("x", "c"), (7, "d")]
+    assert read_prompts(None, 1) == [(0, PROMPTS[0])]
+
+
 def test_end_of_sequence(folders, capsys, tmp_path):
     """Answers end at the token that was named, padding is not counted, and --ignore-eos goes on."""
     target, prompt = load_target(str(folders / "target"), torch.float32, torch.device("cpu")), "w5 w6"
@@ -402,6 +412,8 @@ def test_prompts_from_the_hub(monkeypatch):
         load_prompts("hub:org/chats:test:turns")
     with pytest.raises(ValueError, match="has 4 parts"):
         load_prompts("hub:org/chats:test:prompt:more")
+    rows["id"] = ["x", 8, None]
+    assert read_prompts("hub:org/chats") == [("x", "first"), (8, "second"), (2, "third")]
 
 
 def test_plots(folders, tmp_path):

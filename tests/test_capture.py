@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract import MAX_NEW_TOKENS, PROMPTS, continuations
-from oracle import OracleDrafter, copy_of, random_eagle3, random_peagle
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_peagle
 from targets import PAD, padded_prompts, tiny_target
 
 from hf_specdec import graphs
@@ -139,3 +139,38 @@ def test_a_session_left_by_an_error_is_dropped(capture, monkeypatch):
     with pytest.raises(TypeError):
         target.generate(**padded_prompts([5]), **options)
     assert len(drafter.sessions) == 0
+
+
+def refuse(function, pool=None):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.core
+def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", refuse)
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    options = {**padded_prompts([5, 2]), "do_sample": False, "max_new_tokens": 6}
+    for _ in range(2):
+        assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+        assert drafter.stats.execution == "eager: a round cannot be captured"
+    assert caplog.text.count("cannot be captured and runs eagerly: operation not permitted") == 1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_nothing_of_an_earlier_call_is_seen(monkeypatch, kind):
+    """Prompts of one token leave drafters that look a token back without anything to draft from."""
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", refuse)  # buffers are kept all the same
+    target = tiny_target("llama")
+    inputs = padded_prompts([9, 1, 5])
+    drafter = RANDOM_DRAFTERS[kind](target)
+    options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 2 * MAX_NEW_TOKENS, "num_assistant_tokens": 4}
+    texts, drafted = [], []
+    for seed in (3, 4, 3):
+        torch.manual_seed(seed)
+        texts.append(target.generate(**inputs, **options, assistant_model=drafter))
+        drafted.append(drafter.stats.rows)
+    assert len(drafter.sessions) == 1
+    assert torch.equal(texts[0], texts[2]) and drafted[0] == drafted[2]
+    assert not torch.equal(texts[0], texts[1])

@@ -674,6 +674,36 @@ def test_sampled_row_does_not_depend_on_its_neighbours(draft_probs, kind):
 
 
 @pytest.mark.core
+@kinds
+@pytest.mark.parametrize("draft_probs", [False, True])
+def test_row_seeds(draft_probs, kind):
+    """A row's sample is a function of its seed and its prompt, whatever the global generator and the batch are."""
+    target, inputs = target_and_inputs(3)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(draft_probs=draft_probs)
+    together = sample(target, inputs, drafter, row_seeds=[11, -5, 2**62])
+    turned = {name: rows.flip(0) for name, rows in inputs.items()}
+    assert torch.equal(
+        sample(target, turned, drafter, seed=9, row_seeds=torch.tensor([2**62, -5, 11])).flip(0), together
+    )
+    assert not torch.equal(sample(target, inputs, drafter, row_seeds=[11, -5, 3])[2], together[2])
+    twice = sample(target, inputs, drafter, row_seeds=[4] * 6, num_return_sequences=2)
+    assert torch.equal(twice[::2], twice[1::2])
+
+
+@pytest.mark.core
+def test_row_seeds_on_the_stock_engine():
+    """Where samples are the global generator's, which is left alone."""
+    target, inputs = target_and_inputs(1)
+    drafter = random_eagle3(target).configure(engine="stock")
+    first = sample(target, inputs, drafter, row_seeds=[5])
+    assert torch.equal(sample(target, inputs, drafter, seed=1, row_seeds=[5]), first)
+    after = torch.get_rng_state()
+    set_seed(1)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not torch.equal(sample(target, inputs, drafter, row_seeds=[6]), first)
+
+
+@pytest.mark.core
 def test_global_generator_is_left_alone():
     target, inputs = target_and_inputs(3)
     drafter = random_eagle3(target)

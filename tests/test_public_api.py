@@ -16,6 +16,7 @@ ORDER = [
     "config",
     "stats",
     "ops",
+    "ranks",
     "fusing",
     "sampling",
     "cache",

@@ -15,6 +15,7 @@ from transformers.generation import utils as generation_utils
 
 import hf_specdec
 from hf_specdec import AutoDrafter
+from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
 from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, PEagleDrafter
 from hf_specdec.drafters.cached import CachedDrafter
@@ -516,5 +517,5 @@ def test_held_out_prompts_are_refused():
 
 def test_committed_prompts_are_many_and_different():
     for name, least in (("chat", 100), ("code", 80)):
-        texts = [line["prompt"] for line in prompts.load_prompts(EXAMPLES / "prompts" / f"{name}.jsonl")]
+        texts = load_prompts(EXAMPLES / "prompts" / f"{name}.jsonl")
         assert len({" ".join(prompts.normalized_words(text)) for text in texts}) == len(texts) >= least

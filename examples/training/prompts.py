@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 TOPICS = """
 the ocean|a small bakery|climate change|the Roman Empire|photosynthesis|black holes|the immune system|healthy eating
@@ -85,11 +83,6 @@ def random_opening(rng: random.Random) -> str:
     if kind < FREE_SHARE + CODING_SHARE:
         return rng.choice(_CODING).format(rng.choice(_TASKS))
     return rng.choice(_GENERAL).format(rng.choice(_TOPICS))
-
-
-def load_prompts(path: Path) -> list[dict]:
-    """Lines of a jsonl file, each with at least `prompt`."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def normalized_words(text: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +42,11 @@ class Clock(BaseStreamer):
         pass
 
 
+# Microseconds between kernels of one graph, or of a queue that is full, at most. Whatever the host makes the GPU wait
+# takes longer.
+SHORT_GAP = 4.0
+
+
 class GpuClock(Clock):
     """Also sums up how long the GPU computes after the first tokens, whatever launched it: eagerly or by a graph.
 
@@ -58,11 +65,25 @@ class GpuClock(Clock):
         self._runs = True
 
     def busy_seconds(self) -> float:
-        """Time of all kernels and copies since the first tokens; to be called once, after `generate()`."""
+        """Time of kernels and copies since the first tokens, and of the short gaps between them (`SHORT_GAP`).
+
+        To be called once, after `generate()`.
+        """
         if not self._runs:
             return 0.0
         self._profiler.stop()
         self._runs = False
         # A launch, which is an event of the host, has the time of its kernel too.
-        on_device = [event for event in self._profiler.events() if event.device_type == DeviceType.CUDA]
-        return sum(event.device_time_total for event in on_device) / 1e6
+        on_device = (event for event in self._profiler.events() if event.device_type == DeviceType.CUDA)
+        return busy_time([(event.time_range.start, event.time_range.end) for event in on_device]) / 1e6
+
+
+def busy_time(intervals: Iterable[tuple[float, float]], short_gap: float = SHORT_GAP) -> float:
+    """Length of the union of `intervals`, gaps of up to `short_gap` between them filled."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        if start - until > short_gap:
+            until = start
+        total += max(end - until, 0.0)
+        until = max(until, end)
+    return total

@@ -60,7 +60,7 @@ class Case:
         tokens_per_second: new tokens of all rows over the wall time of whole calls.
         round_over_engine, round_over_dynamic: `ms_per_round` over that of the engine alone, of plain `generate()`.
         speedup: `tokens_per_second` over that of plain `generate()` with the dynamic cache.
-        gpu_ms_per_round: time that the GPU computes a round, its idle time left out.
+        gpu_ms_per_round: time that the GPU computes a round; what it waits for the host is left out.
         peak_memory_bytes: the most that torch had allocated on a GPU, weights included.
         bytes_per_round: see `round_bytes`.
         bandwidth_share: those bytes over the round's time over the measured bandwidth of a copy.

@@ -1,4 +1,4 @@
-"""What the benchmark lets a target answer: prompts, and batches of them as `generate()` reads them."""
+"""Prompts: where they come from, and batches of them as `generate()` reads them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 Batch = dict[str, torch.Tensor]
 
 HUB_PREFIX = "hub:"
-DEFAULT_SPLIT, DEFAULT_COLUMN = "train", "prompt"
+DEFAULT_SPLIT, DEFAULT_COLUMN, ID_COLUMN = "train", "prompt", "id"
 
 # Short and varied: answers in prose, lists, code, sums, tables and verse are drafted with very different success.
 PROMPTS = (
@@ -37,17 +37,36 @@ PROMPTS = (
 )
 
 
-def load_prompts(source: str | None, limit: int | None = None) -> list[str]:
-    """The texts of `source`: a jsonl file, `hub:name[:split[:column]]`, or our own if None; the first `limit`.
+class Prompt(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        id: what its source calls it, else its number there, from 0.
+        text: what the user says first.
+    """
+
+    id: int | str
+    text: str
+
+
+def load_prompts(source: str | Path | None, limit: int | None = None) -> list[str]:
+    """The texts of `read_prompts`."""
+    return [prompt.text for prompt in read_prompts(source, limit)]
+
+
+def read_prompts(source: str | Path | None, limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of `source`: a jsonl file, `hub:name[:split[:column]]`, or our own if None.
+
+    A line of a file, or a row of a data set, may have an `id`.
 
     Raises:
         OSError: no such file.
         ValueError: a line or a data set without prompts, or no `datasets` to load one with.
     """
     if source is None:
-        prompts = list(PROMPTS)
-    elif source.startswith(HUB_PREFIX):
-        prompts = _load_hub(source.removeprefix(HUB_PREFIX), limit)
+        prompts = [Prompt(*numbered) for numbered in enumerate(PROMPTS)]
+    elif str(source).startswith(HUB_PREFIX):
+        prompts = _load_hub(str(source).removeprefix(HUB_PREFIX), limit)
     else:
         prompts = _load_jsonl(Path(source))
     if not prompts:
@@ -55,11 +74,11 @@ def load_prompts(source: str | None, limit: int | None = None) -> list[str]:
     return prompts[:limit]
 
 
-def _load_jsonl(path: Path) -> list[str]:
+def _load_jsonl(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise FileNotFoundError(f"There is no file of prompts at {path}; expected a jsonl file with `prompt`.")
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -68,11 +87,12 @@ def _load_jsonl(path: Path) -> list[str]:
             raise ValueError(f"Line {number} of {path} is not JSON ({error}).") from error
         if not isinstance(record, dict) or DEFAULT_COLUMN not in record:
             raise ValueError(f"Line {number} of {path} has no `{DEFAULT_COLUMN}`: {line[:80]!r}.")
-        prompts.append(_first_turn(record[DEFAULT_COLUMN], f"Line {number} of {path}"))
+        text = _first_turn(record[DEFAULT_COLUMN], f"Line {number} of {path}")
+        prompts.append(_prompt(record.get(ID_COLUMN), len(prompts), text))
     return prompts
 
 
-def _load_hub(name: str, limit: int | None) -> list[str]:
+def _load_hub(name: str, limit: int | None) -> list[Prompt]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -91,7 +111,13 @@ def _load_hub(name: str, limit: int | None) -> list[str]:
             f"Name the one that holds the prompts: {HUB_PREFIX}{repo}:{split}:COLUMN."
         )
     chosen = rows.select(range(len(rows) if limit is None else min(limit, len(rows))))
-    return [_first_turn(value, f"Column {column!r} of {repo}") for value in chosen[column]]
+    texts = [_first_turn(value, f"Column {column!r} of {repo}") for value in chosen[column]]
+    ids = chosen[ID_COLUMN] if ID_COLUMN in rows.column_names else [None] * len(texts)
+    return [_prompt(own, number, text) for number, (own, text) in enumerate(zip(ids, texts, strict=True))]
+
+
+def _prompt(own_id: Any, number: int, text: str) -> Prompt:
+    return Prompt(own_id if isinstance(own_id, (int, str)) else number, text)
 
 
 def _first_turn(value: Any, where: str) -> str:
@@ -105,6 +131,32 @@ def _first_turn(value: Any, where: str) -> str:
     return value
 
 
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], as_chat: bool | None = None, **options: Any
+) -> BatchEncoding:
+    """`texts` as tokens, which a target is to continue.
+
+    Args:
+        tokenizer: of the target.
+        texts: what users say.
+        as_chat: whether they are put as users' turns; None if the tokenizer knows a chat format.
+        options: of the tokenizer, such as `padding` and `return_tensors`.
+    """
+    if as_chat is None:
+        as_chat = tokenizer.chat_template is not None
+    if not as_chat:
+        return tokenizer(list(texts), **options)
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True, **options)
+
+
+def pad_on_the_left(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make `tokenizer` pad as generation needs it."""
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
 def text_batches(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int, device: torch.device
 ) -> list[Batch]:
@@ -112,18 +164,10 @@ def text_batches(
 
     Every batch is full: the last is filled up with the first prompts.
     """
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    pad_on_the_left(tokenizer)
     batches = []
     for texts in _full_batches(prompts, batch_size):
-        if tokenizer.chat_template is None:
-            inputs = tokenizer(texts, padding=True, return_tensors="pt")
-        else:
-            chats = [[{"role": "user", "content": text}] for text in texts]
-            inputs = tokenizer.apply_chat_template(
-                chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-            )
+        inputs = encode(tokenizer, texts, padding=True, return_tensors="pt")
         batches.append({name: inputs[name].to(device) for name in ("input_ids", "attention_mask")})
     return batches
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import DrafterConfig, Eagle3Config, PEagleConfig
+from ..taps import device_of_last_layer
 from .base import Drafter, registered_drafters
 from .checkpoints import Checkpoint, open_checkpoint
 from .dialects import Decision, read_eagle3, read_peagle, refuse_masks
@@ -19,6 +20,7 @@ from .draft_model import DraftModelDrafter, read_draft_model
 from .eagle3 import Eagle3Drafter
 from .families import DRAFT_MODEL, EAGLE3, P_EAGLE, check_family
 from .peagle import PEagleDrafter
+from .tensors import plain_weight
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +158,7 @@ class AutoDrafter:
             revision, subfolder, token, cache_dir, local_files_only, force_download: where on the Hub, as in
                 `PreTrainedModel.from_pretrained`.
             dtype: the target's if None.
-            device_map: the target's device if None.
+            device_map: the device of the target's last layer if None.
             taps: boundaries to tap; boundary b is the stream that enters layer b, or leaves the last for b = n.
             norm_before_residual, norm_output, final_norm: see `Eagle3Config`.
             rope_theta: base of the draft layers' RoPE.
@@ -200,7 +202,7 @@ class AutoDrafter:
             checkpoint,
             found.config,
             dtype=target.dtype if dtype is None else dtype,
-            device_map=_device_of(target) if device_map is None else device_map,
+            device_map=_device_map_of(target) if device_map is None else device_map,
             use_safetensors=checkpoint.uses_safetensors,
         )
         drafter.config.name_or_path = checkpoint.name
@@ -211,8 +213,9 @@ class AutoDrafter:
         return drafter.eval()
 
 
-def _device_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
-    return None if target.device.type == "cpu" else {"": target.device}
+def _device_map_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
+    device = device_of_last_layer(target)
+    return None if device.type == "cpu" else {"": device}
 
 
 def share_with_target(
@@ -236,7 +239,7 @@ def _same_weight(own: nn.Module, theirs: nn.Module | None) -> bool:
     weight = getattr(theirs, "weight", None)
     if weight is None or weight.shape != own.weight.shape or weight.device.type == "meta":
         return False
-    return torch.equal(own.weight, weight.to(own.weight))
+    return torch.equal(own.weight, plain_weight(weight).to(own.weight))
 
 
 def _log(name: str, found: CheckpointReading) -> None:

@@ -19,6 +19,7 @@ from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
+from .tensors import plain_weight
 from .unrolled import UnrolledAttention, following
 
 if TYPE_CHECKING:
@@ -145,17 +146,24 @@ class Eagle3Drafter(CachedDrafter):
                 f"{name} has no {what} of its own and must borrow the target's, but that is offloaded and not in "
                 f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
             )
+        if weight.dim() != 2:
+            raise ValueError(
+                f"{name} has no {what} of its own and must borrow the target's, but that has shape "
+                f"{list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, FSDP): load "
+                "all of the target in every process, or use a drafter that has its own."
+            )
         if weight.shape[1] != self.config.hidden_size:
             raise ValueError(
                 f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
                 f"{self.config.hidden_size}, so it cannot be borrowed."
             )
-        return weight
+        return plain_weight(weight)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[...]` int64 target tokens to `[..., H]`."""
         weight = self.embed_tokens.weight if self.embed_tokens is not None else self._borrowed["embedding"]
-        return F.embedding(tokens, weight).to(self.dtype)
+        # A target that is spread over devices has its embedding on another one than its last layer.
+        return F.embedding(tokens.to(weight.device), weight).to(tokens.device, self.dtype)
 
     def combine(self, taps: torch.Tensor) -> torch.Tensor:
         """`[..., tap_width]` taps of the target, ascending boundaries side by side, to `[..., H]`."""
@@ -170,7 +178,12 @@ class Eagle3Drafter(CachedDrafter):
         return self.fc(taps)
 
     def run(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        num_outputs: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the layers over `[B, n]` slots.
 
@@ -179,14 +192,18 @@ class Eagle3Drafter(CachedDrafter):
             hidden: `[B, n, H]`, combined taps or the previous step's feedback.
             positions: `[B, n]` or `[1, n]` int64 RoPE positions.
             attend: where keys and values go and come from.
+            num_outputs: how many of the last slots somebody reads; all if None. The last layer computes the others'
+                keys and values only.
 
         Returns:
-            what the head reads and what the next draft step reads, both `[B, n, H]`.
+            what the head reads and what the next draft step reads, both `[B, num_outputs, H]`.
         """
         embeds = self.embed(tokens)
         rotary = self.rotary_emb(embeds, positions)
-        for layer in self.layers:
-            hidden = layer(embeds, hidden, rotary, attend)
+        for index, layer in enumerate(self.layers, start=1):
+            is_last = index == len(self.layers)
+            wanted = num_outputs if is_last and num_outputs is not None else tokens.shape[1]
+            hidden = layer(embeds, hidden, rotary, attend, wanted)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
@@ -201,7 +218,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V_d]`."""
-        logits = ops.linear(normed, self.head_weight.to(normed.dtype))
+        logits = ops.linear(normed.to(self.head_weight.device), self.head_weight.to(normed.dtype)).to(normed.device)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     @property
@@ -223,9 +240,9 @@ class Eagle3Drafter(CachedDrafter):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         cache = state.memory.cache
         cache.advance(slots, state.live)
-        # Visibility by position, the slot of every live column: an inert one sees slot 0 and not the scrap slot's past.
-        normed, feedback = self.run(tokens, hidden, positions, cached_attend(cache, positions))
-        logits = self.logits(normed[:, -num_logits:]) if num_logits else None
+        attend = cached_attend(cache, slots)
+        normed, feedback = self.run(tokens, hidden, positions, attend, num_outputs=max(num_logits, 1))
+        logits = self.logits(normed) if num_logits else None
         return logits, feedback[:, -1:]
 
     def forward(self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int = 1) -> list[torch.Tensor]:

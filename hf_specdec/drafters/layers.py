@@ -17,7 +17,8 @@ class Attend(Protocol):
     """How a layer's queries meet its keys: through a cache when drafting, over a whole sequence when training.
 
     Called with the layer's index and its new query, key and value states, `[B, heads, n, head_dim]` after RoPE, and
-    the layer's sliding window or None. Returns `[B, n, heads, head_dim]`.
+    the layer's sliding window or None. There may be fewer queries than keys: those of the last ones. Returns
+    `[B, n, heads, head_dim]` for them.
     """
 
     def __call__(
@@ -55,13 +56,15 @@ class DraftAttention(nn.Module):
         self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend, num_outputs: int
+    ) -> torch.Tensor:
         heads = (*hidden.shape[:2], -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)
         key = self.k_norm(self.k_proj(hidden).view(heads)).transpose(1, 2)
         value = self.v_proj(hidden).view(heads).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
-        return self.o_proj(attend(self.layer_idx, query, key, value, self.window).flatten(2))
+        return self.o_proj(attend(self.layer_idx, query[:, :, -num_outputs:], key, value, self.window).flatten(2))
 
 
 class DraftMLP(nn.Module):
@@ -100,7 +103,16 @@ class DraftDecoderLayer(nn.Module):
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
+        num_outputs: int,
     ) -> torch.Tensor:
+        """What leaves the layer in the last `num_outputs` of n columns, `[B, num_outputs, H]`.
+
+        Args:
+            embeds: `[B, n, H]` embeddings of the tokens.
+            hidden: `[B, n, H]`, what enters the layer.
+            rotary: cosines and sines of the columns' positions.
+            attend: where keys and values go and come from.
+        """
         if self.is_first:
             normed = self.hidden_norm(hidden)
             residual = normed if self.norm_before_residual else hidden
@@ -108,5 +120,5 @@ class DraftDecoderLayer(nn.Module):
         else:
             residual = hidden
             inputs = self.input_layernorm(hidden)
-        hidden = residual + self.self_attn(inputs, rotary, attend)
+        hidden = residual[:, -num_outputs:] + self.self_attn(inputs, rotary, attend, num_outputs)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..config import DrafterConfig
 from .checkpoints import Checkpoint
@@ -28,6 +29,17 @@ def rename(name: str) -> str:
     for pattern, replacement in KEY_MAPPING.items():
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def plain_weight(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` for others than the module that it belongs to: gathered if processes share it, dequantised if quantised.
+
+    That is `weight` itself, no copy, where it is ordinary. Gathering is a collective: all processes must call this.
+    """
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
+    quantised = type(weight).dequantize is not torch.Tensor.dequantize
+    return weight.dequantize() if quantised else weight
 
 
 def check_tensors(checkpoint: Checkpoint, family: type[Drafter], config: DrafterConfig) -> None:

@@ -1,0 +1,1 @@
+"""What `generate_batch.py` is made of."""

@@ -1,0 +1,125 @@
+"""What is done of a run, on disk, so that a crash costs no more than what was being generated."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+SETTINGS = "settings.json"
+
+
+class Journal:
+    """Finished prompts of a run: a file of lines for every process, in a folder beside the output until that is whole.
+
+    The output appears at once and complete: while it is not there, the run is not finished.
+
+    Args:
+        output: the jsonl file that the run is to write.
+        settings: that a completion depends on, as JSON values.
+    """
+
+    def __init__(self, output: Path, settings: dict[str, Any]):
+        self.output, self.settings = output, settings
+        self.summary = output.with_suffix(".summary.json")
+        self._folder = output.with_name(output.name + ".parts")
+        self._file: Any = None
+
+    def begin(self) -> set[int | str] | None:
+        """Take up the run where it was left; for one process, before the others `open`.
+
+        Lines that a crash cut off are removed.
+
+        Returns:
+            ids of the prompts that are done; None if the output is there.
+
+        Raises:
+            ValueError: what is there belongs to a run with other settings, or to one that goes on, or is damaged.
+        """
+        if self.output.exists():
+            self._check_settings(self.output, self.summary, lambda content: content["settings"])
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        kept = self._folder / SETTINGS
+        if kept.exists():
+            self._check_settings(self._folder, kept, lambda content: content)
+        elif self._parts():
+            raise ValueError(f"{self._folder} has no {SETTINGS}; remove the folder, or name another output.")
+        else:
+            write_whole(kept, json.dumps(self.settings, indent=1))
+        for part in self._parts():
+            with part.open("rb+") as file:
+                self._lock(file)
+                content = file.read()
+                file.truncate(content.rfind(b"\n") + 1)
+        return set(self.records())
+
+    def open(self, process: int) -> None:
+        """Begin to write the lines of process number `process`. The file is locked as long as the process lives."""
+        self._file = (self._folder / f"{process:05}.jsonl").open("a", encoding="utf-8")
+        self._lock(self._file)
+
+    def write(self, records: Iterable[dict[str, Any]]) -> None:
+        """Add records, which are on the disk when this returns."""
+        self._file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def records(self) -> dict[int | str, dict[str, Any]]:
+        """All records so far, by the prompt's id."""
+        found: dict[int | str, dict[str, Any]] = {}
+        for part in self._parts():
+            # Not `splitlines`: a completion may hold other line breaks, such as U+2028.
+            for number, line in enumerate(part.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+                try:
+                    record = json.loads(line)
+                    known = record["id"] in found
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"Line {number} of {part} is damaged: {line[:80]!r}; remove it.") from error
+                if known:
+                    raise ValueError(f"Line {number} of {part}: prompt {record['id']!r} was done before; remove it.")
+                found[record["id"]] = record
+        return found
+
+    def finish(self, records: Iterable[dict[str, Any]], summary: dict[str, Any]) -> None:
+        """Write the output and its summary, and remove what is not needed any more; for one process."""
+        write_whole(self.summary, json.dumps({"settings": self.settings, **summary}, indent=1))
+        write_whole(self.output, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        shutil.rmtree(self._folder)
+
+    def _parts(self) -> list[Path]:
+        return sorted(self._folder.glob("*.jsonl"))
+
+    def _lock(self, file: Any) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"Another process still writes {file.name}; end what is left of the run before, or name another output."
+            ) from error
+
+    def _check_settings(self, what: Path, file: Path, read) -> None:
+        try:
+            found = read(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{what} exists, but {file} does not say how it was made; name another output.") from error
+        names = sorted(found.keys() | self.settings.keys())
+        changes = [name for name in names if found.get(name) != self.settings.get(name)]
+        if changes:
+            told = ", ".join(f"{name} was {found.get(name)!r}, now {self.settings.get(name)!r}" for name in changes)
+            raise ValueError(f"{what} belongs to a run with other settings ({told}); name another output or remove it.")
+
+
+def write_whole(file: Path, content: str) -> None:
+    """Write `file` so that it has all of `content` or is as before, also after a crash."""
+    draft = file.with_name(file.name + ".draft")
+    with draft.open("w", encoding="utf-8") as written:
+        written.write(content)
+        written.flush()
+        os.fsync(written.fileno())
+    draft.replace(file)

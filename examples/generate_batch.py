@@ -1,0 +1,273 @@
+"""Let a target with a drafter answer many prompts, on as many GPUs as there are, each with a copy of both.
+
+    accelerate launch examples/generate_batch.py --target <model> --drafter <drafter> \\
+        --prompts in.jsonl --output out.jsonl
+
+Prompts of similar length share batches, the longest first; a process takes the next batch when it is free. What is
+finished is on the disk: the same command again goes on after a crash, also with another number of processes. Every line
+of the output is a prompt's `id`, its `completion`, how many `tokens` that has, and what `speculation` did for it.
+`<output>.summary.json` has the sums and the throughput.
+
+Sampling is seeded for every prompt by `--seed` and the prompt's id: a completion depends neither on the process nor on
+the prompts beside it (but for rounding, which depends on the shape of the batch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from batch.journal import Journal
+from batch.sharing import SharedWork, cut_evenly
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec import Drafter
+from hf_specdec.bench.models import load_drafter, load_target, load_tokenizer, settle_ends
+from hf_specdec.bench.prompts import Prompt, encode, pad_on_the_left, read_prompts
+from hf_specdec.stats import RowStats, add_up
+
+# Arguments that no completion depends on, so that a run may go on with others.
+INDIFFERENT = ("prompts", "limit", "output", "batch_size", "tokens_per_batch", "cpu", "compile")
+POLL_SECONDS = 0.2
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", required=True, help="folder, Hub repository or GGUF file")
+    add("--drafter", required=True, help="folder or Hub repository")
+    add("--prompts", required=True, help="jsonl file with `prompt` and maybe `id`, or hub:name[:split[:column]]")
+    add("--output", type=Path, required=True, help="jsonl file to write")
+    add("--limit", type=int, help="only the first prompts")
+    add("--num-assistant-tokens", "-k", type=int, help="draft tokens a round; by default the drafter's own number")
+    add("--max-new-tokens", type=int, default=256)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--batch-size", type=int, default=16, help="at most so many prompts a batch")
+    size.add_argument(
+        "--tokens-per-batch", type=int, help="at most so many tokens: rows x (longest prompt + new tokens)"
+    )
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top-p", type=float)
+    add("--top-k", type=int)
+    add("--seed", type=int, default=0)
+    add("--eos-token", help="the token that ends a completion, where the model's files name a wrong one")
+    add("--chat-template", action=argparse.BooleanOptionalAction, help="by default if the tokenizer has one")
+    add("--token-ids", action="store_true", help="write the completions' `token_ids` too")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, on a CPU float32")
+    add("--cpu", action="store_true", help="compute on the CPU although there is a GPU")
+    add("--no-compile", dest="compile", action="store_false")
+    return parser.parse_args(arguments)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `ValueError` if the arguments make no sense, before anything is loaded."""
+    for name in ("limit", "num_assistant_tokens", "max_new_tokens", "batch_size", "tokens_per_batch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least 1.")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature is {args.temperature}; expected 0 (greedy) or more.")
+    if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
+        raise ValueError("--top-p and --top-k are for sampling; expected a --temperature above 0 with them.")
+
+
+def read_work(args: argparse.Namespace) -> tuple[list[Prompt], dict[str, Any]]:
+    """The prompts, and the settings that completions depend on."""
+    prompts = read_prompts(args.prompts, args.limit)
+    if len({prompt.id for prompt in prompts}) < len(prompts):
+        seen: set[int | str] = set()
+        twice = next(prompt.id for prompt in prompts if prompt.id in seen or seen.add(prompt.id))
+        raise ValueError(f"{args.prompts} has two prompts with the id {twice!r}; expected every id once.")
+    settings = {name: value for name, value in vars(args).items() if name not in INDIFFERENT}
+    settings["prompts"] = hashlib.sha256(repr([tuple(prompt) for prompt in prompts]).encode()).hexdigest()[:16]
+    return prompts, settings
+
+
+def prompt_lengths(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], as_chat: bool | None) -> list[int]:
+    """Tokens of each prompt.
+
+    Raises:
+        ValueError: a prompt has none, or a chat template is asked for that the tokenizer lacks.
+    """
+    if as_chat and tokenizer.chat_template is None:
+        raise ValueError("--chat-template is set, but the target's tokenizer has none; expected a chat model.")
+    if not prompts:
+        return []
+    lengths = [len(ids) for ids in encode(tokenizer, [prompt.text for prompt in prompts], as_chat)["input_ids"]]
+    if 0 in lengths:
+        raise ValueError(f"Prompt {prompts[lengths.index(0)].id!r} has no tokens; expected at least one.")
+    return lengths
+
+
+def row_seed(seed: int, prompt_id: int | str) -> int:
+    """Seed of a prompt's sampling, 63 bits of both."""
+    return int.from_bytes(hashlib.sha256(repr((seed, prompt_id)).encode()).digest()[:8], "little") >> 1
+
+
+class Generator:
+    """Answers batches of prompts.
+
+    Args:
+        target, tokenizer, drafter: loaded and bound.
+        args: of the command line.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, args: argparse.Namespace
+    ):
+        self._target, self._tokenizer, self._drafter, self._args = target, tokenizer, drafter, args
+        ends = target.generation_config.eos_token_id
+        self._ends = set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
+        self._options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+        if args.temperature > 0:
+            # Without top_k transformers takes the 50 best tokens.
+            self._options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k or 0}
+        if args.num_assistant_tokens is not None:
+            self._options["num_assistant_tokens"] = args.num_assistant_tokens
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """A record for each prompt, as the output has it."""
+        texts = [prompt.text for prompt in prompts]
+        inputs = encode(self._tokenizer, texts, self._args.chat_template, padding=True, return_tensors="pt")
+        inputs = {name: inputs[name].to(self._target.device) for name in ("input_ids", "attention_mask")}
+        output = self._target.generate(
+            **inputs,
+            **self._options,
+            assistant_model=self._drafter,
+            row_seeds=[row_seed(self._args.seed, prompt.id) for prompt in prompts],
+            return_dict_in_generate=True,
+        )
+        new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        return [self._record(*row) for row in zip(prompts, new, output.speculation.rows, strict=True)]
+
+    def _record(self, prompt: Prompt, tokens: list[int], stats: RowStats) -> dict[str, Any]:
+        end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
+        tokens = tokens if end is None else tokens[: end + 1]
+        record = {
+            "id": prompt.id,
+            "completion": self._tokenizer.decode(tokens, skip_special_tokens=True),
+            "tokens": len(tokens),
+            "ended": end is not None,
+            "speculation": vars(stats),
+        }
+        return record | ({"token_ids": tokens} if self._args.token_ids else {})
+
+
+def generate_all(
+    generator: Generator, batches: Sequence[Sequence[Prompt]], work: SharedWork, journal: Journal, bar: tqdm
+) -> None:
+    """This process's share of the batches; the main process stays until all are done. `bar` counts prompts."""
+    begun = bar.n
+    while (number := work.claim()) < len(batches):
+        start = time.perf_counter()
+        journal.write(generator.answer(batches[number]))
+        work.report(len(batches[number]), time.perf_counter() - start)
+        bar.update(begun + work.done - bar.n)
+    if PartialState().is_main_process:
+        total = sum(map(len, batches))
+        while work.done < total:
+            time.sleep(POLL_SECONDS)
+            bar.update(begun + work.done - bar.n)
+
+
+def totals(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over records."""
+    stats = add_up([RowStats(**record["speculation"]) for record in records])
+    return {
+        "prompts": len(records),
+        "tokens": sum(record["tokens"] for record in records),
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance_per_position": stats.acceptance_per_position,
+    }
+
+
+def run(args: argparse.Namespace, state: PartialState) -> None:
+    """What one of the processes does."""
+    args.dtype = args.dtype or ("float32" if state.device.type == "cpu" else "bfloat16")
+    prompts, settings = read_work(args)
+    journal = Journal(args.output, settings)
+    (done,) = broadcast_object_list([journal.begin() if state.is_main_process else None])
+    if done is None:
+        if state.is_main_process:
+            print(f"{args.output} is complete already.")
+        return
+    journal.open(state.process_index)
+    work = SharedWork(state)
+
+    tokenizer = load_tokenizer(args.target)
+    target = load_target(args.target, getattr(torch, args.dtype), state.device)
+    settle_ends(target, tokenizer, args.eos_token, ignore_eos=False)
+    pad_on_the_left(tokenizer)
+    drafter = load_drafter(args.drafter, target, args.compile)
+
+    pending = [prompt for prompt in prompts if prompt.id not in done]
+    lengths = prompt_lengths(tokenizer, pending, args.chat_template)
+    order = sorted(range(len(pending)), key=lambda index: -lengths[index])
+    limit = args.tokens_per_batch or args.batch_size
+
+    def cost(rows: int, longest: int) -> int:
+        return rows if args.tokens_per_batch is None else rows * (longest + args.max_new_tokens)
+
+    cuts = cut_evenly([lengths[index] for index in order], limit, cost, state.num_processes)
+    batches = [[pending[order[place]] for place in places] for places in cuts]
+
+    start = time.perf_counter()
+    generator = Generator(target, tokenizer, drafter, args)
+    with tqdm(total=len(prompts), initial=len(done), unit="prompt", disable=not state.is_main_process) as bar:
+        generate_all(generator, batches, work, journal, bar)
+    seconds = time.perf_counter() - start
+    if not state.is_main_process:
+        return
+    records = journal.records()
+    now = totals([records[prompt.id] for prompt in pending])
+    summary = {
+        **totals(list(records.values())),
+        "engine": drafter.stats.engine if drafter.stats else None,
+        "this_run": {
+            "processes": state.num_processes,
+            "batches": len(batches),
+            "prompts": now["prompts"],
+            "tokens": now["tokens"],
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(now["tokens"] / seconds, 2),
+            "busy_seconds": [round(busy, 3) for busy in work.seconds()],
+        },
+    }
+    journal.finish((records[prompt.id] for prompt in prompts), summary)
+    print(
+        f"{summary['prompts']} prompts, {summary['tokens']} tokens in {args.output}, acceptance length "
+        f"{summary['acceptance_length']:.2f}; this run {summary['this_run']['tokens_per_second']} tokens/s on "
+        f"{state.num_processes} processes"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 on success, 1 with one line on stderr if something is wrong with what was asked for."""
+    args = parse_arguments(arguments)
+    try:
+        check_arguments(args)
+        state = PartialState(cpu=args.cpu or not torch.accelerator.is_available())
+        try:
+            run(args, state)
+        finally:
+            state.destroy_process_group()
+    except (OSError, ValueError) as error:
+        print(f"generate_batch: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,82 @@
+"""Processes that run one model together: tensor parallelism."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria
+
+
+def tensor_parallel_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
+    """The processes over which transformers has split the weights of `model` (`tp_plan`); None if they are all here."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    mesh = model._device_mesh
+    return (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
+
+
+def from_first_rank(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
+    """What the first of the processes that run `model` has for `tensor`, on its device; of the same shape on all."""
+    group = tensor_parallel_group(model)
+    if group is None:
+        return tensor
+    shared = tensor.to(model.device, copy=True)
+    dist.broadcast(shared, group=group, group_src=0)
+    return shared.to(tensor.device)
+
+
+def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str]:
+    """Names of `values` that are not the same on all processes that run `model`; the answer is. One small collective.
+
+    Args:
+        model: the target.
+        values: the same names on all processes; tensors, or what has a `repr` that tells it.
+    """
+    group = tensor_parallel_group(model)
+    if group is None:
+        return []
+    digests = torch.tensor([_digest(value) for value in values.values()], device=model.device)
+    gathered = [torch.empty_like(digests) for _ in range(group.size())]
+    dist.all_gather(gathered, digests, group=group)
+    differs = (torch.stack(gathered) != gathered[0]).any(dim=0).tolist()
+    return [name for name, differ in zip(values, differs, strict=True) if differ]
+
+
+def check_same_call(model: PreTrainedModel, criteria: StoppingCriteriaList, values: dict[str, Any]) -> None:
+    """Raise `ValueError` unless all processes that run `model` were asked for the same; otherwise they would hang.
+
+    Args:
+        model: the target, split over processes.
+        criteria: of the call.
+        values: what makes the call, by name; see `find_differences`.
+    """
+    if any(isinstance(rule, MaxTimeCriteria) for rule in criteria):
+        raise ValueError(
+            f"max_time is set, but {type(model).__name__} is split over processes (tensor parallel) whose clocks "
+            "differ, so that they would stop at different tokens; expected a limit on tokens. Use max_new_tokens."
+        )
+    different = find_differences(model, values)
+    if different:
+        raise ValueError(
+            f"The processes that {type(model).__name__} is split over (tensor parallel) were called with different "
+            f"{', '.join(different)}; expected the same call on every one of them."
+        )
+
+
+def check_same_tokens(model: PreTrainedModel, sequences: torch.Tensor) -> None:
+    """Raise `RuntimeError` unless all processes that run `model` generated the same `sequences`."""
+    if find_differences(model, {"tokens": sequences}):
+        raise RuntimeError(
+            f"The processes that {type(model).__name__} is split over (tensor parallel) generated different tokens, so "
+            "that none of them can be trusted. Logits processors and stopping criteria must give the same answer on "
+            "every process; if there are none of your own, check that all processes run the same versions and devices."
+        )
+
+
+def _digest(value: Any) -> int:
+    content = value.cpu().numpy().tobytes() + repr(tuple(value.shape)).encode() if torch.is_tensor(value) else b""
+    return int.from_bytes(hashlib.sha256(content or repr(value).encode()).digest()[:8], "little", signed=True)
