@@ -74,8 +74,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     found = read_checkpoint(checkpoint, target)
     if arguments.self_check and not isinstance(found.config, Eagle3Config):
         raise ValueError(
-            f"{checkpoint.name} is a {found.config.family}, which can be read in one way only: --self-check has "
-            "nothing to score. Drop it."
+            f"{checkpoint.name} is a {found.config.family}, but --self-check scores the readings of EAGLE-3 and "
+            "P-EAGLE drafters only. Drop it."
         )
     report = describe(checkpoint, found)
     if target is not None:
@@ -116,10 +116,10 @@ def describe(checkpoint: Checkpoint, found: CheckpointReading) -> dict[str, Any]
         report["modules"], report["chaining"] = config.num_modules, config.chaining
     model = config.model if isinstance(config, DraftModelConfig) else getattr(config, "block", None)
     if model is not None:
-        text = AutoConfig.for_model(**model).get_text_config()
+        text = AutoConfig.for_model(**model).get_text_config().to_dict()
         report["model_type"] = model["model_type"]
-        report["rope_parameters"] = getattr(text, "rope_parameters", None)
-        report["sizes"] = {name: getattr(text, name) for name in _SHOWN_SIZES if hasattr(text, name)}
+        report["rope_parameters"] = text.get("rope_parameters")
+        report["sizes"] = {name: text[name] for name in _SHOWN_SIZES if name in text}
     return report
 
 

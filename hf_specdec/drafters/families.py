@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..config import DrafterConfig
 from .checkpoints import Selection
 from .mtp_layouts import FAMILIES as MTP_FAMILIES
-from .mtp_layouts import find_family, is_speculators_mtp, module_tensors, needed_tensors, stated_count
+from .mtp_layouts import find_family, holds_modules, is_speculators_mtp, needed_tensors, telling_names
 
 EAGLE3, P_EAGLE, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "MTP", "draft model"
 _NOT_YET = "this version does not run that family yet"
@@ -120,11 +120,8 @@ def _is_mla(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> 
 
 
 def _is_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    return is_speculators_mtp(config) or (
-        not is_eagle3(config, tensors)
-        and not _is_peagle(config, names, tensors)
-        and (stated_count(config) is not None or bool(config.get("mtp_config") or module_tensors(config, tensors)))
-    )
+    is_eagle = is_eagle3(config, tensors) or _is_peagle(config, names, tensors)
+    return is_speculators_mtp(config) or (not is_eagle and holds_modules(config, tensors))
 
 
 def _is_other_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
@@ -210,6 +207,8 @@ def drafter_tensors(overrides: Mapping[str, Any]) -> Selection:
         model_type = config.get("model_type") or ""
         if model_type.startswith(DrafterConfig.model_type) or not _is_mtp(config, architectures(config), names):
             return names
+        if find_family(config) is None:
+            return telling_names(names)
         return [tensor.published for tensor in needed_tensors(config, names, overrides)]
 
     return select

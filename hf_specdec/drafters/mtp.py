@@ -28,6 +28,7 @@ from .mtp_layouts import (
     copies_kept,
     find_family,
     is_speculators_mtp,
+    missing_experts,
     module_tensors,
     needed_tensors,
     stated_count,
@@ -284,6 +285,8 @@ class MtpDrafter(CachedDrafter):
                 f"The MTP modules of {checkpoint.name} are quantised (they have {scales[0]}); expected weights in "
                 "bfloat16, float16 or float32. Use a checkpoint whose modules are not quantised."
             )
+        experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
+        checkpoint.refuse_tensors(missing=experts, unexpected=(), reshaped=())
         blanks = {
             name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta")
             for name, tensor in checkpoint.tensors.items()
@@ -307,8 +310,9 @@ class MtpDrafter(CachedDrafter):
     ) -> tuple[MtpDrafter, Mapping[str, Any]]:
         """A drafter with `weights` under their published names, and transformers' loading info."""
         shared = {"share_head": not config.own_head, "share_embedding": not config.own_embedding}
+        # What all modules share becomes each one's own, as a saved checkpoint must have it.
         state = {
-            name: weights[tensor.published]
+            name: weights[tensor.published] if tensor.index is not None else weights[tensor.published].clone()
             for tensor in needed_tensors(checkpoint.config, weights, shared)
             for name in tensor.names(config.num_modules)
         }

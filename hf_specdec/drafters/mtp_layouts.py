@@ -40,21 +40,39 @@ class MtpLayout(NamedTuple):
         where: for messages.
         pattern: of their names; `index` is a module's number and `part` its tensor. Without an index, the tensor is
             shared by all modules.
+        example: name of a tensor that every module has, for an `index`.
         is_appended: whether modules are numbered as layers behind the target's last.
     """
 
     where: str
     pattern: re.Pattern[str]
+    example: str
     is_appended: bool = False
 
 
 APPENDED = MtpLayout(
     "layers behind the last of num_hidden_layers",
     re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?:transformer\.)?(?P<part>.+)"),
+    "model.layers.{index}.eh_proj.weight",
     is_appended=True,
 )
-MTP_LAYERS = MtpLayout("model.mtp_layers", re.compile(r"(?:model\.)?mtp_layers\.(?P<index>\d+)\.(?P<part>.+)"))
-QWEN = MtpLayout("mtp", re.compile(r"mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<part>.+)"))
+MTP_LAYERS = MtpLayout(
+    "mtp_layers",
+    re.compile(r"(?:model\.)?mtp_layers\.(?P<index>\d+)\.(?P<part>.+)"),
+    "model.mtp_layers.{index}.input_proj.weight",
+)
+QWEN = MtpLayout(
+    "mtp",
+    re.compile(r"mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<part>.+)"),
+    "mtp.layers.{index}.input_layernorm.weight",
+)
+
+
+# A tensor of one expert, where they are not stacked.
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(.+)$")
+
+# Names that tell of MTP modules whatever the model is.
+_MODULE_NAME = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 
 class MtpFamily(NamedTuple):
@@ -95,6 +113,32 @@ FAMILIES = {
 }
 # Decoder layers of a module in speculators' form, and whether their norms scale by 1 + weight.
 _SPECULATORS_BLOCKS = {"qwen3": False, "qwen3_next": True, "qwen3_5_text": True, "qwen3_5_moe_text": True}
+
+
+def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether config.json, or the tensors called `names`, tell of MTP modules, of a supported family or of another."""
+    return (
+        is_speculators_mtp(config)
+        or stated_count(config) is not None
+        or bool(config.get("mtp_config") or module_tensors(config, names) or telling_names(names))
+    )
+
+
+def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
+    """Published names that tensors of other experts of the same layers give reason to expect."""
+    known = {tensor.published for tensor in tensors}
+    parts = [(tensor.published, _EXPERT.search(tensor.part)) for tensor in tensors]
+    experts = [(name.removesuffix(match[0]), int(match[1]), match[2]) for name, match in parts if match]
+    numbers = range(1 + max((number for _, number, _ in experts), default=-1))
+    layers = {layer for layer, _, _ in experts}
+    kinds = {kind for _, _, kind in experts}
+    names = (f"{layer}.experts.{number}.{kind}" for layer in layers for number in numbers for kind in kinds)
+    return [name for name in names if name not in known]
+
+
+def telling_names(names: Collection[str]) -> list[str]:
+    """Those of `names` that are names of MTP modules' tensors whatever the model is."""
+    return [name for name in names if _MODULE_NAME.match(name)]
 
 
 def is_speculators_mtp(config: Mapping[str, Any]) -> bool:
@@ -170,9 +214,18 @@ def needed_tensors(
     config: Mapping[str, Any], names: Collection[str], overrides: Mapping[str, Any]
 ) -> list[ModuleTensor]:
     """`module_tensors` without those for which the target's are used."""
-    tensors = module_tensors(config, names)
-    kept = copies_kept(find_family(config), overrides) if tensors else set()
-    return [tensor for tensor in tensors if tensor.is_copy is None or tensor.is_copy in kept]
+    family = find_family(config)
+    if family is None:
+        return []
+    kept = copies_kept(family, overrides)
+    return [tensor for tensor in module_tensors(config, names) if tensor.is_copy is None or tensor.is_copy in kept]
+
+
+def implied_names(config: Mapping[str, Any]) -> list[str]:
+    """One tensor's name for each module that config.json of a supported family says there is."""
+    layout, (_, count) = find_family(config).layout, stated_count(config) or (None, 1)
+    first = text_settings(config)["num_hidden_layers"] if layout.is_appended else 0
+    return [layout.example.format(index=first + index) for index in range(count)]
 
 
 def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[ModuleTensor]:
