@@ -15,6 +15,7 @@ from test_hub import hub  # noqa: F401 (a fixture)
 
 from hf_specdec import AutoDrafter
 from hf_specdec.bench.models import random_drafter
+from hf_specdec.cache import RaggedCache
 from hf_specdec.cli import main
 from hf_specdec.drafters import checkpoints
 
@@ -84,9 +85,8 @@ def test_only_the_shards_of_modules_are_fetched(hub, tmp_path):  # noqa: F811
     at = publish("step-3.5", tmp_path / "target", 3, max_shard_size="8KB")
     hub.add("org/target", at.folder)
     places = json.loads((at.folder / "model.safetensors.index.json").read_text())["weight_map"]
-    needed = {
-        shard for name, shard in places.items() if name.startswith(tuple(f"model.layers.{n}." for n in (3, 4, 5)))
-    }
+    prefixes = tuple(f"model.layers.{layer}." for layer in (3, 4, 5))
+    needed = {shard for name, shard in places.items() if name.startswith(prefixes)}
     drafter = AutoDrafter.from_pretrained("org/target", at.target, cache_dir=tmp_path / "cache")
     fetched = {request.rpartition("/")[2] for request in hub.requests if "-of-" in request}
     assert fetched == needed and len(needed) < len(set(places.values()))
@@ -110,11 +110,11 @@ def test_readings_of_every_family(family, tmp_path):
     hidden = last_hidden_states(target, text[:-1])
 
     def logits(drafter):
-        """`[S, V]` of module 1, run without a cache on what module 0 hands on."""
+        """`[10, V]` of module 1, or of module 0 again, on what module 0 hands on."""
         outputs, tokens = hidden[None], text
         for index in range(2):
             tokens = tokens[1:]
-            state = Scratch(outputs.shape[1])
+            state = Scratch()
             normed, outputs = drafter.run(state, index % num_modules, tokens[None, :10], state.slots, outputs[:, :10])
         return drafter.logits(index % num_modules, normed)
 
@@ -136,9 +136,7 @@ def test_readings_of_every_family(family, tmp_path):
 class Scratch:
     """As much of a `DecodeState` as one pass over slots 0 to 9 needs."""
 
-    def __init__(self, width):
-        from hf_specdec.cache import RaggedCache
-
+    def __init__(self):
         self.slots = torch.arange(10)[None]
         self.live = 10
         self.memory = self
@@ -150,7 +148,7 @@ class Scratch:
 
 @pytest.mark.core
 def test_copies_can_be_used(tmp_path, bytes_read):
-    """DeepSeek's modules carry copies of the target's embedding and head: with a module's own there is no difference."""
+    """DeepSeek's modules carry copies of the target's embedding and head: their use makes no difference."""
     at = publish("deepseek-v3", tmp_path / "target", 2)
     target, inputs = at.target, padded_prompts([1, 9, 4])
     shared = AutoDrafter.from_pretrained(at.folder, target)
@@ -211,7 +209,7 @@ def test_refused_checkpoints(tmp_path):
     refuse(folder, target, "no parallel drafting", parallel_drafting=True)
     with pytest.raises(ValueError, match=r"chaining is 'both'; expected one of 'modules', 'target'"):
         AutoDrafter.from_pretrained(folder, target, chaining="both")
-    with pytest.raises(ValueError, match="hidden_size 32, but .* has hidden_size 48"):
+    with pytest.raises(ValueError, match=r"hidden_size 32, but .* has hidden_size 48"):
         wide = publish("mimo", tmp_path / "other").target
         wide.config.hidden_size = 48
         AutoDrafter.from_pretrained(folder, wide)

@@ -2,8 +2,8 @@
 
 Where the two differ (5.17 and 5.23), by reading and by the tests here:
 
-* transformers puts module k's slot p at position p + 1 + k, which is the same to RoPE, as each module has a cache of its
-  own; tokens and hidden states are paired alike.
+* transformers puts module k's slot p at position p + 1 + k, which is the same to RoPE, as each module has a cache of
+  its own; tokens and hidden states are paired alike.
 * It drafts as many tokens as there are modules, for one row, without padding.
 * It finds modules by layer numbers that are written into its model classes (61 for DeepSeek-V3; 46 and 92 for GLM-4.5),
   so that the modules of a derivative with another depth, or a second module, are reported missing.
