@@ -154,8 +154,11 @@ def test_copies_can_be_used(tmp_path, bytes_read):
     shared = AutoDrafter.from_pretrained(at.folder, target)
     assert not any("embed_tokens" in name or "head.weight" in name for name, _ in bytes_read)
     own = AutoDrafter.from_pretrained(at.folder, target, share_head=False, share_embedding=False)
-    assert own.config.own_head and own.config.own_embedding and own.frames[1].head is not None
-    assert torch.equal(own.frames[1].head.weight, target.lm_head.weight)
+    assert own.config.own_head and own.config.own_embedding and own.frames[1].lm_head is not None
+    assert torch.equal(own.frames[1].lm_head.weight, target.lm_head.weight)
+    own.save_pretrained(tmp_path / "saved")
+    again = AutoDrafter.from_pretrained(tmp_path / "saved", target)
+    assert not again.config.own_head and not again.config.own_embedding and again.frames[1].lm_head is None
     drafted = [greedy(target, inputs, drafter, 4) is not None and drafter.stats for drafter in (shared, own)]
     assert drafted[0].accepted_per_position == drafted[1].accepted_per_position
 
@@ -177,8 +180,9 @@ def test_normal_form(family, tmp_path):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.state_dict().items())
     rotary = [dict(one.decoder.rotary_emb.named_buffers()) for one in (drafter, again)]
     assert rotary[0] and all(torch.equal(buffer, rotary[1][name]) for name, buffer in rotary[0].items())
-    other = AutoDrafter.from_pretrained(tmp_path / "saved", at.target, chaining="target")
-    assert other.config.chaining == "target"
+    changed = AutoDrafter.from_pretrained(tmp_path / "saved", at.target, chaining="target", share_head=True)
+    assert changed.config.chaining == "target"
+    assert not changed.config.own_head and all(frame.lm_head is None for frame in changed.frames)
 
 
 def refuse(folder, target, *parts, **options):

@@ -231,17 +231,18 @@ def _device_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
 def share_with_target(
     drafter: Drafter, target: PreTrainedModel, share_embedding: bool | None, share_head: bool | None
 ) -> None:
-    """Drop the drafter's own embedding or head where it is a copy of the target's or the caller says so."""
+    """Drop the drafter's own embeddings or heads where they are copies of the target's or the caller says so."""
     pairs = (
         ("embed_tokens", "own_embedding", target.get_input_embeddings(), share_embedding),
         ("lm_head", "own_head", target.get_output_embeddings(), share_head),
     )
     for attribute, field, theirs, share in pairs:
-        own = getattr(drafter, attribute, None)
-        if own is None or share is False:
+        owners = [module for module in drafter.sharing_modules if getattr(module, attribute, None) is not None]
+        if not owners or share is False:
             continue
-        if share or _same_weight(own, theirs):
-            setattr(drafter, attribute, None)
+        if share or all(_same_weight(getattr(module, attribute), theirs) for module in owners):
+            for module in owners:
+                setattr(module, attribute, None)
             setattr(drafter.config, field, False)
 
 

@@ -85,6 +85,11 @@ class Drafter(PreTrainedModel):
         return False
 
     @property
+    def sharing_modules(self) -> list[nn.Module]:
+        """The modules that may have an `embed_tokens` and an `lm_head` in place of the target's."""
+        return [self]
+
+    @property
     def is_bound(self) -> bool:
         return self._target_config is not None
 

@@ -79,8 +79,8 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides:
     norm_offset = settle("norm_offset", family.norm_offset, rule)
     norm_output = settle("norm_output", family.norm_output, output_rule)
     share_embedding = settle("share_embedding", "embed_tokens" not in own, "the modules have copies of the target's")
-    heads = "each module has a trained head" if "head" in own else "the modules have copies of the target's, or none"
-    share_head = settle("share_head", "head" not in own, heads)
+    heads = "each module has a trained head" if "lm_head" in own else "the modules have copies of the target's, or none"
+    share_head = settle("share_head", "lm_head" not in own, heads)
     chaining = settle("chaining", default_chaining(num_modules), f"{num_modules} module(s)")
     zero_first_embedding = settle("zero_first_embedding", False, "as in training; vLLM zeroes it for some families")
     return Reading(
@@ -208,7 +208,7 @@ class MtpFrame(nn.Module):
         self.projection = nn.Linear(2 * width, width, bias=False)
         self.final_norm = norm(width, eps=config.rms_norm_eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
-        self.head = nn.Linear(width, config.vocab_size, bias=False) if config.own_head else None
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False) if config.own_head else None
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """What the decoder layer reads, `[B, n, H]`."""
@@ -320,6 +320,10 @@ class MtpDrafter(CachedDrafter):
             return cls.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **options)
 
     @property
+    def sharing_modules(self) -> list[nn.Module]:
+        return list(self.frames)
+
+    @property
     def taps_last_hidden_state(self) -> bool:
         return True
 
@@ -402,7 +406,7 @@ class MtpDrafter(CachedDrafter):
 
     def logits(self, step: int, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V]`, by the head of the module of `step`."""
-        head = self.frames[step % self.config.num_modules].head
+        head = self.frames[step % self.config.num_modules].lm_head
         weight = self._borrowed["head"] if head is None else head.weight
         return ops.linear(normed, weight.to(normed.dtype))
 

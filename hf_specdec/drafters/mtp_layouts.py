@@ -19,8 +19,8 @@ _FRAME_NAMES = {
     "hnorm": "hidden_norm",
     "eh_proj": "projection",
     "shared_head.norm": "final_norm",
-    "shared_head.head": "head",
-    "shared_head.output": "head",
+    "shared_head.head": "lm_head",
+    "shared_head.output": "lm_head",
     "embed_tokens": "embed_tokens",
     "token_layernorm": "embedding_norm",
     "hidden_layernorm": "hidden_norm",
@@ -194,20 +194,20 @@ class ModuleTensor(NamedTuple):
 
     @property
     def is_copy(self) -> str | None:
-        """`"head"` or `"embed_tokens"` for a tensor that may be a copy of the target's; else None."""
+        """`"lm_head"` or `"embed_tokens"` for a tensor that may be a copy of the target's; else None."""
         name = _FRAME_NAMES.get(self.part.rpartition(".")[0])
-        return name if name in ("head", "embed_tokens") else None
+        return name if name in ("lm_head", "embed_tokens") else None
 
 
 def copies_kept(family: MtpFamily, overrides: Mapping[str, Any]) -> set[str]:
-    """Which of `"head"` and `"embed_tokens"` modules have of their own.
+    """Which of `"lm_head"` and `"embed_tokens"` modules have of their own.
 
     Args:
         overrides: `share_head` and `share_embedding` of `AutoDrafter.from_pretrained`; None or absent for the family's.
     """
     share_head, share_embedding = overrides.get("share_head"), overrides.get("share_embedding")
     keeps_head = family.own_head if share_head is None else not share_head
-    return {name for name, kept in (("head", keeps_head), ("embed_tokens", share_embedding is False)) if kept}
+    return {name for name, kept in (("lm_head", keeps_head), ("embed_tokens", share_embedding is False)) if kept}
 
 
 def needed_tensors(
