@@ -133,6 +133,19 @@ def test_readings_of_every_family(family, tmp_path):
         assert all(getattr(other.config, name, value) == value for name, value in change.items())
 
 
+@pytest.mark.core
+def test_lists_that_go_on_behind_the_layers_of_the_target(tmp_path):
+    """Step's lists of settings by layer have entries for the modules, of which transformers drops some."""
+    at = publish("step-3.5", tmp_path / "checkpoint", 3)
+    config = json.loads((at.folder / "config.json").read_text())
+    config["text_config"]["swiglu_limits"] = [None, None, 5.0, 0.0, 7.0, 0.0]
+    (at.folder / "config.json").write_text(json.dumps(config))
+    drafter = AutoDrafter.from_pretrained(at.folder, at.target)
+    assert drafter.decoder.config.swiglu_limits == [0.0, 7.0, 0.0]
+    assert [layer.self_attn.num_heads for layer in drafter.decoder.layers] == [6, 6, 6]
+    assert [layer.self_attn.sliding_window for layer in drafter.decoder.layers] == [7, 7, 7]
+
+
 class Scratch:
     """As much of a `DecodeState` as one pass over slots 0 to 9 needs."""
 

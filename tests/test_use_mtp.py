@@ -5,6 +5,7 @@ Where the two differ (5.17 and 5.23), by reading and by the tests here:
 * transformers puts module k's slot p at position p + 1 + k, which is the same to RoPE, as each module has a cache of
   its own; tokens and hidden states are paired alike.
 * It drafts as many tokens as there are modules, for one row, without padding.
+* It fails for prompts of fewer tokens than there are modules, where it has no hidden states to recompute from.
 * It finds modules by layer numbers that are written into its model classes (61 for DeepSeek-V3; 46 and 92 for GLM-4.5),
   so that the modules of a derivative with another depth, or a second module, are reported missing.
 * It uses the target's head for all modules and hands on the stream after the final norm: not Step-3.5's way, whose
@@ -58,6 +59,16 @@ def ours(monkeypatch, target, drafter, inputs, options):
     with monkeypatch.context() as patch:
         patch.setattr(drafter, "propose", watched)
         return target.generate(**inputs, **options, assistant_model=drafter), drafted
+
+
+@pytest.mark.core
+def test_prompts_of_fewer_tokens_than_modules(at):
+    target = at.target
+    drafter = AutoDrafter.from_pretrained(at.folder, target, chaining="modules")
+    inputs, options = padded_prompts([1, 2, 3, 4]), {"do_sample": False, "max_new_tokens": 24}
+    out = target.generate(**inputs, **options, assistant_model=drafter, num_assistant_tokens=3)
+    assert torch.equal(out, target.generate(**inputs, **options))
+    assert all(row.accepted > 0 for row in drafter.stats.rows)
 
 
 @pytest.mark.core

@@ -85,7 +85,7 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides:
     zero_first_embedding = settle("zero_first_embedding", False, "as in training; vLLM zeroes it for some families")
     return Reading(
         MtpConfig(
-            block=block_settings(text, num_modules),
+            block=_block(text, text_settings(config), num_modules),
             num_modules=num_modules,
             hidden_size=text.hidden_size,
             rms_norm_eps=text.rms_norm_eps,
@@ -148,6 +148,14 @@ def _text_config(checkpoint: Checkpoint, family: MtpFamily) -> PreTrainedConfig:
             f"transformers {transformers.__version__} does not have; a newer one may."
         )
     return CONFIG_MAPPING[known].from_dict(settings).get_text_config()
+
+
+def _block(text: PreTrainedConfig, published: Mapping[str, Any], num_modules: int) -> dict[str, Any]:
+    """`block_settings`, with what a published configuration lists for the modules behind the target's layers."""
+    block, num_layers = block_settings(text, num_modules), text.num_hidden_layers
+    lists = {name: value for name, value in published.items() if name in block and isinstance(value, list)}
+    longer = {name: value[num_layers:] for name, value in lists.items() if len(value) == num_layers + num_modules}
+    return block | longer
 
 
 def block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, Any]:
@@ -255,11 +263,11 @@ class MtpDrafter(CachedDrafter):
 
     With one module and K = 1 the two are the same.
 
-    With `"modules"`, module k's slots that read drafts turn wrong if these are rejected: at most the K - 1 slots before
-    the newest token. So every round runs the last K + 1 slots again, with the tokens that were committed and the
-    target's hidden states, which the memory keeps for as many slots. That covers what the round added, at most K + 1,
-    and what it has to mend, so no pass is wider than one without mending. vLLM packs the slots to be mended into those
-    that a rejection left unused; here the window is the same whatever was accepted.
+    With `"modules"`, slots of module k that read a draft are wrong once it is rejected. They begin at most K slots before
+    the newest token, and the slots that a round adds at most K + 1 before it. So every round runs the last K + 1 slots
+    again, with the committed tokens and the target's hidden states, which the memory keeps for as many slots: mending
+    makes no pass wider. vLLM packs the slots to be mended into those that a rejection left unused; here the window is the
+    same whatever was accepted, and with `"target"`, too.
     """
 
     config_class = MtpConfig
