@@ -263,11 +263,11 @@ class MtpDrafter(CachedDrafter):
 
     With one module and K = 1 the two are the same.
 
-    With `"modules"`, slots of module k that read a draft are wrong once it is rejected. They begin at most K slots before
-    the newest token, and the slots that a round adds at most K + 1 before it. So every round runs the last K + 1 slots
-    again, with the committed tokens and the target's hidden states, which the memory keeps for as many slots: mending
-    makes no pass wider. vLLM packs the slots to be mended into those that a rejection left unused; here the window is the
-    same whatever was accepted, and with `"target"`, too.
+    With `"modules"`, slots of module k that read a draft are wrong once it is rejected. They begin at most K slots
+    before the newest token, and the slots that a round adds at most K + 1 before it. So every round runs the last K + 1
+    slots again, with the committed tokens and the target's hidden states, which the memory keeps for as many slots:
+    mending makes no pass wider. vLLM packs the slots to be mended into those that a rejection left unused; here the
+    window is the same whatever was accepted, and with `"target"`, too.
     """
 
     config_class = MtpConfig
