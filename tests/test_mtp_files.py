@@ -18,6 +18,7 @@ from hf_specdec.bench.models import random_drafter
 from hf_specdec.cache import RaggedCache
 from hf_specdec.cli import main
 from hf_specdec.drafters import checkpoints
+from hf_specdec.drafters.mtp_layouts import FAMILIES
 
 
 class CountingFile:
@@ -259,6 +260,12 @@ def test_refused_checkpoints(tmp_path):
     refuse(folder, target, "unexpected tensors: decoder.layers.0.extra.weight", "is [7], expected [32]")
     without(folder, *[name for name in tensors | unknown if name.startswith(("model.layers.3.", "model.layers.4."))])
     refuse(folder, target, "hold no tensors of them", "num_nextn_predict_layers to 0")
+
+
+def test_layers_that_transformers_does_not_have(tmp_path, monkeypatch):
+    at = publish("mimo", tmp_path / "target")
+    monkeypatch.setitem(FAMILIES, "mimo", FAMILIES["mimo"]._replace(block="mimo_of_tomorrow"))
+    refuse(at.folder, at.target, "model_type 'mimo'", "(mimo_of_tomorrow)", "does not have; a newer one may")
 
 
 @pytest.mark.core
