@@ -6,6 +6,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 DEFAULT_ROPE_THETA = 10000.0
 
+# Values of `MtpConfig.chaining`.
+CHAININGS = ("modules", "target")
+
 
 def default_taps(num_layers: int) -> list[int]:
     """Boundaries tapped by EAGLE-3 when a checkpoint names none: 2, n // 2 and n - 3, ascending, without repeats.
@@ -211,6 +214,53 @@ class DraftModelConfig(DrafterConfig):
         return (
             self.vocab_size if self.model is None else AutoConfig.for_model(**self.model).get_text_config().vocab_size
         )
+
+
+class MtpConfig(DrafterConfig):
+    """The multi-token-prediction modules inside a target's own checkpoint (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Args:
+        block: configuration of the modules' decoder layers: the target's, with one layer a module.
+        num_modules: how many modules there are; module k % num_modules drafts token k of a round.
+        hidden_size, rms_norm_eps: of the target.
+        hidden_first: whether a module's projection reads `[hidden | embedding]` instead of `[embedding | hidden]`.
+        norm_offset: whether the modules' norms scale by 1 + weight (Gemma's) instead of by the weight.
+        norm_output: whether a module hands on its output after its final norm instead of before.
+        own_embedding, own_head: whether each module has an embedding or a head of its own; otherwise the target's.
+        zero_first_embedding: whether slot 0 reads zeros in place of an embedding, as vLLM runs some families.
+        chaining: what the caches of modules behind the first are made of. `"modules"`: of the outputs of the module
+            before, as in training. `"target"`: of the target's hidden states, as far as these are known. None: by
+            modules if there are several, otherwise by the target, as serving engines run them.
+    """
+
+    model_type = "hf_specdec_mtp"
+    family = "mtp"
+
+    block: dict | None = None
+    num_modules: int = 1
+    hidden_size: int = 4096
+    rms_norm_eps: float = 1e-6
+    hidden_first: bool = False
+    norm_offset: bool = False
+    norm_output: bool = True
+    own_embedding: bool = False
+    own_head: bool = False
+    zero_first_embedding: bool = False
+    chaining: str | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.chaining is None:
+            self.chaining = default_chaining(self.num_modules)
+        if self.chaining not in CHAININGS:
+            raise ValueError(f"chaining is {self.chaining!r}; expected one of {', '.join(map(repr, CHAININGS))}.")
+        if self.parallel_drafting:
+            raise ValueError("parallel_drafting is True, but MTP modules have no mask token; expected False.")
+        super().__post_init__(**kwargs)
+
+
+def default_chaining(num_modules: int) -> str:
+    """`MtpConfig.chaining` of `num_modules` modules that say nothing about it."""
+    return "modules" if num_modules > 1 else "target"
 
 
 def check_num_assistant_tokens(value: int) -> int:

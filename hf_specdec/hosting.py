@@ -102,7 +102,8 @@ def _why_not_call(config: GenerationConfig, input_ids: torch.Tensor, model_kwarg
 
 
 def _is_input(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (value is not None and value is not False)
+    # transformers gives a model that also sees an empty dictionary of images for a text.
+    return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
 
 
 def _are_ordinary(position_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from .config import DraftModelConfig, Eagle3Config
+from .config import DraftModelConfig, Eagle3Config, MtpConfig
 from .drafters.auto import AutoDrafter, CheckpointReading, read_checkpoint
+from .drafters.base import check_sizes
 from .drafters.checkpoints import Checkpoint, open_checkpoint
 from .drafters.draft_model import check_vocabulary
 from .drafters.eagle3 import check_fit
+from .drafters.families import drafter_tensors
 from .selfcheck import SelfCheck, self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
@@ -60,7 +62,11 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if arguments.self_check and arguments.target is None:
         raise ValueError("--self-check compares the drafter with its target; pass --target too.")
     checkpoint = open_checkpoint(
-        arguments.repo, subfolder=arguments.subfolder, revision=arguments.revision, token=arguments.token
+        arguments.repo,
+        subfolder=arguments.subfolder,
+        revision=arguments.revision,
+        select=drafter_tensors({}),
+        token=arguments.token,
     )
     target = None
     if arguments.target is not None:
@@ -68,8 +74,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     found = read_checkpoint(checkpoint, target)
     if arguments.self_check and not isinstance(found.config, Eagle3Config):
         raise ValueError(
-            f"{checkpoint.name} is a {found.config.family}, which can be read in one way only: --self-check has "
-            "nothing to score. Drop it."
+            f"{checkpoint.name} is a {found.config.family}, but --self-check scores the readings of EAGLE-3 and "
+            "P-EAGLE drafters only. Drop it."
         )
     report = describe(checkpoint, found)
     if target is not None:
@@ -106,11 +112,14 @@ def describe(checkpoint: Checkpoint, found: CheckpointReading) -> dict[str, Any]
         report["taps"] = config.taps if config.use_aux_hidden_state else "last hidden state"
         report["rope_parameters"] = config.rope_parameters
         report["sizes"] = {name: getattr(config, name) for name in _SHOWN_SIZES}
-    if isinstance(config, DraftModelConfig):
-        text = AutoConfig.for_model(**config.model).get_text_config()
-        report["model_type"] = config.model["model_type"]
-        report["rope_parameters"] = getattr(text, "rope_parameters", None)
-        report["sizes"] = {name: getattr(text, name) for name in _SHOWN_SIZES if hasattr(text, name)}
+    if isinstance(config, MtpConfig):
+        report["modules"], report["chaining"] = config.num_modules, config.chaining
+    model = config.model if isinstance(config, DraftModelConfig) else getattr(config, "block", None)
+    if model is not None:
+        text = AutoConfig.for_model(**model).get_text_config().to_dict()
+        report["model_type"] = model["model_type"]
+        report["rope_parameters"] = text.get("rope_parameters")
+        report["sizes"] = {name: text[name] for name in _SHOWN_SIZES if name in text}
     return report
 
 
@@ -122,6 +131,8 @@ def describe_fit(found: CheckpointReading, target: PreTrainedConfig, name: str) 
         if isinstance(config, Eagle3Config):
             num_layers = target.get_text_config().num_hidden_layers
             report["taps"] = check_fit(config, target, num_layers, config.name_or_path)
+        elif isinstance(config, MtpConfig):
+            check_sizes(config.hidden_size, config.vocab_size, target, config.name_or_path)
         elif isinstance(config, DraftModelConfig):
             check_vocabulary(config.num_embeddings, target, config.name_or_path)
         else:
@@ -185,6 +196,8 @@ def render(report: dict[str, Any]) -> str:
         f"drafting     {_render_drafting(report)}",
         f"vocabulary   {report['draft_vocab_size']} of the target's {report['vocab_size']} tokens are drafted",
     ]
+    if "modules" in report:
+        lines.append(f"modules      {report['modules']}, caches chained by {report['chaining']}")
     if "taps" in report:
         lines.append(f"taps         {report['taps'] or 'settled with --target'}")
     if "model_type" in report:

@@ -6,8 +6,9 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from hf_specdec import Drafter, DrafterConfig, register_drafter
-from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
-from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, PEagleDrafter, Proposal
+from hf_specdec.config import DraftModelConfig, Eagle3Config, MtpConfig, PEagleConfig
+from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, MtpDrafter, PEagleDrafter, Proposal
+from hf_specdec.drafters.mtp import block_settings
 
 
 class OracleConfig(DrafterConfig):
@@ -88,6 +89,23 @@ def random_peagle(target: PreTrainedModel, seed: int = 0, **options) -> PEagleDr
     return drafter
 
 
+def random_mtp(target: PreTrainedModel, seed: int = 0, num_modules: int = 2, **options) -> MtpDrafter:
+    """Random MTP modules, made of the target's own kind of layers, bound to it."""
+    torch.manual_seed(seed)
+    text = target.config.get_text_config()
+    config = MtpConfig(
+        block=block_settings(text, num_modules),
+        num_modules=num_modules,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        initializer_range=0.3,
+        **options,
+    )
+    drafter = MtpDrafter(config).eval().to(target.device)
+    drafter.bind(target)
+    return drafter
+
+
 def draw_draft_vocabulary(drafter: Eagle3Drafter) -> None:
     """Make the draft vocabulary random tokens of the target's."""
     if drafter.d2t is not None:
@@ -151,4 +169,6 @@ RANDOM_DRAFTERS = {
     "p-eagle-sequential": partial(random_peagle, parallel_drafting=False),
     "pard": partial(random_draft_model, parallel=True),
     "draft-model": random_draft_model,
+    "mtp": random_mtp,
+    "mtp-by-target": partial(random_mtp, chaining="target"),
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract import MAX_NEW_TOKENS, PROMPTS, continuations
-from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_peagle
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp, random_peagle
 from targets import PAD, padded_prompts, tiny_target
 
 from hf_specdec import graphs
@@ -47,6 +47,8 @@ def drafters(target, inputs, free):
     yield random_eagle3(target)
     yield random_peagle(target)
     yield copy_of(target)
+    yield random_mtp(target)
+    yield random_mtp(target, chaining="target")
 
 
 OPTIONS = {
@@ -64,7 +66,7 @@ def test_captured_rounds_say_the_same(monkeypatch, option, batch):
     target = tiny_target("llama")
     inputs = padded_prompts(PROMPTS[batch])
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
-    for which in range(4):
+    for which in range(6):
         texts, rows = [], []
         for replayed in (False, True):
             if replayed:

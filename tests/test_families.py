@@ -10,7 +10,7 @@ from dialects import Spec, make_weights, tiny_target, write
 from safetensors.torch import save_file
 
 from hf_specdec import AutoDrafter
-from hf_specdec.drafters.families import DRAFT_MODEL, P_EAGLE, check_family
+from hf_specdec.drafters.families import DRAFT_MODEL, MTP, P_EAGLE, check_family
 from hf_specdec.drafters.families import EAGLE3 as EAGLE_3
 
 SPEC = Spec()
@@ -53,7 +53,12 @@ REFUSED = {
         "latent attention",
     ),
     "mtp": (LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}, [], "MTP modules"),
-    "mtp of qwen3.5": ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}, [], "MTP modules"),
+    "mtp of minimax": ({"model_type": "minimax_m3", "num_mtp_modules": 1}, [], "MTP modules"),
+    "mtp of mimo-v2": (
+        {"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"]},
+        ["model.mtp.layers.0.enorm.weight"],
+        "MTP modules",
+    ),
 }
 
 RECOGNISED = {
@@ -87,6 +92,22 @@ RECOGNISED = {
         EAGLE3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": False, "mask_token_id": 3},
         ["model.fc.weight"],
         EAGLE_3,
+    ),
+    "mtp of deepseek": (
+        {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+        ["model.layers.61.enorm.weight"],
+        MTP,
+    ),
+    "mtp of qwen3-next, which does not say so": (
+        {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
+        ["model.embed_tokens.weight", "mtp.fc.weight"],
+        MTP,
+    ),
+    "mtp of qwen3.5": ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}, [], MTP),
+    "mtp of speculators": (
+        SPECULATORS | {"speculators_model_type": "mtp", "transformer_layer_config": {"model_type": "qwen3"}},
+        ["mtp_layers.0.input_proj.weight"],
+        MTP,
     ),
     "pard": (LLAMA | {"pard_token": 7, "spd_type": "pard"}, ["model.embed_tokens.weight"], DRAFT_MODEL),
     "draft model": (LLAMA, ["model.layers.0.mlp.up_proj.weight"], DRAFT_MODEL),

@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 batches = pytest.mark.parametrize("batch", [1, 3])
-kinds = pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model"])
+kinds = pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model", "mtp", "mtp-by-target"])
 
 
 def target_and_inputs(batch):

@@ -39,7 +39,7 @@ def test_greedy_is_identical_for_drafters_from_terrible_to_perfect(family, batch
 
 @pytest.mark.core
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model"])
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model", "mtp"])
 def test_greedy_is_identical_with_every_family_of_drafters(kind, family):
     target, inputs, plain = prompts_and_plain(family, 3)
     drafter = RANDOM_DRAFTERS[kind](target)

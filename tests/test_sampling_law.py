@@ -455,7 +455,7 @@ def test_draws_of_the_engine(how, call):
 
 @pytest.mark.core
 @pytest.mark.parametrize(("call", "num_draft_tokens"), [("hot", 2), ("top_k", 3)])
-@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model"])
+@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
 def test_draws_with_every_family_of_drafters(kind, call, num_draft_tokens):
     target = tiny_target()
     check_draws(tiny_drafter(kind, target, num_draft_tokens, draft_probs=True), target, call)

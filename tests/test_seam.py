@@ -222,7 +222,7 @@ def test_model_is_as_it_was_after_an_error(who, engine, calls, monkeypatch):
 
 @pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
-@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model"])
+@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
 def test_drafter_is_as_it_was(kind, engine, monkeypatch):
     """Also after an error; and the target is."""
     target = tiny_target("llama")
@@ -230,9 +230,9 @@ def test_drafter_is_as_it_was(kind, engine, monkeypatch):
     plain = target.generate(**inputs, **options)
     drafter = RANDOM_DRAFTERS[kind](target).configure(engine=engine, num_assistant_tokens=3)
     before = traces(target), traces(drafter.eval())
-    call, extend = in_trouble_after(4), drafter.extend
+    call, draw = in_trouble_after(1), drafter.draw
     with monkeypatch.context() as patch:
-        patch.setattr(drafter, "extend", lambda *args, **kwargs: (call(), extend(*args, **kwargs))[1])
+        patch.setattr(drafter, "draw", lambda *args, **kwargs: (call(), draw(*args, **kwargs))[1])
         with pytest.raises(Trouble):
             target.generate(**inputs, **options, assistant_model=drafter)
     for _ in range(2):

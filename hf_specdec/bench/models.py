@@ -21,7 +21,8 @@ from ..drafters import Drafter
 from ..drafters.auto import AutoDrafter, read_config
 from ..drafters.base import registered_drafters
 from ..drafters.checkpoints import Checkpoint, StoredTensor, read_config_file
-from ..drafters.families import DRAFT_MODEL, check_family
+from ..drafters.families import EAGLE3, MTP, P_EAGLE, check_family
+from ..drafters.mtp_layouts import implied_names
 
 GGUF_SUFFIX = ".gguf"
 
@@ -105,7 +106,10 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     file, settings = read_config_file(name)
     published = settings.get("model_type") not in registered_drafters()
     tensors = {}
-    if published and check_family(name, settings, ()) != DRAFT_MODEL:
+    kind = check_family(name, settings, ()) if published else None
+    if kind == MTP:
+        tensors = dict.fromkeys(implied_names(settings), StoredTensor((), "BF16", Path()))
+    elif kind in (EAGLE3, P_EAGLE):
         tensors = _implied_tensors(settings, target.config.get_text_config())
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
     with torch.device(target.device):

@@ -4,6 +4,7 @@ from .auto import AutoDrafter
 from .base import Drafter, Proposal, register_drafter
 from .draft_model import DraftModelDrafter
 from .eagle3 import Eagle3Drafter
+from .mtp import MtpDrafter
 from .peagle import PEagleDrafter
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "DraftModelDrafter",
     "Drafter",
     "Eagle3Drafter",
+    "MtpDrafter",
     "PEagleDrafter",
     "Proposal",
     "register_drafter",

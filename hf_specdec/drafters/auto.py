@@ -18,7 +18,8 @@ from .checkpoints import Checkpoint, open_checkpoint
 from .dialects import Decision, read_eagle3, read_peagle, refuse_masks
 from .draft_model import DraftModelDrafter, read_draft_model
 from .eagle3 import Eagle3Drafter
-from .families import DRAFT_MODEL, EAGLE3, P_EAGLE, check_family
+from .families import DRAFT_MODEL, EAGLE3, MTP, P_EAGLE, check_family, drafter_tensors
+from .mtp import MtpDrafter, read_mtp
 from .peagle import PEagleDrafter
 from .tensors import plain_weight
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _READERS = {
     EAGLE3: (read_eagle3, Eagle3Drafter),
     P_EAGLE: (read_peagle, PEagleDrafter),
+    MTP: (read_mtp, MtpDrafter),
     DRAFT_MODEL: (read_draft_model, DraftModelDrafter),
 }
 
@@ -146,11 +148,16 @@ class AutoDrafter:
         share_head: bool | None = None,
         parallel_drafting: bool | None = None,
         mask_token_id: int | None = None,
+        hidden_first: bool | None = None,
+        norm_offset: bool | None = None,
+        zero_first_embedding: bool | None = None,
+        chaining: str | None = None,
     ) -> Drafter:
         """Load a drafter as published, bound to `target`, in eval mode.
 
         Args:
-            pretrained_model_name_or_path: folder, or repository on the Hub.
+            pretrained_model_name_or_path: folder, or repository on the Hub. The target's own for its MTP modules, of
+                whose checkpoint only their tensors are read, and only the shards that hold them are fetched.
             target: the model that is to be sped up.
             num_assistant_tokens: draft tokens a round (K); the checkpoint's own if None.
             draft_probs, engine: see `Drafter.configure`.
@@ -160,7 +167,7 @@ class AutoDrafter:
             dtype: the target's if None.
             device_map: the device of the target's last layer if None.
             taps: boundaries to tap; boundary b is the stream that enters layer b, or leaves the last for b = n.
-            norm_before_residual, norm_output, final_norm: see `Eagle3Config`.
+            norm_before_residual, norm_output, final_norm: see `Eagle3Config`; `norm_output` also `MtpConfig`.
             rope_theta: base of the draft layers' RoPE.
             rope_parameters: all of the draft layers' RoPE, `{"rope_type": ..., "rope_theta": ..., ...}`.
             share_embedding, share_head: True to use the target's, False to use the checkpoint's own. None: the
@@ -168,6 +175,7 @@ class AutoDrafter:
             parallel_drafting: True to draft all tokens of a round in one pass, False one after the other; by default
                 what the checkpoint was trained for.
             mask_token_id: the token that stands in parallel drafting where there is no token yet.
+            hidden_first, norm_offset, zero_first_embedding, chaining: see `MtpConfig`.
 
         Raises:
             OSError: no such repository, no access, or a file is missing.
@@ -187,11 +195,16 @@ class AutoDrafter:
             "share_head": share_head,
             "parallel_drafting": parallel_drafting,
             "mask_token_id": mask_token_id,
+            "hidden_first": hidden_first,
+            "norm_offset": norm_offset,
+            "zero_first_embedding": zero_first_embedding,
+            "chaining": chaining,
         }
         checkpoint = open_checkpoint(
             pretrained_model_name_or_path,
             subfolder=subfolder,
             revision=revision,
+            select=drafter_tensors(overrides),
             token=token,
             cache_dir=cache_dir,
             local_files_only=local_files_only,
@@ -221,17 +234,18 @@ def _device_map_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
 def share_with_target(
     drafter: Drafter, target: PreTrainedModel, share_embedding: bool | None, share_head: bool | None
 ) -> None:
-    """Drop the drafter's own embedding or head where it is a copy of the target's or the caller says so."""
+    """Drop the drafter's own embeddings or heads where they are copies of the target's or the caller says so."""
     pairs = (
         ("embed_tokens", "own_embedding", target.get_input_embeddings(), share_embedding),
         ("lm_head", "own_head", target.get_output_embeddings(), share_head),
     )
     for attribute, field, theirs, share in pairs:
-        own = getattr(drafter, attribute, None)
-        if own is None or share is False:
+        owners = [module for module in drafter.sharing_modules if getattr(module, attribute, None) is not None]
+        if not owners or share is False:
             continue
-        if share or _same_weight(own, theirs):
-            setattr(drafter, attribute, None)
+        if share or all(_same_weight(getattr(module, attribute), theirs) for module in owners):
+            for module in owners:
+                setattr(module, attribute, None)
             setattr(drafter.config, field, False)
 
 

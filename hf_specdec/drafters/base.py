@@ -6,11 +6,14 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from .. import ops
 from ..config import DrafterConfig, check_num_assistant_tokens
 from ..sessions import SessionPool
-from .tensors import KEY_MAPPING, check_tensors
+from .tensors import KEY_MAPPING, check_tensors, plain_weight
 
 if TYPE_CHECKING:
     from ..sampling import Verdict
@@ -83,6 +86,11 @@ class Drafter(PreTrainedModel):
     def taps_last_hidden_state(self) -> bool:
         """Whether the drafter reads the target's last hidden state, after the final norm, instead of boundaries."""
         return False
+
+    @property
+    def sharing_modules(self) -> list[nn.Module]:
+        """The modules that may have an `embed_tokens` and an `lm_head` in place of the target's."""
+        return [self]
 
     @property
     def is_bound(self) -> bool:
@@ -210,6 +218,67 @@ class Drafter(PreTrainedModel):
             verdict: of the round; the first `verdict.committed[b]` rows of the block are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
+
+
+def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, name: str) -> None:
+    """Check that a drafter called `name` reads hidden states and writes tokens of the size that `target` has.
+
+    Raises:
+        ValueError: it was made for another hidden size or vocabulary.
+    """
+    text, target_name = target.get_text_config(), target.name_or_path or target.model_type
+    if text.hidden_size != hidden_size:
+        raise ValueError(
+            f"{name} was made for a target with hidden_size {hidden_size}, but {target_name} has "
+            f"hidden_size {text.hidden_size}: it is a drafter for another model."
+        )
+    if text.vocab_size != vocab_size:
+        raise ValueError(
+            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
+            f"{text.vocab_size}: it is a drafter for another model."
+        )
+
+
+def borrow_weight(module: nn.Module | None, what: str, width: int, name: str) -> torch.Tensor:
+    """The weight `[V, width]` of the target's `module`, its embedding or head, for a drafter called `name`.
+
+    Raises:
+        ValueError: it has none that can be read, or one of another width.
+    """
+    weight = getattr(module, "weight", None)
+    if weight is None or not weight.is_floating_point():
+        raise ValueError(
+            f"{name} has no {what} of its own and must borrow the target's, but the target's is "
+            f"{type(module).__name__}; expected a module with a floating-point `weight`."
+        )
+    if weight.device.type == "meta":
+        raise ValueError(
+            f"{name} has no {what} of its own and must borrow the target's, but that is offloaded and not in "
+            f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
+        )
+    if weight.dim() != 2:
+        raise ValueError(
+            f"{name} has no {what} of its own and must borrow the target's, but that has shape "
+            f"{list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, FSDP): load "
+            "all of the target in every process, or use a drafter that has its own."
+        )
+    if weight.shape[1] != width:
+        raise ValueError(
+            f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
+            f"{width}, so it cannot be borrowed."
+        )
+    return plain_weight(weight)
+
+
+def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `tokens` `[...]` int64 of an embedding `weight` `[V, H]`, where the tokens are."""
+    # A target that is spread over devices has its embedding on another one than its last layer.
+    return F.embedding(tokens.to(weight.device), weight).to(tokens.device, dtype)
+
+
+def score(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Logits `[..., V]` of `normed` `[..., H]` by a head `weight` `[V, H]`, where `normed` is."""
+    return ops.linear(normed.to(weight.device), weight.to(normed.dtype)).to(normed.device)
 
 
 _FAMILIES: dict[str, type[Drafter]] = {}

@@ -41,6 +41,7 @@ class CachedDrafter(Drafter):
     before it. What a draft or a mask wrote into the cache is overwritten with what was kept in the next round.
 
     A family implements `extend`, `num_cached_layers` and, if it reads hidden states, `spread`; and says its `shift`.
+    MTP modules, each of which runs the first pass, have another loop than `propose` over the same inputs and draws.
     To be trained it implements `unroll` and `head_weight`.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 CONFIG_FILE = "config.json"
@@ -39,13 +40,13 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter's checkpoint, fully on this machine, its weights not loaded.
+    """A drafter's checkpoint, all of it that a drafter needs on this machine, its weights not loaded.
 
     Attributes:
         name: repository or folder as the user gave it, with the subfolder.
         folder: where the files lie: the folder itself, or the Hub cache's snapshot of one commit.
         config: content of `config.json`.
-        tensors: what the weight files hold, by the names in the files.
+        tensors: what the weight files hold that was asked for, by the names in the files.
     """
 
     name: str
@@ -60,6 +61,21 @@ class Checkpoint:
             with safe_open(file, framework="pt") as opened:
                 return opened.get_tensor(name)
         return _load_pickle(file)[name]
+
+    def read_all(self) -> dict[str, torch.Tensor]:
+        """Load all of `tensors`, and nothing else of their files."""
+        by_file: dict[Path, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            by_file.setdefault(tensor.file, []).append(name)
+        found: dict[str, torch.Tensor] = {}
+        for file, names in by_file.items():
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as opened:
+                    found |= {name: opened.get_tensor(name) for name in names}
+            else:
+                state = _load_pickle(file)
+                found |= {name: state[name] for name in names}
+        return found
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -105,18 +121,48 @@ class Checkpoint:
         return all(tensor.file.suffix == ".safetensors" for tensor in self.tensors.values())
 
 
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Context without transformers' progress bar and report on loading: what they say becomes one error here."""
+    was_shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if was_shown:
+            hf_logging.enable_progress_bar()
+
+
+# Which tensors are wanted, given config.json and all names.
+Selection = Callable[[Mapping[str, Any], Collection[str]], Collection[str]]
+
+
+def all_tensors(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
+    """The `Selection` of every tensor."""
+    return names
+
+
 def _enumerate(names: Sequence[str]) -> str:
     more = len(names) - NAMED_TENSORS
     return ", ".join(names[:NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
 
 
-def open_checkpoint(repo: str | Path, subfolder: str = "", revision: str | None = None, **hub: Any) -> Checkpoint:
-    """Find, and download where needed, every file of the checkpoint and read their headers.
+def open_checkpoint(
+    repo: str | Path,
+    subfolder: str = "",
+    revision: str | None = None,
+    select: Selection = all_tensors,
+    **hub: Any,
+) -> Checkpoint:
+    """Find, and download where needed, the files of the checkpoint that hold what is wanted, and read their headers.
 
     Args:
         repo: folder, or repository on the Hub.
         subfolder: folder inside it that holds the checkpoint.
         revision: branch, tag or commit. All files are taken from the one commit that it stands for.
+        select: which tensors are wanted. Shards without any of them are not looked for.
         hub: `token`, `cache_dir`, `local_files_only`, `force_download`, as in `PreTrainedModel.from_pretrained`.
 
     Raises:
@@ -126,8 +172,13 @@ def open_checkpoint(repo: str | Path, subfolder: str = "", revision: str | None 
     name = f"{repo}/{subfolder}" if subfolder else str(repo)
     config_file, config = read_config_file(repo, subfolder, revision, **hub)
     commit = extract_commit_hash(str(config_file), None)
-    files = _fetch_weights(name, repo, subfolder, commit or revision, hub)
-    return Checkpoint(name, config_file.parent, config, _headers(files))
+
+    def wanted(names: Collection[str]) -> Collection[str]:
+        return select(config, names)
+
+    tensors = _headers(_fetch_weights(name, repo, subfolder, commit or revision, wanted, hub))
+    kept = set(wanted(tensors.keys()))
+    return Checkpoint(name, config_file.parent, config, {key: tensors[key] for key in tensors if key in kept})
 
 
 def read_config_file(
@@ -165,7 +216,12 @@ def _fetch(
 
 
 def _fetch_weights(
-    name: str, repo: str | Path, subfolder: str, revision: str | None, hub: Mapping[str, Any]
+    name: str,
+    repo: str | Path,
+    subfolder: str,
+    revision: str | None,
+    wanted: Callable[[Collection[str]], Collection[str]],
+    hub: Mapping[str, Any],
 ) -> list[Path]:
     for candidate in WEIGHT_FILES:
         file = _fetch(repo, candidate, subfolder, revision, hub)
@@ -175,7 +231,11 @@ def _fetch_weights(
         raise OSError(f"{name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}.")
     if file.suffix != ".json":
         return [file]
-    shards = sorted(set(_read_json(file).get("weight_map", {}).values()))
+    places = _read_json(file).get("weight_map", {})
+    # An index without what is wanted is for the reader of the checkpoint to judge; one without anything is damaged.
+    if places and not (wanted_names := wanted(places.keys())):
+        return []
+    shards = sorted({places[tensor] for tensor in wanted_names}) if places else []
     files = [_fetch(repo, shard, subfolder, revision, hub) for shard in shards]
     missing = [shard for shard, found in zip(shards, files, strict=True) if found is None]
     if missing or not shards:

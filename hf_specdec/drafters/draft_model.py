@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging as hf_logging
 
 from ..attention import ATTENTION_NAME, registered_attention
 from ..config import DraftModelConfig
@@ -25,7 +23,7 @@ from ..hosting import why_not_hosted
 from ..taps import decoder_layers
 from .base import register_drafter
 from .cached import CachedDrafter
-from .checkpoints import Checkpoint
+from .checkpoints import Checkpoint, quiet_loading
 from .dialects import Decisions, Reading, check_mask_token
 from .unrolled import UNROLLED_NAME, UnrolledAttention, following
 
@@ -145,20 +143,6 @@ def read_language_model(checkpoint: Checkpoint) -> PreTrainedConfig:
     return config
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context without transformers' progress bar and report on loading: what they say becomes one error here."""
-    was_shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if was_shown:
-            hf_logging.enable_progress_bar()
-
-
 @register_drafter
 class DraftModelDrafter(CachedDrafter):
     """An `AutoModelForCausalLM` checkpoint that drafts from tokens alone.
@@ -186,7 +170,7 @@ class DraftModelDrafter(CachedDrafter):
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
         """As for every family; how such files' names become those of a model is transformers' to know, so it loads."""
-        with checkpoint.building(), _quiet():
+        with checkpoint.building(), quiet_loading():
             model, info = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 device_map="meta",

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .. import ops
 from ..attention import cached_attend
 from ..config import Eagle3Config, default_taps
 from ..taps import decoder_layers
-from .base import register_drafter
+from .base import borrow_weight, check_sizes, embed, register_drafter, score
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
-from .tensors import plain_weight
 from .unrolled import UnrolledAttention, following
 
 if TYPE_CHECKING:
@@ -32,17 +29,8 @@ def check_fit(config: Eagle3Config, target: PreTrainedConfig, num_layers: int, n
     Raises:
         ValueError: it was made for another hidden size, vocabulary or number of layers.
     """
-    text, target_name = target.get_text_config(), target.name_or_path or target.model_type
-    if text.hidden_size != config.target_hidden_size:
-        raise ValueError(
-            f"{name} was made for a target with hidden_size {config.target_hidden_size}, but {target_name} has "
-            f"hidden_size {text.hidden_size}: it is a drafter for another model."
-        )
-    if text.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"{name} was made for a vocabulary of {config.vocab_size} tokens, but {target_name} has "
-            f"{text.vocab_size}: it is a drafter for another model."
-        )
+    check_sizes(config.target_hidden_size, config.vocab_size, target, name)
+    target_name = target.name_or_path or target.model_type
     if not config.use_aux_hidden_state:
         return []
     taps = config.taps if config.taps is not None else default_taps(num_layers)
@@ -125,45 +113,19 @@ class Eagle3Drafter(CachedDrafter):
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         borrowed = {}
         if self.embed_tokens is None:
-            borrowed["embedding"] = self._borrow(target.get_input_embeddings(), "embedding", name)
+            borrowed["embedding"] = borrow_weight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
         if self.lm_head is None:
-            head = self._borrow(target.get_output_embeddings(), "head", name)
+            head = borrow_weight(target.get_output_embeddings(), "head", config.hidden_size, name)
             borrowed["head"] = head if target_ids is None else head.detach()[target_ids.to(head.device)]
         self._borrowed = borrowed
         self.target_ids = target_ids
         self._taps = taps
         self._note_binding(target)
 
-    def _borrow(self, module: nn.Module | None, what: str, name: str) -> torch.Tensor:
-        weight = getattr(module, "weight", None)
-        if weight is None or not weight.is_floating_point():
-            raise ValueError(
-                f"{name} has no {what} of its own and must borrow the target's, but the target's is "
-                f"{type(module).__name__}; expected a module with a floating-point `weight`."
-            )
-        if weight.device.type == "meta":
-            raise ValueError(
-                f"{name} has no {what} of its own and must borrow the target's, but that is offloaded and not in "
-                f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
-            )
-        if weight.dim() != 2:
-            raise ValueError(
-                f"{name} has no {what} of its own and must borrow the target's, but that has shape "
-                f"{list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, FSDP): load "
-                "all of the target in every process, or use a drafter that has its own."
-            )
-        if weight.shape[1] != self.config.hidden_size:
-            raise ValueError(
-                f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
-                f"{self.config.hidden_size}, so it cannot be borrowed."
-            )
-        return plain_weight(weight)
-
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[...]` int64 target tokens to `[..., H]`."""
         weight = self.embed_tokens.weight if self.embed_tokens is not None else self._borrowed["embedding"]
-        # A target that is spread over devices has its embedding on another one than its last layer.
-        return F.embedding(tokens.to(weight.device), weight).to(tokens.device, self.dtype)
+        return embed(tokens, weight, self.dtype)
 
     def combine(self, taps: torch.Tensor) -> torch.Tensor:
         """`[..., tap_width]` taps of the target, ascending boundaries side by side, to `[..., H]`."""
@@ -218,7 +180,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V_d]`."""
-        logits = ops.linear(normed.to(self.head_weight.device), self.head_weight.to(normed.dtype)).to(normed.device)
+        logits = score(normed, self.head_weight)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     @property

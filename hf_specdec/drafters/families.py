@@ -6,8 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from ..config import DrafterConfig
+from .checkpoints import Selection
+from .mtp_layouts import FAMILIES as MTP_FAMILIES
+from .mtp_layouts import find_family, holds_modules, is_speculators_mtp, needed_tensors, telling_names
 
-EAGLE3, P_EAGLE, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "draft model"
+EAGLE3, P_EAGLE, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "MTP", "draft model"
 _NOT_YET = "this version does not run that family yet"
 
 
@@ -117,13 +120,12 @@ def _is_mla(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> 
 
 
 def _is_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "mtp_config")
-    sources = (config, config.get("text_config") or {})
-    return config.get("speculators_model_type") == "mtp" or (
-        not is_eagle3(config, tensors)
-        and not _is_peagle(config, names, tensors)
-        and any(source.get(key) for source in sources for key in keys)
-    )
+    is_eagle = is_eagle3(config, tensors) or _is_peagle(config, names, tensors)
+    return is_speculators_mtp(config) or (not is_eagle and holds_modules(config, tensors))
+
+
+def _is_other_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return _is_mtp(config, names, tensors) and find_family(config) is None
 
 
 def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
@@ -152,13 +154,17 @@ REFUSALS = (
     Refusal("DFlash", _NOT_YET, _is_dflash),
     Refusal("an MLP speculator", "it is not supported; use an EAGLE-3 drafter", _has("n_predict")),
     Refusal("EAGLE-3 or P-EAGLE with multi-head latent attention in its draft layers", _NOT_YET, _is_mla),
-    Refusal("MTP modules (multi-token prediction)", _NOT_YET, _is_mtp),
+    Refusal(
+        "MTP modules (multi-token prediction) of a model type that is not supported",
+        f"supported are {', '.join(sorted(MTP_FAMILIES))} and speculators' form for Qwen3, Qwen3-Next and Qwen3.5",
+        _is_other_mtp,
+    ),
     Refusal("EAGLE-1 or EAGLE-2", "they are not supported; use an EAGLE-3 drafter for the same target", _is_eagle1),
 )
 
 
 def check_family(name: str, config: Mapping[str, Any], tensors: Collection[str]) -> str:
-    """Return `EAGLE3`, `P_EAGLE` or `DRAFT_MODEL`.
+    """Return `EAGLE3`, `P_EAGLE`, `MTP` or `DRAFT_MODEL`.
 
     Raises:
         ValueError: another family, named, or none; then with what was looked for.
@@ -176,12 +182,33 @@ def check_family(name: str, config: Mapping[str, Any], tensors: Collection[str])
         return P_EAGLE
     if is_eagle3(config, tensors):
         return EAGLE3
+    if _is_mtp(config, names, tensors):
+        return MTP
     if _is_language_model(config, names):
         return DRAFT_MODEL
     raise ValueError(
         f"{name} is a checkpoint of no known drafter dialect. Looked in config.json for a model_type of hf_specdec, "
         "speculators_model_type (speculators), eagle_config (NVIDIA ModelOpt, SpecForge), an Eagle3 architecture "
-        "(SpecForge), draft_vocab_size (SafeAILab), ptd_token_id (Amazon), a ForCausalLM architecture (draft models, "
-        f"PARD); found model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the "
-        f"keys {sorted(config)}."
+        "(SpecForge), draft_vocab_size (SafeAILab), ptd_token_id (Amazon), num_nextn_predict_layers and its like "
+        "(MTP), a ForCausalLM architecture (draft models, PARD); "
+        f"found model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the keys "
+        f"{sorted(config)}."
     )
+
+
+def drafter_tensors(overrides: Mapping[str, Any]) -> Selection:
+    """Which tensors of a checkpoint a drafter needs: those of the MTP modules if it holds such, otherwise all.
+
+    Args:
+        overrides: by their keywords in `AutoDrafter.from_pretrained`; they may ask for tensors that would be borrowed.
+    """
+
+    def select(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
+        model_type = config.get("model_type") or ""
+        if model_type.startswith(DrafterConfig.model_type) or not _is_mtp(config, architectures(config), names):
+            return names
+        if find_family(config) is None:
+            return telling_names(names)
+        return [tensor.published for tensor in needed_tensors(config, names, overrides)]
+
+    return select

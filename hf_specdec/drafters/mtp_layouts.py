@@ -1,0 +1,245 @@
+"""Published forms of MTP modules: which tensors of a target's checkpoint are theirs, and how each family runs them.
+
+Names and wiring follow the publishers' checkpoints and vLLM's readers of them (deepseek_mtp.py, glm4_moe_mtp.py,
+step3p5_mtp.py, mimo_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py) and vllm-project/speculators (models/mtp).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+# Where a configuration says how many modules there are, in the order in which they are asked.
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+
+# Names around a module's decoder layer, as published, and in the normal form.
+_FRAME_NAMES = {
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "projection",
+    "shared_head.norm": "final_norm",
+    "shared_head.head": "lm_head",
+    "shared_head.output": "lm_head",
+    "embed_tokens": "embed_tokens",
+    "token_layernorm": "embedding_norm",
+    "hidden_layernorm": "hidden_norm",
+    "input_proj": "projection",
+    "final_layernorm": "final_norm",
+    "pre_fc_norm_embedding": "embedding_norm",
+    "pre_fc_norm_hidden": "hidden_norm",
+    "fc": "projection",
+    "norm": "final_norm",
+}
+
+
+class MtpLayout(NamedTuple):
+    """What the tensors of MTP modules are called.
+
+    Attributes:
+        where: for messages.
+        pattern: of their names; `index` is a module's number and `part` its tensor. Without an index, the tensor is
+            shared by all modules.
+        example: name of a tensor that every module has, for an `index`.
+        is_appended: whether modules are numbered as layers behind the target's last.
+    """
+
+    where: str
+    pattern: re.Pattern[str]
+    example: str
+    is_appended: bool = False
+
+
+APPENDED = MtpLayout(
+    "layers behind the last of num_hidden_layers",
+    re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?:transformer\.)?(?P<part>.+)"),
+    "model.layers.{index}.eh_proj.weight",
+    is_appended=True,
+)
+MTP_LAYERS = MtpLayout(
+    "mtp_layers",
+    re.compile(r"(?:model\.)?mtp_layers\.(?P<index>\d+)\.(?P<part>.+)"),
+    "model.mtp_layers.{index}.input_proj.weight",
+)
+QWEN = MtpLayout(
+    "mtp",
+    re.compile(r"mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<part>.+)"),
+    "mtp.layers.{index}.input_layernorm.weight",
+)
+
+
+# A tensor of one expert, where they are not stacked.
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(.+)$")
+
+# Names that tell of MTP modules whatever the model is.
+_MODULE_NAME = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
+
+
+class MtpFamily(NamedTuple):
+    """How a family publishes and runs its modules; see `MtpConfig` for the switches.
+
+    Attributes:
+        title: the family's name.
+        layout: what its tensors are called.
+        block: transformers' model type of the decoder layers.
+    """
+
+    title: str
+    layout: MtpLayout
+    block: str
+    hidden_first: bool = False
+    norm_offset: bool = False
+    norm_output: bool = True
+    own_head: bool = False
+
+
+_STEP = MtpFamily("Step-3.5", APPENDED, "step3p5", norm_offset=True, norm_output=False, own_head=True)
+_QWEN35 = MtpFamily("Qwen3.5", QWEN, "qwen3_5_text", norm_offset=True)
+_QWEN35_MOE = MtpFamily("Qwen3.5-MoE", QWEN, "qwen3_5_moe_text", norm_offset=True)
+
+# By the model type of a target, or of its text model.
+FAMILIES = {
+    "deepseek_v3": MtpFamily("DeepSeek-V3", APPENDED, "deepseek_v3"),
+    "glm4_moe": MtpFamily("GLM-4.5", APPENDED, "glm4_moe"),
+    "step3p5": _STEP,
+    "step3p7": _STEP,
+    # Its own code builds Qwen2's layers under another name; transformers has no model of that name.
+    "mimo": MtpFamily("MiMo-7B", MTP_LAYERS, "qwen2", hidden_first=True),
+    "qwen3_next": MtpFamily("Qwen3-Next", QWEN, "qwen3_next", norm_offset=True),
+    "qwen3_5": _QWEN35,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": _QWEN35_MOE,
+    "qwen3_5_moe_text": _QWEN35_MOE,
+}
+# Decoder layers of a module in speculators' form, and whether their norms scale by 1 + weight.
+_SPECULATORS_BLOCKS = {"qwen3": False, "qwen3_next": True, "qwen3_5_text": True, "qwen3_5_moe_text": True}
+
+
+def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether config.json, or the tensors called `names`, tell of MTP modules, of a supported family or of another."""
+    return (
+        is_speculators_mtp(config)
+        or stated_count(config) is not None
+        or bool(config.get("mtp_config") or module_tensors(config, names) or telling_names(names))
+    )
+
+
+def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
+    """Published names that tensors of other experts of the same layers give reason to expect."""
+    known = {tensor.published for tensor in tensors}
+    parts = [(tensor.published, _EXPERT.search(tensor.part)) for tensor in tensors]
+    experts = [(name.removesuffix(match[0]), int(match[1]), match[2]) for name, match in parts if match]
+    numbers = range(1 + max((number for _, number, _ in experts), default=-1))
+    layers = {layer for layer, _, _ in experts}
+    kinds = {kind for _, _, kind in experts}
+    names = (f"{layer}.experts.{number}.{kind}" for layer in layers for number in numbers for kind in kinds)
+    return [name for name in names if name not in known]
+
+
+def telling_names(names: Collection[str]) -> list[str]:
+    """Those of `names` that are names of MTP modules' tensors whatever the model is."""
+    return [name for name in names if _MODULE_NAME.match(name)]
+
+
+def is_speculators_mtp(config: Mapping[str, Any]) -> bool:
+    """Whether config.json describes a module published on its own by vllm-project/speculators."""
+    return config.get("speculators_model_type") == "mtp"
+
+
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes the layers."""
+    return config.get("transformer_layer_config" if is_speculators_mtp(config) else "text_config") or config
+
+
+def stated_count(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The key of config.json that says how many modules there are, and their number; None if there is none."""
+    for source in (config, text_settings(config)):
+        for key in COUNT_KEYS:
+            if source.get(key):
+                return key, source[key]
+    return None
+
+
+def find_family(config: Mapping[str, Any]) -> MtpFamily | None:
+    """The family whose modules config.json may describe; None if it is not known."""
+    model_type = text_settings(config).get("model_type", config.get("model_type"))
+    if is_speculators_mtp(config):
+        if model_type not in _SPECULATORS_BLOCKS:
+            return None
+        return MtpFamily("speculators", MTP_LAYERS, model_type, norm_offset=_SPECULATORS_BLOCKS[model_type])
+    return FAMILIES.get(model_type) or FAMILIES.get(config.get("model_type"))
+
+
+class ModuleTensor(NamedTuple):
+    """A tensor of an MTP module.
+
+    Attributes:
+        published: its name in the files.
+        index: of the module, from 0; None for a tensor that all modules share.
+        part: its name within the module, as published.
+    """
+
+    published: str
+    index: int | None
+    part: str
+
+    def names(self, num_modules: int) -> Iterator[str]:
+        """Its names in the normal form."""
+        stem, _, kind = self.part.rpartition(".")
+        for index in range(num_modules) if self.index is None else (self.index,):
+            if stem in _FRAME_NAMES:
+                yield f"frames.{index}.{_FRAME_NAMES[stem]}.{kind}"
+            else:
+                yield f"decoder.layers.{index}.{self.part}"
+
+    @property
+    def is_copy(self) -> str | None:
+        """`"lm_head"` or `"embed_tokens"` for a tensor that may be a copy of the target's; else None."""
+        name = _FRAME_NAMES.get(self.part.rpartition(".")[0])
+        return name if name in ("lm_head", "embed_tokens") else None
+
+
+def copies_kept(family: MtpFamily, overrides: Mapping[str, Any]) -> set[str]:
+    """Which of `"lm_head"` and `"embed_tokens"` modules have of their own.
+
+    Args:
+        overrides: `share_head` and `share_embedding` of `AutoDrafter.from_pretrained`; None or absent for the family's.
+    """
+    share_head, share_embedding = overrides.get("share_head"), overrides.get("share_embedding")
+    keeps_head = family.own_head if share_head is None else not share_head
+    return {name for name, kept in (("lm_head", keeps_head), ("embed_tokens", share_embedding is False)) if kept}
+
+
+def needed_tensors(
+    config: Mapping[str, Any], names: Collection[str], overrides: Mapping[str, Any]
+) -> list[ModuleTensor]:
+    """`module_tensors` without those for which the target's are used."""
+    family = find_family(config)
+    if family is None:
+        return []
+    kept = copies_kept(family, overrides)
+    return [tensor for tensor in module_tensors(config, names) if tensor.is_copy is None or tensor.is_copy in kept]
+
+
+def implied_names(config: Mapping[str, Any]) -> list[str]:
+    """One tensor's name for each module that config.json of a supported family says there is."""
+    layout, (_, count) = find_family(config).layout, stated_count(config) or (None, 1)
+    first = text_settings(config)["num_hidden_layers"] if layout.is_appended else 0
+    return [layout.example.format(index=first + index) for index in range(count)]
+
+
+def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[ModuleTensor]:
+    """Those of the tensors called `names` that belong to MTP modules, as config.json describes them."""
+    family = find_family(config)
+    if family is None:
+        return []
+    num_layers = text_settings(config).get("num_hidden_layers", 0) if family.layout.is_appended else 0
+    found = []
+    for name in names:
+        match = family.layout.pattern.fullmatch(name)
+        if match is None:
+            continue
+        index = None if match["index"] is None else int(match["index"]) - num_layers
+        if index is None or index >= 0:
+            found.append(ModuleTensor(name, index, match["part"]))
+    return found
