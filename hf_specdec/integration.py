@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -12,14 +13,30 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from .candidates import DrafterCandidateGenerator, assist
-from .decoding import decode
+from .decoding import Randomness, decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
 from .sampling import check_processors
 
 logger = logging.getLogger(__name__)
 
+# Settings of transformers' own assisted generation that a drafter cannot follow, and why that does no harm. A caller
+# who asks for one is told so. What would change the text, or name another drafter, is refused by `check_call`.
+UNUSED_SETTINGS = {
+    "num_assistant_tokens_schedule": "a drafter drafts the same number of tokens in every round",
+    "assistant_confidence_threshold": "a drafter drafts all tokens of a round, however sure it is of them",
+    "assistant_lookbehind": "a drafter reads the target's own tokens",
+    "target_lookbehind": "a drafter reads the target's own tokens",
+    "max_matching_ngram_size": "a drafter does not look drafts up in the prompt",
+}
+_NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+_OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
+# Keywords of `generate()` that only a call with a `Drafter` has.
+_RANDOMNESS = tuple(field.name for field in fields(Randomness))
+
 _ASSISTED_DECODING = GenerationMixin._assisted_decoding
+_EXTRACT_GENERATION_MODE_KWARGS = GenerationMixin._extract_generation_mode_kwargs
 _GET_CANDIDATE_GENERATOR = GenerationMixin._get_candidate_generator
 _PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
 _VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
@@ -42,11 +59,22 @@ def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
 @functools.wraps(_PREPARE_GENERATION_CONFIG)
 def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
     prepared, model_kwargs = _PREPARE_GENERATION_CONFIG(self, generation_config, *args, **kwargs)
-    # transformers fills in a default of its own, after which it cannot be told what the caller asked for.
-    asked = (kwargs, getattr(generation_config, "__dict__", {}), self.generation_config.__dict__)
-    numbers = (settings.get("num_assistant_tokens") for settings in asked)
-    prepared._asked_num_assistant_tokens = next((number for number in numbers if number is not None), None)
+    # transformers fills in defaults of its own, after which it cannot be told what the caller asked for.
+    places = (kwargs, getattr(generation_config, "__dict__", {}), self.generation_config.__dict__)
+    prepared._asked = {
+        name: next((place[name] for place in places if place.get(name) is not None), None)
+        for name in ("num_assistant_tokens", *UNUSED_SETTINGS)
+    }
     return prepared, model_kwargs
+
+
+@functools.wraps(_EXTRACT_GENERATION_MODE_KWARGS)
+def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
+    extracted = _EXTRACT_GENERATION_MODE_KWARGS(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+    if not isinstance(assistant_model, Drafter):
+        return extracted
+    given = {name: kwargs.pop(name) for name in _RANDOMNESS if name in kwargs}
+    return extracted | {name: value for name, value in given.items() if value is not None}
 
 
 @functools.wraps(_VALIDATE_GENERATION_MODE)
@@ -55,6 +83,11 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
     if not isinstance(drafter, Drafter):
         return _VALIDATE_GENERATION_MODE(self, generation_mode, generation_config, generation_mode_kwargs)
     check_call(self, drafter, generation_mode, generation_config)
+    if generation_mode_kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError(
+            "assistant_tokenizer was given, but a drafter reads and says the target's own tokens; expected none. "
+            "Drop that option."
+        )
     # What is left is what transformers checks for plain decoding; the rules for its own assistants do not apply.
     others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
     return _VALIDATE_GENERATION_MODE(self, GenerationMode.SAMPLE, generation_config, others)
@@ -62,6 +95,7 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
 
 _SEAM: dict[str, tuple[Callable, Callable]] = {
     "_assisted_decoding": (_ASSISTED_DECODING, _assisted_decoding),
+    "_extract_generation_mode_kwargs": (_EXTRACT_GENERATION_MODE_KWARGS, _extract_generation_mode_kwargs),
     "_get_candidate_generator": (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
     "_prepare_generation_config": (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
     "_validate_generation_mode": (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
@@ -105,6 +139,13 @@ def check_call(
             f"assistant_ensemble_weight is {config.assistant_ensemble_weight}, which accepts drafts lossily; "
             "hf_specdec is lossless only. Drop that option."
         )
+    for setting in _OTHER_DRAFTERS:
+        value = getattr(config, setting, None)
+        if value:
+            raise ValueError(
+                f"{setting} is {value!r}, which asks for drafts of another kind than those of the drafter that was "
+                "passed; expected one of the two. Drop that option or assistant_model."
+            )
     if model.device.type == "meta":
         raise ValueError(
             f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves "
@@ -149,8 +190,9 @@ def _generate(
     synced_gpus: bool = False,
     streamer=None,
     inputs_tensor: torch.Tensor | None = None,
-    assistant_tokenizer=None,
     tokenizer=None,
+    seeds=None,
+    generator: torch.Generator | None = None,
     **model_kwargs,
 ):
     """`GenerationMixin._assisted_decoding` for a `Drafter`: choose the engine and run it."""
@@ -161,8 +203,13 @@ def _generate(
         )
     if input_ids.shape[1] == 0:
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
-    num_draft_tokens = drafter.num_draft_tokens(getattr(generation_config, "_asked_num_assistant_tokens", None))
+    asked = getattr(generation_config, "_asked", {})
+    num_draft_tokens = drafter.num_draft_tokens(asked.get("num_assistant_tokens"))
+    for setting, why in UNUSED_SETTINGS.items():
+        if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
+            _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
     check_processors(logits_processor)
+    randomness = Randomness(seeds, generator)
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
     obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
     engine, reason = _choose_engine(drafter, obstacle)
@@ -180,7 +227,10 @@ def _generate(
             num_draft_tokens,
             reason,
             streamer,
+            randomness,
         )
+    if drafter.verification != "token":
+        _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
     return assist(
         _ASSISTED_DECODING,
         model,
@@ -191,6 +241,7 @@ def _generate(
         num_draft_tokens,
         reason,
         logits_processor=logits_processor,
+        randomness=randomness,
         streamer=streamer,
         inputs_tensor=inputs_tensor,
         **model_kwargs,
@@ -202,6 +253,11 @@ def _log_engine(engine: str, reason: str) -> None:
     """Say once which engine runs and why; loudly if it is the slow one and nobody asked for it."""
     level = logging.WARNING if engine == "stock" and not reason.startswith("forced") else logging.INFO
     logger.log(level, "hf_specdec runs the %s engine: %s", engine, reason)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    logger.warning("hf_specdec: %s", message)
 
 
 def _check_same_device(model: PreTrainedModel, drafter: Drafter) -> None:

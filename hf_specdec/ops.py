@@ -12,7 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from .kernels import reference
-from .kernels.reference import DraftInputs, Stream, Verdict, race, uniform
+from .kernels.reference import (
+    DraftInputs,
+    Stream,
+    Verdict,
+    exponential,
+    invert_draft_vocabulary,
+    over_vocabulary,
+    race,
+    row_seeds,
+    uniform,
+)
 
 __all__ = [
     "DraftInputs",
@@ -21,11 +31,16 @@ __all__ = [
     "attention",
     "best_draft",
     "draw_draft",
+    "exponential",
+    "invert_draft_vocabulary",
     "linear",
     "narrow_products",
+    "over_vocabulary",
     "prepare_inputs",
     "race",
+    "row_seeds",
     "uniform",
+    "verify_block",
     "verify_greedy",
     "verify_sampling",
     "write_kv",
@@ -98,6 +113,11 @@ def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
 def verify_sampling(scores: torch.Tensor, *args, **kwargs) -> Verdict:
     """`kernels.reference.verify_sampling`; on a GPU in Triton."""
     return (_verify() if _is_for_triton(scores) else reference).verify_sampling(scores, *args, **kwargs)
+
+
+def verify_block(scores: torch.Tensor, *args, **kwargs) -> Verdict:
+    """`kernels.reference.verify_block`; on a GPU in Triton."""
+    return (_verify() if _is_for_triton(scores) else reference).verify_block(scores, *args, **kwargs)
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:

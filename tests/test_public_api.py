@@ -17,6 +17,7 @@ ORDER = [
     "stats",
     "ops",
     "fusing",
+    "logits",
     "sampling",
     "cache",
     "attention",

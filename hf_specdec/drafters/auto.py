@@ -125,6 +125,7 @@ class AutoDrafter:
         num_assistant_tokens: int | None = None,
         draft_probs: bool | str = "auto",
         engine: str = "auto",
+        verification: str = "token",
         compile: bool = True,
         revision: str | None = None,
         subfolder: str = "",
@@ -151,7 +152,7 @@ class AutoDrafter:
             pretrained_model_name_or_path: folder, or repository on the Hub.
             target: the model that is to be sped up.
             num_assistant_tokens: draft tokens a round (K); the checkpoint's own if None.
-            draft_probs, engine: see `Drafter.configure`.
+            draft_probs, engine, verification: see `Drafter.configure`.
             compile: whether the engine may compile the round. It runs eagerly in this version, either way.
             revision, subfolder, token, cache_dir, local_files_only, force_download: where on the Hub, as in
                 `PreTrainedModel.from_pretrained`.
@@ -206,7 +207,7 @@ class AutoDrafter:
         drafter.config.name_or_path = checkpoint.name
         share_with_target(drafter, target, share_embedding, share_head)
         drafter.bind(target)
-        drafter.configure(num_assistant_tokens, draft_probs, engine)
+        drafter.configure(num_assistant_tokens, draft_probs, engine, verification)
         _log(checkpoint.name, found)
         return drafter.eval()
 
