@@ -19,6 +19,7 @@ from transformers import (
 from hf_specdec import Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters import Eagle3Drafter
+from hf_specdec.integration import _OTHER_DRAFTERS, UNUSED_SETTINGS, _warn
 
 
 def refused(target, drafter, match, inputs=None, **options):
@@ -167,7 +168,9 @@ def test_other_settings(drafter):
         drafter.configure(engine="fast")
     with pytest.raises(ValueError, match="draft_probs is 'yes'; expected True, False or \"auto\""):
         drafter.configure(draft_probs="yes")
-    assert drafter.engine == "auto" and drafter.draft_probs == "auto"
+    with pytest.raises(ValueError, match='verification is \'tree\'; expected "token" or "block"'):
+        drafter.configure(verification="tree")
+    assert drafter.engine == "auto" and drafter.draft_probs == "auto" and drafter.verification == "token"
     with pytest.raises(ValueError, match="draft_vocab_size is 200; expected 1 to vocab_size = 96"):
         DrafterConfig(vocab_size=96, draft_vocab_size=200)
 
@@ -205,6 +208,11 @@ def test_encoder_decoder(drafter):
         ({"num_beams": 3}, "num_beams"),
         ({"num_beams": 3, "do_sample": True}, "num_beams"),
         ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is 0.5, which accepts drafts lossily"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, which asks for drafts of another kind"),
+        ({"assistant_early_exit": 2}, "assistant_early_exit is 2, .* Drop that option or assistant_model"),
+        ({"use_mtp": True}, "use_mtp is True, .* Drop that option or assistant_model"),
+        ({"speculation_type": "dflash"}, "speculation_type is 'dflash', .* Drop that option or assistant_model"),
+        ({"assistant_tokenizer": object()}, "assistant_tokenizer was given, .* Drop that option"),
         ({"synced_gpus": True}, "synced_gpus is set .* expected synced_gpus=False"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state .* without a drafter"),
         (
@@ -216,6 +224,49 @@ def test_encoder_decoder(drafter):
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_options_that_do_not_go_with_a_drafter(target, drafter, options, match, engine):
     refused(target, drafter.configure(engine=engine), match, **options)
+
+
+@pytest.mark.core
+def test_every_setting_of_assisted_generation_is_honoured_refused_or_warned_about(target, drafter, caplog):
+    """None of transformers' settings for its own assistants is ignored without a word."""
+    about_drafts = ("assistant", "lookbehind", "lookup", "matching", "mtp", "speculation")
+    settings = {name for name in vars(GenerationConfig()) if any(part in name for part in about_drafts)}
+    assert settings == {
+        "num_assistant_tokens",  # honoured
+        "is_assistant",  # says of a model that it is one, which asks for nothing
+        "assistant_ensemble_weight",
+        *_OTHER_DRAFTERS,
+        *UNUSED_SETTINGS,
+    }
+    values = {
+        "num_assistant_tokens_schedule": "heuristic",
+        "assistant_confidence_threshold": 0.7,
+        "assistant_lookbehind": 7,
+        "target_lookbehind": 7,
+        "max_matching_ngram_size": 7,
+    }
+    inputs, options = padded_prompts(PROMPTS[1]), {"do_sample": False, "max_new_tokens": 6}
+    plain = target.generate(**inputs, **options)
+    assert values.keys() == UNUSED_SETTINGS.keys()
+    for name, value in values.items():
+        caplog.clear()
+        _warn.cache_clear()
+        out = target.generate(**inputs, **options, assistant_model=drafter, **{name: value})
+        assert torch.equal(out, plain)
+        assert f"{name}={value!r} has no effect" in caplog.text
+    caplog.clear()
+    target.generate(**inputs, **options, assistant_model=drafter)
+    neutral = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    target.generate(**inputs, **options, assistant_model=drafter, **neutral)
+    assert "no effect" not in caplog.text
+
+
+@pytest.mark.core
+def test_block_verification_is_not_promised_by_the_stock_engine(target, drafter, caplog):
+    _warn.cache_clear()
+    drafter.configure(engine="stock", verification="block")
+    target.generate(**padded_prompts(PROMPTS[1]), do_sample=True, max_new_tokens=4, assistant_model=drafter)
+    assert "verification='block' has no effect on the stock engine" in caplog.text
 
 
 @pytest.mark.core

@@ -545,19 +545,21 @@ def test_draws_of_the_engine(how, call):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("call", "num_draft_tokens"), [("hot", 2), ("top_k", 3)])
+@pytest.mark.parametrize(
+    ("verification", "call", "num_draft_tokens"), [("token", "hot", 2), ("token", "top_k", 3), ("block", "top_k", 3)]
+)
 @pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model"])
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_draws_with_every_family_of_drafters(verification, kind, call, num_draft_tokens):
+def test_draws_with_every_family_of_drafters(kind, verification, call, num_draft_tokens):
     target = tiny_target()
     drafter = tiny_drafter(kind, target, num_draft_tokens, draft_probs=True).configure(verification=verification)
     check_draws(drafter, target, call)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("parallel", "vocab_size"), [(False, 4), (True, 7)])
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_draws_with_a_draft_model_of_another_vocabulary(verification, parallel, vocab_size):
+@pytest.mark.parametrize(
+    ("parallel", "vocab_size", "verification"), [(False, 4, "token"), (True, 7, "token"), (False, 4, "block")]
+)
+def test_draws_with_a_draft_model_of_another_vocabulary(parallel, vocab_size, verification):
     target = tiny_target()
     drafter = random_draft_model(target, parallel, vocab_size, seed=3).configure(3, draft_probs=True)
     check_draws(drafter.configure(verification=verification), target, "plain_law")
