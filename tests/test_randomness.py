@@ -15,7 +15,7 @@ from hf_specdec.logits import RowTemperature
 MODES = {"point mass": (False, "token"), "soft": (True, "token"), "block": (True, "block")}
 modes = pytest.mark.parametrize("mode", MODES)
 kinds = pytest.mark.parametrize("kind", ["eagle3", "pard"])
-NEW = 12
+NEW = 10
 
 
 def drafter_of(target, kind, mode, engine="auto"):
@@ -34,7 +34,7 @@ def sample(target, inputs, drafter, **options):
 @kinds
 @modes
 def test_a_row_says_the_same_alone_in_a_batch_and_captured(mode, kind, monkeypatch):
-    """Rows with seeds and temperatures of their own: alone, with 4 others in a bucket of 8, and replayed."""
+    """Rows with seeds and temperatures of their own: alone, with others, and replayed in a bucket of 8."""
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8], seed=8)
     seeds, temperatures = torch.arange(8) * 7 + 2**40, torch.linspace(0.7, 1.6, 8)
     width = inputs["input_ids"].shape[1]
@@ -52,10 +52,10 @@ def test_a_row_says_the_same_alone_in_a_batch_and_captured(mode, kind, monkeypat
 
     together = texts_of(list(range(8)))
     assert len(set(map(tuple, together.tolist()))) == 8
-    for rows in ([0], [5], [6, 1, 3, 7, 4]):
+    for rows in ([5], [6, 1, 3]):
         assert torch.equal(texts_of(rows), together[rows])
     monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
-    for rows in ([5], [6, 1, 3, 7, 4], list(range(8))):
+    for rows in ([5], [6, 1, 3, 7, 4]):
         assert torch.equal(texts_of(rows), together[rows])
 
 
@@ -66,7 +66,7 @@ def test_replayed_rounds_serve_rows_of_any_temperature(monkeypatch):
     calls = [([0.6, 1.4], [1, 2]), ([1.5, 1.1], [1, 2]), ([0.6, 1.4], [3, 4])]
 
     def texts():
-        drafter = drafter_of(target, "eagle3", "soft")
+        drafter = drafter_of(target, "draft-model", "soft")
         return [
             sample(
                 target,
