@@ -195,7 +195,10 @@ def _generate(
     generator: torch.Generator | None = None,
     **model_kwargs,
 ):
-    """`GenerationMixin._assisted_decoding` for a `Drafter`: choose the engine and run it."""
+    """`GenerationMixin._assisted_decoding` for a `Drafter`: choose the engine and run it.
+
+    `seeds` and `generator` are keywords of `generate()` that a call with a `Drafter` has: see `Randomness`.
+    """
     if synced_gpus:
         raise ValueError(
             "synced_gpus is set (FSDP or DeepSpeed stage 3), but ranks with drafters take different numbers of "

@@ -101,6 +101,9 @@ class BlockProcessor:
     out or that ends the row. Rows of the batch that do not ask are shown too, at another point of their text, and the
     answer for them is not used; `prefix_allowed_tokens_fn` is not asked about them.
 
+    Where no processor reads the text, all positions are processed at once, and a `RowTemperature` takes its
+    temperatures from the state, so that a captured round serves any.
+
     Args:
         processors: as prepared by `generate()`.
         prompts: `[B, P]` int64, left-padded.
