@@ -545,6 +545,22 @@ def test_draws_of_the_engine(how, call):
 
 
 @pytest.mark.core
+def test_draws_notice_numbers_that_two_rounds_share(monkeypatch):
+    """Block verification looks at all drafts of a round; drawing the next round's by the same numbers bends the law."""
+    target, uniform = tiny_target(), reference.uniform
+    options, processors = CALLS["top_k"]
+    law = exact_law(target, PROMPT, LogitsProcessorList(processors))
+    drafter = tiny_drafter("eagle3", target, 3, draft_probs=True).configure(verification="block")
+    monkeypatch.setattr(
+        reference,
+        "uniform",
+        lambda seeds, positions, tokens, stream, steps=0: uniform(seeds, positions + steps, tokens, stream),
+    )
+    cells = draw(target, DRAWS // 4, 0, assistant_model=drafter, **options)
+    assert p_value(cells.bincount(minlength=len(law)), law) < 1e-6
+
+
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("verification", "call", "num_draft_tokens"), [("token", "hot", 2), ("token", "top_k", 3), ("block", "top_k", 3)]
 )
