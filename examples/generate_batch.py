@@ -143,7 +143,7 @@ class Generator:
             **inputs,
             **self._options,
             assistant_model=self._drafter,
-            row_seeds=[row_seed(self._args.seed, prompt.id) for prompt in prompts],
+            seeds=[row_seed(self._args.seed, prompt.id) for prompt in prompts],
             return_dict_in_generate=True,
         )
         new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()

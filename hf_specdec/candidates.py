@@ -15,10 +15,11 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .decoding import SpeculativeOutput, draws_draft_probs, row_seeds, sampling_temperature
+from .decoding import Randomness, SpeculativeOutput, draws_draft_probs, sampling_temperature
 from .drafters.base import Drafter
 from .hosting import has_recurrent_layers
-from .sampling import Verdict
+from .ops import over_vocabulary
+from .sampling import Verdict, row_temperatures
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
 from .taps import TapRecorder
@@ -52,6 +53,8 @@ class DrafterCandidateGenerator(CandidateGenerator):
             ever accepted past an end.
         config: as prepared by `generate()`.
         num_draft_tokens: K.
+        seeds: `[1]` int64, key of the drafter's random numbers.
+        row_temperatures: `[1]` float32, see `sampling.row_temperatures`.
     """
 
     requires_model_outputs = True
@@ -64,6 +67,8 @@ class DrafterCandidateGenerator(CandidateGenerator):
         criteria: SpokenCriteria,
         config: GenerationConfig,
         num_draft_tokens: int,
+        seeds: torch.Tensor,
+        row_temperatures: torch.Tensor | None,
     ):
         self._drafter = drafter
         self._recorder = recorder
@@ -71,6 +76,8 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._config = config
         self._num_draft_tokens = num_draft_tokens
         self._temperature = sampling_temperature(config)
+        self._seeds, self._row_temperatures = seeds, row_temperatures
+        self._draft_probs = draws_draft_probs(drafter, self._temperature, row_temperatures)
         self._state: DecodeState | None = None
         self._num_candidates = 0
         self._num_rounds = 0
@@ -97,8 +104,11 @@ class DrafterCandidateGenerator(CandidateGenerator):
         )
         if self._num_candidates == 0:
             return input_ids, None
-        probs = self._state.proposal.probs
-        logits = None if probs is None else probs[:, : self._num_candidates].log().to(input_ids.device)
+        proposal, logits = self._state.proposal, None
+        if proposal.probs is not None:
+            logits = proposal.probs[:, : self._num_candidates].log()
+            vocabulary = self._drafter.config.vocab_size
+            logits = over_vocabulary(logits, proposal.draft_ids, vocabulary, fill=float("-inf")).to(input_ids.device)
         return candidates[:, : length + self._num_candidates], logits
 
     def summary(self, reason: str) -> SpeculationStats:
@@ -107,7 +117,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             num_assistant_tokens=self._num_draft_tokens,
             engine="stock",
             reason=reason,
-            draft_probs=draws_draft_probs(self._drafter, self._temperature),
+            draft_probs=self._draft_probs,
             num_rounds=self._num_rounds,
             seconds=0.0 if self._start is None else time.perf_counter() - self._start,
         )
@@ -129,13 +139,13 @@ class DrafterCandidateGenerator(CandidateGenerator):
             batch=1,
             slots=len(tokens) + max_new_tokens + 1,
             num_draft_tokens=self._num_draft_tokens,
-            draft_probs=draws_draft_probs(self._drafter, self._temperature),
+            draft_probs=self._draft_probs,
             num_ends=0,
         )
         self._state = state = DecodeState.allocate(
             shape, self._drafter, num_layers=0, device=tokens.device, temperature=self._temperature
         )
-        state.begin([tokens], max_new_tokens, eos=None, seeds=row_seeds(1, self._config))
+        state.begin([tokens], max_new_tokens, None, self._seeds, self._row_temperatures)
         state.live = state.slots
         self._start = time.perf_counter()
         self._drafter.prefill(state, taps, torch.arange(num_seen, device=tokens.device)[None])
@@ -260,6 +270,7 @@ def assist(
     num_draft_tokens: int,
     reason: str,
     logits_processor: LogitsProcessorList,
+    randomness: Randomness | None = None,
     **kwargs,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate through transformers' `assisted_decoding` with our candidates.
@@ -270,6 +281,8 @@ def assist(
         drafter: bound to `model`.
         num_draft_tokens: K.
         reason: why this engine runs, for the statistics.
+        randomness: where random numbers come from. transformers' loop draws from torch's global generators; where the
+            caller names another source, they are seeded for the call and put back after it.
 
     Raises:
         ValueError: the batch has more than one row.
@@ -281,14 +294,17 @@ def assist(
             "without assistant_model."
         )
     criteria = SpokenCriteria(criteria)
+    randomness = randomness or Randomness()
+    seeds = randomness.row_seeds(1, sampling_temperature(config))
+    factors = row_temperatures(logits_processor, 1)
     with ExitStack() as stack:
-        if config._row_seeds is not None:
-            stack.enter_context(_seeded(int(config._row_seeds[0]), model))
+        if randomness.is_given:
+            stack.enter_context(_seeded(int(seeds[0]), model))
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
         cache = kwargs.get("past_key_values")
         if has_recurrent_layers(model) and (cache is None or cache.get_seq_length() == 0):
             kwargs["past_key_values"] = stack.enter_context(ReplayCache(model))
-        generator = DrafterCandidateGenerator(drafter, recorder, criteria, config, num_draft_tokens)
+        generator = DrafterCandidateGenerator(drafter, recorder, criteria, config, num_draft_tokens, seeds, factors)
         output = assisted_decoding(
             model,
             input_ids,

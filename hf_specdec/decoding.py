@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from .drafters.base import Drafter
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, experts_without_host
 from .ranks import from_first_rank
-from .sampling import BlockProcessor, Verdict, verify_greedy, verify_sampling
+from .sampling import BlockProcessor, Verdict, row_temperatures, verify_block, verify_greedy, verify_sampling
 from .sessions import Session, fingerprint
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
@@ -178,7 +178,9 @@ def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
     """Judge the state's proposal by `scores` `[B, K + 1, V]`."""
     if state.temperature is None:
         return verify_greedy(scores, state.proposal.tokens)
-    return verify_sampling(scores, state.proposal.tokens, state.proposal.probs, state.seeds, state.lengths)
+    if state.verification == "block" and state.proposal.probs is not None:
+        return verify_block(scores, *state.proposal, state.seeds, state.lengths, state.limits - state.lengths)
+    return verify_sampling(scores, *state.proposal, state.seeds, state.lengths)
 
 
 @contextmanager
@@ -198,26 +200,65 @@ def sampling_temperature(config: GenerationConfig) -> float | None:
     return (config.temperature or 1.0) if config.do_sample else None
 
 
-def draws_draft_probs(drafter: Drafter, temperature: float | None) -> bool:
-    """Whether drafts are drawn from the drafter's distribution at this temperature (None: greedy)."""
+def draws_draft_probs(drafter: Drafter, temperature: float | None, factors: torch.Tensor | None = None) -> bool:
+    """Whether drafts are drawn from the drafter's distribution.
+
+    Args:
+        temperature: None when decoding is greedy.
+        factors: of `row_temperatures`; the hottest row decides for the batch.
+    """
     if temperature is None:
         return False
     if drafter.draft_probs == "auto":
-        return temperature >= DRAFT_PROBS_TEMPERATURE
+        hottest = temperature if factors is None else temperature * float(factors.max())
+        return hottest >= DRAFT_PROBS_TEMPERATURE
     return bool(drafter.draft_probs)
 
 
-def row_seeds(batch: int, config: GenerationConfig, model: PreTrainedModel | None = None) -> torch.Tensor:
-    """`[B]` int64 keys for the rows' random numbers: the caller's, else from torch's global generator.
+@dataclass
+class Randomness:
+    """Where the random numbers of a call come from, as the caller said.
 
-    Greedy decoding draws none. Processes that `model` is split over get those of the first of them.
+    Attributes:
+        seeds: one for every row; or one int, from which those of all rows are made.
+        generator: draws that one int if there are no seeds; torch's global CPU generator if None.
     """
-    if not config.do_sample:
-        return torch.zeros(batch, dtype=torch.int64)
-    if config._row_seeds is not None:
-        return config._row_seeds
-    seeds = torch.randint(0, 2**63 - 1, (batch,), dtype=torch.int64)
-    return seeds if model is None else from_first_rank(seeds, model)
+
+    seeds: int | Sequence[int] | torch.Tensor | None = None
+    generator: torch.Generator | None = None
+
+    @property
+    def is_given(self) -> bool:
+        return self.seeds is not None or self.generator is not None
+
+    def row_seeds(self, batch: int, temperature: float | None) -> torch.Tensor:
+        """`[batch]` int64 keys for the rows' random numbers; one number is drawn, by greedy decoding none.
+
+        Raises:
+            ValueError: `seeds` and `generator` were both given, or not one seed a row, or no integers.
+        """
+        if self.seeds is not None and self.generator is not None:
+            raise ValueError("Both seeds and generator were given; expected one of them.")
+        if self.seeds is None:
+            if temperature is None:
+                return torch.zeros(batch, dtype=torch.int64)
+            device = None if self.generator is None else self.generator.device
+            seed = torch.randint(0, 2**63 - 1, (1,), generator=self.generator, device=device)
+            return ops.row_seeds(seed, batch)
+        try:
+            seeds = torch.as_tensor(self.seeds).cpu()
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"seeds is {self.seeds!r}; expected integers of 64 bits.") from error
+        if seeds.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"seeds is {self.seeds!r}; expected integers of 64 bits.")
+        if seeds.dim() == 0:
+            return ops.row_seeds(seeds[None].long(), batch)
+        if seeds.shape != (batch,):
+            raise ValueError(
+                f"seeds has shape {tuple(seeds.shape)}, but the call has {batch} rows (prompts times "
+                "num_return_sequences); expected one seed for each, or a single int."
+            )
+        return seeds.long()
 
 
 def padding_token(criteria: StoppingCriteriaList, config: GenerationConfig) -> int | None:
@@ -416,6 +457,7 @@ def decode(
     num_draft_tokens: int,
     reason: str,
     streamer: BaseStreamer | None = None,
+    randomness: Randomness | None = None,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate on the static engine.
 
@@ -427,6 +469,7 @@ def decode(
         processors, criteria, config, streamer: as prepared by `generate()`.
         num_draft_tokens: K.
         reason: why this engine runs, for the statistics.
+        randomness: where random numbers come from; torch's global generator if None.
 
     Returns:
         what `generate()` returns: sequences `[B, P + new]`, or a `SpeculativeOutput`.
@@ -437,6 +480,8 @@ def decode(
     }
     temperature = sampling_temperature(config)
     batch, max_new_tokens = len(input_ids), config.max_length - input_ids.shape[1]
+    factors = row_temperatures(processors, batch)
+    seeds = from_first_rank((randomness or Randomness()).row_seeds(batch, temperature), model)
     transcript = Transcript(
         input_ids,
         criteria,
@@ -455,8 +500,9 @@ def decode(
         next_power_of_two(batch) if is_kept and process.key is not None else batch,
         slots_for(longest + max_new_tokens, is_kept),
         num_draft_tokens,
-        draws_draft_probs(drafter, temperature),
+        draws_draft_probs(drafter, temperature, factors),
         next_power_of_two(max(0 if config._eos_token_tensor is None else config._eos_token_tensor.numel(), 8)),
+        drafter.verification,
     )
 
     def allocate() -> DecodeState:
@@ -469,7 +515,7 @@ def decode(
         else:
             session = Session(allocate())
         state = session.state
-        state.begin(prompts, max_new_tokens, config._eos_token_tensor, row_seeds(batch, config, model))
+        state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, factors)
         prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
         if is_kept and process.key not in session.rounds:
             session.rounds[process.key] = capture_round(state, target, drafter, process)

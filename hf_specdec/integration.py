@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from .candidates import DrafterCandidateGenerator, assist
-from .decoding import decode
+from .decoding import Randomness, decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
 from .ranks import check_same_call, check_same_tokens, tensor_parallel_group
@@ -21,7 +22,23 @@ from .sampling import check_processors
 
 logger = logging.getLogger(__name__)
 
+# Settings of transformers' own assisted generation that a drafter cannot follow, and why that does no harm. A caller
+# who asks for one is told so. What would change the text, or name another drafter, is refused by `check_call`.
+UNUSED_SETTINGS = {
+    "num_assistant_tokens_schedule": "a drafter drafts the same number of tokens in every round",
+    "assistant_confidence_threshold": "a drafter drafts all tokens of a round, however sure it is of them",
+    "assistant_lookbehind": "a drafter reads the target's own tokens",
+    "target_lookbehind": "a drafter reads the target's own tokens",
+    "max_matching_ngram_size": "a drafter does not look drafts up in the prompt",
+}
+_NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+_OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
+# Keywords of `generate()` that only a call with a `Drafter` has.
+_RANDOMNESS = tuple(field.name for field in fields(Randomness))
+
 _ASSISTED_DECODING = GenerationMixin._assisted_decoding
+_EXTRACT_GENERATION_MODE_KWARGS = GenerationMixin._extract_generation_mode_kwargs
 _GET_CANDIDATE_GENERATOR = GenerationMixin._get_candidate_generator
 _PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
 _VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
@@ -44,23 +61,36 @@ def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
 @functools.wraps(_PREPARE_GENERATION_CONFIG)
 def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
     prepared, model_kwargs = _PREPARE_GENERATION_CONFIG(self, generation_config, *args, **kwargs)
-    # transformers fills in a default of its own, after which it cannot be told what the caller asked for.
-    asked = (kwargs, getattr(generation_config, "__dict__", {}), self.generation_config.__dict__)
-    numbers = (settings.get("num_assistant_tokens") for settings in asked)
-    prepared._asked_num_assistant_tokens = next((number for number in numbers if number is not None), None)
-    prepared._row_seeds = model_kwargs.pop("row_seeds", None)
+    # transformers fills in defaults of its own, after which it cannot be told what the caller asked for.
+    places = (kwargs, getattr(generation_config, "__dict__", {}), self.generation_config.__dict__)
+    prepared._asked = {
+        name: next((place[name] for place in places if place.get(name) is not None), None)
+        for name in ("num_assistant_tokens", *UNUSED_SETTINGS)
+    }
     return prepared, model_kwargs
+
+
+@functools.wraps(_EXTRACT_GENERATION_MODE_KWARGS)
+def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
+    extracted = _EXTRACT_GENERATION_MODE_KWARGS(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+    if not isinstance(assistant_model, Drafter):
+        return extracted
+    given = {name: kwargs.pop(name) for name in _RANDOMNESS if name in kwargs}
+    return extracted | {name: value for name, value in given.items() if value is not None}
 
 
 @functools.wraps(_VALIDATE_GENERATION_MODE)
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
     drafter = generation_mode_kwargs.get("assistant_model")
     if not isinstance(drafter, Drafter):
-        if getattr(generation_config, "_row_seeds", None) is not None:
-            raise ValueError("row_seeds is given, but there is no drafter; expected assistant_model=drafter with it.")
         return _VALIDATE_GENERATION_MODE(self, generation_mode, generation_config, generation_mode_kwargs)
     synced_gpus = generation_mode_kwargs.get("synced_gpus", False)
     check_call(self, drafter, generation_mode, generation_config, synced_gpus)
+    if generation_mode_kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError(
+            "assistant_tokenizer was given, but a drafter reads and says the target's own tokens; expected none. "
+            "Drop that option."
+        )
     # What is left is what transformers checks for plain decoding; the rules for its own assistants do not apply.
     others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
     return _VALIDATE_GENERATION_MODE(self, GenerationMode.SAMPLE, generation_config, others)
@@ -68,6 +98,7 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
 
 _SEAM: dict[str, tuple[Callable, Callable]] = {
     "_assisted_decoding": (_ASSISTED_DECODING, _assisted_decoding),
+    "_extract_generation_mode_kwargs": (_EXTRACT_GENERATION_MODE_KWARGS, _extract_generation_mode_kwargs),
     "_get_candidate_generator": (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
     "_prepare_generation_config": (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
     "_validate_generation_mode": (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
@@ -128,6 +159,13 @@ def check_call(
             f"assistant_ensemble_weight is {config.assistant_ensemble_weight}, which accepts drafts lossily; "
             "hf_specdec is lossless only. Drop that option."
         )
+    for setting in _OTHER_DRAFTERS:
+        value = getattr(config, setting, None)
+        if value:
+            raise ValueError(
+                f"{setting} is {value!r}, which asks for drafts of another kind than those of the drafter that was "
+                "passed; expected one of the two. Drop that option or assistant_model."
+            )
     if model.device.type == "meta":
         raise ValueError(
             f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves "
@@ -138,26 +176,6 @@ def check_call(
             "The drafter is on the meta device, so it has no weights; expected a device that holds them. Load it with "
             "AutoDrafter.from_pretrained(..., target=model)."
         )
-
-
-def check_row_seeds(seeds: Any, batch: int) -> torch.Tensor | None:
-    """`row_seeds` of a call over `batch` rows as `[batch]` int64 on the CPU; None if none were given.
-
-    Raises:
-        ValueError: they are not that many integers of 64 bits.
-    """
-    if seeds is None:
-        return None
-    try:
-        seeds = torch.as_tensor(seeds)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"row_seeds is {seeds!r}; expected an integer of 64 bits for every row.") from error
-    if seeds.shape != (batch,) or seeds.dtype != torch.int64:
-        raise ValueError(
-            f"row_seeds has shape {list(seeds.shape)} and type {seeds.dtype}; expected one int64 for each of the "
-            f"{batch} rows, which are the prompts, num_return_sequences times each."
-        )
-    return seeds.cpu()
 
 
 def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
@@ -192,22 +210,30 @@ def _generate(
     synced_gpus: bool = False,
     streamer=None,
     inputs_tensor: torch.Tensor | None = None,
-    assistant_tokenizer=None,
     tokenizer=None,
+    seeds=None,
+    generator: torch.Generator | None = None,
     **model_kwargs,
 ):
-    """`GenerationMixin._assisted_decoding` for a `Drafter`: choose the engine and run it."""
+    """`GenerationMixin._assisted_decoding` for a `Drafter`: choose the engine and run it.
+
+    `seeds` and `generator` are keywords of `generate()` that a call with a `Drafter` has: see `Randomness`.
+    """
     if input_ids.shape[1] == 0:
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
-    num_draft_tokens = drafter.num_draft_tokens(getattr(generation_config, "_asked_num_assistant_tokens", None))
+    asked = getattr(generation_config, "_asked", {})
+    num_draft_tokens = drafter.num_draft_tokens(asked.get("num_assistant_tokens"))
+    for setting, why in UNUSED_SETTINGS.items():
+        if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
+            _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
     check_processors(logits_processor)
+    randomness = Randomness(seeds, generator)
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
-    generation_config._row_seeds = check_row_seeds(getattr(generation_config, "_row_seeds", None), len(input_ids))
     obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
     engine, reason = _choose_engine(drafter, obstacle)
     _log_engine(engine, reason)
     if tensor_parallel_group(model) is not None:
-        call = _what_is_asked(model, input_ids, padding, num_draft_tokens, generation_config, engine)
+        call = _what_is_asked(model, input_ids, padding, num_draft_tokens, generation_config, engine, randomness)
         check_same_call(model, stopping_criteria, call)
     if engine == "static":
         _check_same_device(model, drafter)
@@ -222,8 +248,13 @@ def _generate(
             num_draft_tokens,
             reason,
             streamer,
+            randomness,
         )
     else:
+        if drafter.verification != "token":
+            _warn(
+                f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token."
+            )
         output = assist(
             _ASSISTED_DECODING,
             model,
@@ -234,6 +265,7 @@ def _generate(
             num_draft_tokens,
             reason,
             logits_processor=logits_processor,
+            randomness=randomness,
             streamer=streamer,
             inputs_tensor=inputs_tensor,
             **model_kwargs,
@@ -249,6 +281,7 @@ def _what_is_asked(
     num_draft_tokens: int,
     config: GenerationConfig,
     engine: str,
+    randomness: Randomness,
 ) -> dict[str, Any]:
     """What processes that run one model together must agree on, by the name that the caller has for it."""
     asked = {
@@ -258,8 +291,8 @@ def _what_is_asked(
         "engine": engine,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
     }
-    if config.do_sample and config._row_seeds is not None:
-        asked["row_seeds"] = config._row_seeds
+    if config.do_sample and randomness.seeds is not None:
+        asked["seeds"] = torch.as_tensor(randomness.seeds)
     elif config.do_sample and engine == "stock":  # Which draws from the global generator wherever it samples.
         on_gpu = model.device.type == "cuda"
         asked["random state (set_seed)"] = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
@@ -271,6 +304,11 @@ def _log_engine(engine: str, reason: str) -> None:
     """Say once which engine runs and why; loudly if it is the slow one and nobody asked for it."""
     level = logging.WARNING if engine == "stock" and not reason.startswith("forced") else logging.INFO
     logger.log(level, "hf_specdec runs the %s engine: %s", engine, reason)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    logger.warning("hf_specdec: %s", message)
 
 
 def _check_same_device(model: PreTrainedModel, drafter: Drafter) -> None:

@@ -11,7 +11,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from .kernels import reference
-from .kernels.reference import DraftInputs, Stream, Verdict, race, uniform
+from .kernels.reference import (
+    DraftInputs,
+    Stream,
+    Verdict,
+    exponential,
+    invert_draft_vocabulary,
+    over_vocabulary,
+    race,
+    row_seeds,
+    uniform,
+)
 
 __all__ = [
     "DraftInputs",
@@ -20,12 +30,17 @@ __all__ = [
     "attention",
     "best_draft",
     "draw_draft",
+    "exponential",
     "has_kernels",
+    "invert_draft_vocabulary",
     "linear",
     "narrow_products",
+    "over_vocabulary",
     "prepare_inputs",
     "race",
+    "row_seeds",
     "uniform",
+    "verify_block",
     "verify_greedy",
     "verify_sampling",
     "write_kv",
@@ -116,17 +131,29 @@ def _verify_greedy(scores, drafts):
 
 @_op(
     "hf_specdec::verify_sampling",
-    schema="(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor seeds, Tensor lengths) "
+    schema="(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
     "-> (Tensor, Tensor, Tensor)",
 )
-def _verify_sampling(scores, drafts, draft_probs, seeds, lengths):
+def _verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     from .kernels.verify import verify_sampling
 
-    return tuple(verify_sampling(scores, drafts, draft_probs, seeds, lengths))
+    return tuple(verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths))
+
+
+@_op(
+    "hf_specdec::verify_block",
+    schema="(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
+    "Tensor rooms) -> (Tensor, Tensor, Tensor)",
+)
+def _verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, rooms):
+    from .kernels.verify import verify_block
+
+    return tuple(verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, rooms))
 
 
 @_verify_greedy.register_fake
 @_verify_sampling.register_fake
+@_verify_block.register_fake
 def _(scores, drafts, *rest):
     batch, num_drafts = drafts.shape
     return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
@@ -146,16 +173,16 @@ def _(logits, target_ids):
 
 @_op(
     "hf_specdec::draw_draft",
-    schema="(Tensor logits, float temperature, Tensor seeds, Tensor positions) -> (Tensor, Tensor)",
+    schema="(Tensor logits, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> (Tensor, Tensor)",
 )
-def _draw_draft(logits, temperature, seeds, positions):
+def _draw_draft(logits, temperatures, seeds, lengths, first):
     from .kernels.verify import draw_draft
 
-    return draw_draft(logits, temperature, seeds, positions)
+    return draw_draft(logits, temperatures, seeds, lengths, first)
 
 
 @_draw_draft.register_fake
-def _(logits, temperature, seeds, positions):
+def _(logits, temperatures, seeds, lengths, first):
     return logits.new_empty(logits.shape[:-1], dtype=torch.int64), logits.new_empty(logits.shape, dtype=torch.float32)
 
 
@@ -208,12 +235,27 @@ def verify_sampling(
     scores: torch.Tensor,
     drafts: torch.Tensor,
     draft_probs: torch.Tensor | None,
+    draft_ids: torch.Tensor | None,
     seeds: torch.Tensor,
     lengths: torch.Tensor,
 ) -> Verdict:
     """`kernels.reference.verify_sampling`; on a GPU in Triton."""
     verify = _verify_sampling if _is_for_triton(scores) else reference.verify_sampling
-    return Verdict(*verify(scores, drafts, draft_probs, seeds, lengths))
+    return Verdict(*verify(scores, drafts, draft_probs, draft_ids, seeds, lengths))
+
+
+def verify_block(
+    scores: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor,
+    draft_ids: torch.Tensor | None,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+    rooms: torch.Tensor,
+) -> Verdict:
+    """`kernels.reference.verify_block`; on a GPU in Triton."""
+    verify = _verify_block if _is_for_triton(scores) else reference.verify_block
+    return Verdict(*verify(scores, drafts, draft_probs, draft_ids, seeds, lengths, rooms))
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -222,10 +264,11 @@ def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> 
 
 
 def draw_draft(
-    logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.reference.draw_draft`; on a GPU in Triton."""
-    return (_draw_draft if _is_for_triton(logits) else reference.draw_draft)(logits, temperature, seeds, positions)
+    draw = _draw_draft if _is_for_triton(logits) else reference.draw_draft
+    return draw(logits, temperatures, seeds, lengths, first)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

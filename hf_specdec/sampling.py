@@ -23,7 +23,8 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from .ops import Stream, Verdict, draw_draft, verify_greedy, verify_sampling
+from .logits import MaskTokenLogitsProcessor, RowTemperature
+from .ops import Stream, Verdict, draw_draft, verify_block, verify_greedy, verify_sampling
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -34,6 +35,8 @@ __all__ = [
     "Verdict",
     "check_processors",
     "draw_draft",
+    "row_temperatures",
+    "verify_block",
     "verify_greedy",
     "verify_sampling",
 ]
@@ -46,7 +49,9 @@ POINTWISE_PROCESSORS = frozenset(
         EtaLogitsWarper,
         InfNanRemoveLogitsProcessor,
         LogitNormalization,
+        MaskTokenLogitsProcessor,
         MinPLogitsWarper,
+        RowTemperature,
         SuppressTokensLogitsProcessor,
         TemperatureLogitsWarper,
         TopHLogitsWarper,
@@ -71,6 +76,18 @@ def check_processors(processors: LogitsProcessorList) -> None:
             )
 
 
+def row_temperatures(processors: LogitsProcessorList, batch: int) -> torch.Tensor | None:
+    """`[batch]` float32: the temperatures of the `RowTemperature` among `processors`; None if there is none.
+
+    Raises:
+        ValueError: there are several, or it has not as many temperatures as the batch has rows.
+    """
+    found = [one for one in processors if isinstance(one, RowTemperature)]
+    if len(found) > 1:
+        raise ValueError(f"The call has {len(found)} RowTemperature processors; expected one with their products.")
+    return found[0].check_rows(batch) if found else None
+
+
 def _frozen(value: Any) -> str:
     return str(value.tolist() if isinstance(value, torch.Tensor) else value)
 
@@ -83,6 +100,9 @@ class BlockProcessor:
     texts that plain `generate()` might reach: not past the length limit, nor after a draft that the processors rule
     out or that ends the row. Rows of the batch that do not ask are shown too, at another point of their text, and the
     answer for them is not used; `prefix_allowed_tokens_fn` is not asked about them.
+
+    Where no processor reads the text, all positions are processed at once, and a `RowTemperature` takes its
+    temperatures from the state, so that a captured round serves any.
 
     Args:
         processors: as prepared by `generate()`.
@@ -99,11 +119,12 @@ class BlockProcessor:
 
     @property
     def key(self) -> tuple | None:
-        """What the processing depends on, hashable; None if on the text."""
+        """What the processing depends on besides a state, hashable; None if on the text."""
         if not self._is_pointwise:
             return None
         return tuple(
-            (type(one), *((name, _frozen(value)) for name, value in vars(one).items())) for one in self._processors
+            (type(one), *(() if type(one) is RowTemperature else ((n, _frozen(v)) for n, v in vars(one).items())))
+            for one in self._processors
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
@@ -112,8 +133,14 @@ class BlockProcessor:
         if not self._processors:
             return scores
         if self._is_pointwise:
-            tokens = block.reshape(-1, 1)
-            return self._processors(tokens, scores.flatten(0, 1).clone()).view_as(scores)
+            tokens, shape = block.reshape(-1, 1), scores.shape
+            scores = scores.clone()
+            for processor in self._processors:
+                if type(processor) is RowTemperature:
+                    scores = scores / state.row_temperatures[:, None, None]
+                else:
+                    scores = processor(tokens, scores.flatten(0, 1)).view(shape)
+            return scores
         return self._one_length_at_a_time(scores.clone(), block, state)
 
     def _asking_rows_only(self, processor: LogitsProcessor) -> LogitsProcessor:

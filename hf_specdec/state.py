@@ -26,6 +26,7 @@ class Shape(NamedTuple):
         num_draft_tokens: K.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         num_ends: room for end-of-sequence tokens.
+        verification: see `Drafter.configure`.
     """
 
     batch: int
@@ -33,6 +34,7 @@ class Shape(NamedTuple):
     num_draft_tokens: int
     draft_probs: bool
     num_ends: int
+    verification: str = "token"
 
 
 @dataclass
@@ -46,10 +48,12 @@ class DecodeState:
         finished: `[B]` bool; a finished row computes on the scrap slot and commits nothing.
         eos: `[E]` int64, tokens that end a row, and `NO_TOKEN`.
         seeds: `[B]` int64, keys of the rows' random numbers.
+        row_temperatures: `[B]` float32, factors on `temperature`, 1 unless the call says otherwise of its rows.
         slots: slots of every cache, the last of them scrap.
         num_draft_tokens: K.
-        temperature: of sampling; None when decoding is greedy.
+        temperature: of sampling, for all rows; None when decoding is greedy.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
+        verification: see `Drafter.configure`.
         cache: the target's keys and values.
         live: slots that the next round, its drafts included, may need; a bound that the host knows.
         proposal: drafts that the next round verifies; set by `adopt`, always in the same memory.
@@ -62,10 +66,12 @@ class DecodeState:
     finished: torch.Tensor
     eos: torch.Tensor
     seeds: torch.Tensor
+    row_temperatures: torch.Tensor
     slots: int
     num_draft_tokens: int
     temperature: float | None
     draft_probs: bool
+    verification: str
     cache: RaggedCache | None
     live: int
     proposal: Proposal | None = None
@@ -84,10 +90,12 @@ class DecodeState:
             finished=torch.ones(batch, dtype=torch.bool, device=device),
             eos=torch.full((shape.num_ends,), NO_TOKEN, dtype=torch.int64, device=device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),
+            row_temperatures=torch.ones(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
             num_draft_tokens=shape.num_draft_tokens,
             temperature=temperature,
             draft_probs=shape.draft_probs,
+            verification=shape.verification,
             cache=RaggedCache(num_layers, shape.slots) if num_layers else None,
             live=shape.slots,
         )
@@ -95,7 +103,12 @@ class DecodeState:
         return state
 
     def begin(
-        self, prompts: list[torch.Tensor], max_new_tokens: int, eos: torch.Tensor | None, seeds: torch.Tensor
+        self,
+        prompts: list[torch.Tensor],
+        max_new_tokens: int,
+        eos: torch.Tensor | None,
+        seeds: torch.Tensor,
+        row_temperatures: torch.Tensor | None = None,
     ) -> None:
         """Make the buffers those of a batch whose prompts are about to be prefilled.
 
@@ -104,6 +117,7 @@ class DecodeState:
             max_new_tokens: room of every row.
             eos: `[E]` int64 or None.
             seeds: `[len(prompts)]` int64.
+            row_temperatures: `[len(prompts)]` float32; 1 for all if None.
         """
         self.tokens.zero_()
         for row, prompt in enumerate(prompts):
@@ -119,13 +133,15 @@ class DecodeState:
         if eos is not None:
             self.eos[: len(eos)] = eos
         self.seeds[:count] = seeds.to(device)
+        self.row_temperatures.fill_(1.0)
+        if row_temperatures is not None:
+            self.row_temperatures[:count] = row_temperatures.to(device)
         self.live = max(map(len, prompts)) + self.num_draft_tokens
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Context in which rounds are run for what they leave behind in memory pools: no row takes part in them."""
-        finished = self.finished.clone()
-        proposal = Proposal(*(None if part is None else part.clone() for part in self.proposal))
+        finished, proposal = self.finished.clone(), _copy(self.proposal)
         self.finished.fill_(True)
         try:
             yield
@@ -163,11 +179,11 @@ class DecodeState:
     def adopt(self, proposal: Proposal) -> None:
         """Keep `proposal` for the next round."""
         if self.proposal is None:
-            self.proposal = Proposal(*(None if part is None else part.clone() for part in proposal))
+            self.proposal = _copy(proposal)
             return
-        for kept, part in zip(self.proposal, proposal, strict=True):
-            if kept is not None:
-                kept.copy_(part)
+        self.proposal.tokens.copy_(proposal.tokens)
+        if self.proposal.probs is not None:
+            self.proposal.probs.copy_(proposal.probs)
 
     def commit(self, verdict: Verdict) -> Verdict:
         """Append the verdict's tokens to the rows, as far as an end-of-sequence token or the limit lets them.
@@ -186,3 +202,9 @@ class DecodeState:
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
         return Verdict(verdict.tokens, verdict.accepted, committed)
+
+
+def _copy(proposal: Proposal) -> Proposal:
+    """`proposal` in memory of its own."""
+    probs = None if proposal.probs is None else proposal.probs.clone()
+    return proposal._replace(tokens=proposal.tokens.clone(), probs=probs)

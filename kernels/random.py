@@ -13,14 +13,14 @@ _LARGEST = tl.constexpr(1.0 - 2.0**-24)
 
 
 @triton.jit
-def uniform(seed, position, token, stream: tl.constexpr):
-    """See `reference.uniform`, bit for bit. `seed` and `position` are int64; blocks broadcast against each other."""
+def uniform(seed, position, token, step, stream: tl.constexpr):
+    """See `reference.uniform`, bit for bit. `seed` and `position` are int64; `token` and `step` broadcast."""
     key_0 = seed.to(tl.uint32)
     key_1 = (seed >> 32).to(tl.uint32)
     first = token.to(tl.uint32)
     second = position.to(tl.uint32)
     third = first * 0 + stream
-    fourth = first * 0
+    fourth = first * 0 + step.to(tl.uint32)
     for _ in tl.static_range(10):
         even_high = tl.umulhi(first, _MULTIPLIER_0)
         even_low = first * _MULTIPLIER_0
@@ -33,3 +33,13 @@ def uniform(seed, position, token, stream: tl.constexpr):
         key_0 += _KEY_STEP_0
         key_1 += _KEY_STEP_1
     return tl.minimum((first.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST)
+
+
+@triton.jit
+def exponential(seed, position, token, step, stream: tl.constexpr):
+    """See `reference.exponential`: bit for bit where the number is below 1/4, else up to rounding of the logarithm."""
+    number = uniform(seed, position, token, step, stream)
+    ratio = number / (2.0 - number)
+    square = ratio * ratio
+    series = 1.0 + square * (1.0 / 3.0 + square * (1.0 / 5.0 + square * (1.0 / 7.0 + square * (1.0 / 9.0))))
+    return tl.where(number < 0.25, 2.0 * ratio * series, -tl.log(1.0 - number))

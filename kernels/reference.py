@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -171,20 +171,17 @@ def prepare_inputs(
     out.sources.copy_(torch.where(is_live & is_kept, source, -1))
 
 
-def uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: int) -> torch.Tensor:
-    """Uniform float32 numbers in (0, 1), a pure function of their arguments: Philox4x32-10 (Salmon et al., SC 2011).
-
-    Args:
-        seeds: int64, the key: low word and high word.
-        positions: int64, second word of the counter.
-        tokens: int64, first word of the counter.
-        stream: third word of the counter; keeps numbers for different purposes apart.
-
-    The tensors broadcast against each other. Never 0 and never 1: (word + 0.5) / 2**32, with what rounds to 1 lowered
-    to the largest float32 below it.
-    """
+def _philox(
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: torch.Tensor,
+    stream: int,
+    steps: torch.Tensor | int,
+) -> list[torch.Tensor]:
+    """Four random words, int64 below 2**32, of Philox4x32-10 (Salmon et al., SC 2011); see `uniform`."""
     key = [seeds & _WORD, (seeds >> 32) & _WORD]
     counter = [tokens & _WORD, positions & _WORD, torch.full_like(positions, stream), torch.zeros_like(positions)]
+    counter[3] = counter[3] + steps
     for _ in range(10):
         even, odd = counter[0] * _PHILOX_MULTIPLIERS[0], counter[2] * _PHILOX_MULTIPLIERS[1]
         counter = [
@@ -194,11 +191,66 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, 
             even & _WORD,
         ]
         key = [(word + step) & _WORD for word, step in zip(key, _PHILOX_KEY_STEPS, strict=True)]
-    numbers = (counter[0].to(torch.float32) + 0.5) * 2.0**-32
+    return counter
+
+
+def uniform(
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: torch.Tensor,
+    stream: int,
+    steps: torch.Tensor | int = 0,
+) -> torch.Tensor:
+    """Uniform float32 numbers in (0, 1), a pure function of their arguments: Philox4x32-10 (Salmon et al., SC 2011).
+
+    Args:
+        seeds: int64, the key: low word and high word.
+        positions: int64, second word of the counter.
+        tokens: int64, first word of the counter.
+        stream: third word of the counter; keeps numbers for different purposes apart.
+        steps: int64, last word of the counter: the draft within its round.
+
+    The tensors broadcast against each other. Never 0 and never 1: (word + 0.5) / 2**32, with what rounds to 1 lowered
+    to the largest float32 below it. So numbers near 0 are fine-grained, those near 1 have steps of 2**-24.
+    """
+    numbers = (_philox(seeds, positions, tokens, stream, steps)[0].to(torch.float32) + 0.5) * 2.0**-32
     return numbers.clamp(max=1.0 - 2.0**-24)
 
 
-def race(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+def exponential(
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: torch.Tensor,
+    stream: int,
+    steps: torch.Tensor | int = 0,
+) -> torch.Tensor:
+    """Exponential float32 times of rate 1: -log(1 - u) of the numbers u of `uniform`, whose arguments it takes.
+
+    Early times decide a race. They come from u near 0, which is fine-grained, and by a series of
+    -log(1 - u) = 2 atanh(u / (2 - u)), for 1 - u is not. With -log(u) about 1 in 128 races among 2**17 equal weights
+    would be a tie, which the lowest token wins.
+    """
+    number = uniform(seeds, positions, tokens, stream, steps)
+    ratio = number / (2.0 - number)
+    square = ratio * ratio
+    series = 1.0 + square * (1.0 / 3.0 + square * (1.0 / 5.0 + square * (1.0 / 7.0 + square * (1.0 / 9.0))))
+    return torch.where(number < 0.25, 2.0 * ratio * series, -torch.log(1.0 - number))
+
+
+def row_seeds(seed: torch.Tensor, batch: int) -> torch.Tensor:
+    """`[batch]` int64 seeds of rows, at least 0, from one `seed` `[1]` int64; row r's does not depend on `batch`."""
+    rows = torch.arange(batch, device=seed.device)
+    words = _philox(seed, torch.zeros_like(rows), rows, Stream.SEED, 0)
+    return words[0] | ((words[1] >> 1) << 32)
+
+
+def race(
+    weights: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    stream: int,
+    steps: torch.Tensor | int = 0,
+) -> torch.Tensor:
     """Draw one token a row with probability proportional to `weights`, by an exponential race.
 
     Token v arrives after an exponential time with rate weights[v]; the first to arrive is drawn. A token of weight 0
@@ -207,15 +259,14 @@ def race(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, st
     Args:
         weights: `[..., V]` float32, at least 0.
         seeds: int64, broadcast to `[...]`.
-        positions: int64, broadcast to `[...]`, the position that the drawn token will take.
-        stream: see `uniform`.
+        positions: int64, broadcast to `[...]`, the position that the drawn token will take, or its round's first.
+        stream, steps: see `uniform`; `steps` an int64 tensor is broadcast to `[..., 1]`.
 
     Returns:
         `[...]` int64.
     """
     tokens = torch.arange(weights.shape[-1], device=weights.device)
-    numbers = uniform(seeds[..., None], positions[..., None], tokens, stream)
-    return (weights / -torch.log(numbers)).argmax(dim=-1)
+    return (weights / exponential(seeds[..., None], positions[..., None], tokens, stream, steps)).argmax(dim=-1)
 
 
 class Stream(IntEnum):
@@ -224,6 +275,7 @@ class Stream(IntEnum):
     ACCEPT = 0
     TARGET = 1
     DRAFT = 2
+    SEED = 3
 
 
 class Verdict(NamedTuple):
@@ -256,10 +308,63 @@ def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
     return Verdict(tokens, accepted, accepted + 1)
 
 
+def invert_draft_vocabulary(target_ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """`[V]` int64: where each of the target's tokens is in the draft vocabulary, -1 where it is not.
+
+    Args:
+        target_ids: `[V_d]` int64, the target's token for each of the draft vocabulary.
+        vocabulary: V.
+    """
+    draft_ids = torch.full((vocabulary,), -1, dtype=torch.int64, device=target_ids.device)
+    return draft_ids.index_copy_(0, target_ids, torch.arange(len(target_ids), device=target_ids.device))
+
+
+def over_vocabulary(
+    values: torch.Tensor, draft_ids: torch.Tensor | None, vocabulary: int, fill: float = 0.0
+) -> torch.Tensor:
+    """`[..., V]`: `values` `[..., V_d]` of the draft vocabulary, and `fill` for the target's other tokens.
+
+    Args:
+        draft_ids: `[V]` int64, of `invert_draft_vocabulary`; None where the first V_d tokens are the draft vocabulary.
+        vocabulary: V, at least V_d.
+    """
+    if draft_ids is None:
+        return pad(values, (0, vocabulary - values.shape[-1]), value=fill)
+    return torch.where(draft_ids >= 0, values[..., draft_ids.clamp(min=0)], fill)
+
+
+def _draft_prob(draft_probs: torch.Tensor, draft_ids: torch.Tensor | None, drafts: torch.Tensor) -> torch.Tensor:
+    """`[B, K]`: q of the drafts `[B, K]`."""
+    index = drafts if draft_ids is None else draft_ids[drafts]
+    size = draft_probs.shape[-1]
+    probs = draft_probs.gather(-1, index.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1)
+    return torch.where((index >= 0) & (index < size), probs, 0.0)
+
+
+def _follow(
+    probs: torch.Tensor,
+    residual: torch.Tensor,
+    is_bonus: torch.Tensor,
+    drafts: torch.Tensor,
+    accepted: torch.Tensor,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+) -> Verdict:
+    """The verdict that accepts `accepted` `[B]` drafts and draws the token after them.
+
+    It is drawn from `residual` `[B, V]`; from `probs` `[B, V]` where `is_bonus` `[B]` or where the residual is 0.
+    """
+    is_whole = is_bonus[:, None] | (residual.sum(dim=1, keepdim=True) <= 0.0)
+    following = race(torch.where(is_whole, probs, residual), seeds, lengths + accepted, Stream.TARGET)
+    tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)
+    return Verdict(tokens.scatter(1, accepted.unsqueeze(1), following.unsqueeze(1)), accepted, accepted + 1)
+
+
 def verify_sampling(
     scores: torch.Tensor,
     drafts: torch.Tensor,
     draft_probs: torch.Tensor | None,
+    draft_ids: torch.Tensor | None,
     seeds: torch.Tensor,
     lengths: torch.Tensor,
 ) -> Verdict:
@@ -275,7 +380,9 @@ def verify_sampling(
     Args:
         scores: `[B, K + 1, V]` float32 processed logits of the target; p is their softmax.
         drafts: `[B, K]` int64; K may be 0.
-        draft_probs: `[B, K, V]` float32 distributions that the drafts were drawn from, or None.
+        draft_probs: `[B, K, V_d]` float32 distributions that the drafts were drawn from, or None.
+        draft_ids: `[V]` int64, where each token is in the draft vocabulary, -1 where it is not; None where it is the
+            first V_d tokens.
         seeds: `[B]` int64 row seeds.
         lengths: `[B]` int64, the position that the first draft would take.
     """
@@ -284,23 +391,73 @@ def verify_sampling(
     steps = torch.arange(num_drafts, device=drafts.device)
     probs = scores.softmax(dim=-1)
 
-    chosen = drafts.unsqueeze(-1)
-    p_draft = probs[:, :-1].gather(-1, chosen).squeeze(-1)
-    q_draft = torch.ones_like(p_draft) if draft_probs is None else draft_probs.gather(-1, chosen).squeeze(-1)
-    numbers = uniform(seeds[:, None], lengths[:, None] + steps, torch.zeros_like(drafts), Stream.ACCEPT)
+    p_draft = probs[:, :-1].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+    q_draft = torch.ones_like(p_draft) if draft_probs is None else _draft_prob(draft_probs, draft_ids, drafts)
+    numbers = uniform(seeds[:, None], lengths[:, None], torch.zeros_like(drafts), Stream.ACCEPT, steps)
     accepted = (numbers * q_draft < p_draft).cumprod(dim=1).sum(dim=1)
 
-    tokens = torch.cat([drafts, drafts.new_zeros(batch, 1)], dim=1)
     p_next = probs[rows, accepted]
     if draft_probs is None or num_drafts == 0:
-        residual = p_next.scatter(1, tokens[rows, accepted].unsqueeze(1), 0.0)
+        rejected = torch.cat([drafts, drafts.new_zeros(batch, 1)], dim=1)[rows, accepted]
+        residual = p_next.scatter(1, rejected.unsqueeze(1), 0.0)
     else:
-        residual = (p_next - draft_probs[rows, accepted.clamp(max=num_drafts - 1)]).clamp_(min=0.0)
-    is_bonus = (accepted == num_drafts).unsqueeze(1)
-    is_empty = residual.sum(dim=1, keepdim=True) <= 0.0
-    following = race(torch.where(is_bonus | is_empty, p_next, residual), seeds, lengths + accepted, Stream.TARGET)
-    tokens = tokens.scatter(1, accepted.unsqueeze(1), following.unsqueeze(1))
-    return Verdict(tokens, accepted, accepted + 1)
+        q_next = draft_probs[rows, accepted.clamp(max=num_drafts - 1)]
+        residual = (p_next - over_vocabulary(q_next, draft_ids, scores.shape[-1])).clamp_(min=0.0)
+    return _follow(p_next, residual, accepted == num_drafts, drafts, accepted, seeds, lengths)
+
+
+def verify_block(
+    scores: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor,
+    draft_ids: torch.Tensor | None,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+    rooms: torch.Tensor,
+) -> Verdict:
+    """Lossless block verification (arXiv 2403.10444, algorithm 2): the drafts of a row are judged together.
+
+    With w(0) = 1 and w(i) = min(w(i - 1) p(d_i) / q(d_i), 1), and e(i) = sum of max(w(i) p - q, 0) over the tokens
+    that may follow d_1..d_i, the first i drafts hold with probability e(i) / (e(i) + 1 - w(i)), all of them with
+    probability w(K); as many are accepted as hold. The next token is drawn from max(w(i) p - q, 0), after all drafts
+    from p. No lossless rule that sees these drafts accepts more of them in expectation; `verify_sampling` accepts as
+    many where the drafts are point masses or K is 1.
+
+    How many are accepted depends on all drafts, so the random numbers of a round must not be those of another: they
+    are keyed by its first position and the draft's number. Zero probabilities and rows without a softmax as in
+    `verify_sampling`.
+
+    Args:
+        scores, drafts, draft_probs, draft_ids, seeds, lengths: as in `verify_sampling`.
+        rooms: `[B]` int64, tokens that the row still takes; drafts beyond are not judged, whatever they are.
+    """
+    batch, num_drafts = drafts.shape
+    rows = torch.arange(batch, device=drafts.device)
+    steps = torch.arange(num_drafts, device=drafts.device)
+    probs, draft_probs = scores.softmax(dim=-1), over_vocabulary(draft_probs, draft_ids, scores.shape[-1])
+    p_draft = probs[:, :-1].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+    q_draft = draft_probs.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+    weight = torch.ones_like(seeds, dtype=probs.dtype)
+    weights = [weight]
+    for step in range(num_drafts):
+        p, q = p_draft[:, step], q_draft[:, step]
+        weight = torch.where((weight > 0) & (p > 0), (weight * p / q).clamp(max=1.0), 0.0)
+        weights.append(weight)
+    weights = torch.stack(weights, dim=1)
+    residuals = (weights[:, :-1, None] * probs[:, :-1] - draft_probs).clamp_(min=0.0)
+
+    excess = torch.cat([residuals.sum(dim=2), weights[:, -1:]], dim=1)[:, 1:]
+    weights_after = weights[:, 1:]
+    numbers = uniform(seeds[:, None], lengths[:, None], torch.zeros_like(drafts), Stream.ACCEPT, steps)
+    count = rooms.clamp(0, num_drafts)
+    is_last = steps + 1 == count[:, None]
+    holds = torch.where(is_last, numbers < weights_after, numbers * (excess + 1.0 - weights_after) < excess)
+    holds &= steps < count[:, None]
+    accepted = torch.where(holds, steps + 1, 0).amax(dim=1) if num_drafts else torch.zeros_like(lengths)
+
+    p_next = probs[rows, accepted]
+    residual = residuals[rows, accepted.clamp(max=num_drafts - 1)] if num_drafts else p_next
+    return _follow(p_next, residual, accepted == count, drafts, accepted, seeds, lengths)
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -318,18 +475,20 @@ def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> 
 
 
 def draw_draft(
-    logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw draft tokens from softmax(logits / temperature).
 
     Args:
-        logits: `[B, n, V_d]` or `[n, V_d]` of the draft head, of any floating dtype.
-        temperature: above 0.
-        seeds: int64 row seeds, broadcast to the rows of `logits`.
-        positions: int64 positions that the drafts would take, broadcast to the rows of `logits`.
+        logits: `[B, n, V_d]` of the draft head, of any floating dtype.
+        temperatures: `[B]` float32, above 0.
+        seeds: `[B]` int64 row seeds.
+        lengths: `[B]` int64, the position that the first draft of the round would take.
+        first: the first of these drafts is number `first` of the round, from 0.
 
     Returns:
-        indices `[B, n]` or `[n]` int64 into the draft vocabulary, and the distributions, float32 in the logits' shape.
+        indices `[B, n]` int64 into the draft vocabulary, and the distributions, float32 in the logits' shape.
     """
-    probs = (logits.float() / temperature).softmax(dim=-1)
-    return race(probs, seeds, positions, Stream.DRAFT), probs
+    probs = (logits.float() / temperatures[:, None, None]).softmax(dim=-1)
+    steps = torch.arange(first, first + logits.shape[1], device=logits.device)[:, None]
+    return race(probs, seeds[:, None], lengths[:, None], Stream.DRAFT, steps), probs

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .random import uniform
+from .random import exponential, uniform
 from .reference import Stream, Verdict
 
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
@@ -50,6 +50,29 @@ def _merge_scans(maxima, totals):
     # A block or a row of -inf alone keeps it; exp(-inf - -inf) must not become NaN.
     base = tl.where(base == float("-inf"), 0.0, base)
     return base, tl.sum(totals * tl.exp(maxima - base[:, None]), axis=1)
+
+
+@triton.jit
+def _draft_prob(draft_probs_ptr, draft_ids_ptr, token, mask, draft_vocabulary, HAS_IDS: tl.constexpr):
+    """q of `token`, int64 in the target's vocabulary, from a row of the draft vocabulary; 0 where `mask` is not."""
+    index = token
+    if HAS_IDS:
+        index = tl.load(draft_ids_ptr + token, mask=mask, other=-1)
+    return tl.load(draft_probs_ptr + index, mask=mask & (index >= 0) & (index < draft_vocabulary), other=0.0)
+
+
+@triton.jit
+def _store_race(keys_ptr, residual, p_next, seed, position, token, is_token):
+    """Report the first arrivals of a race by `residual` and of one by `p_next`.
+
+    Whether the residual is empty shows when all programs are through, so each races both.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cell = row * tl.num_programs(1) + tl.program_id(1)
+    num_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    time = exponential(seed, position, token, token * 0, _TARGET)
+    tl.store(keys_ptr + cell, _largest_key(residual / time, token, is_token))
+    tl.store(keys_ptr + num_cells + cell, _largest_key(p_next / time, token, is_token))
 
 
 # Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
@@ -95,7 +118,7 @@ def _merge_greedy_kernel(
     tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "temperatures_stride"])
 def _scan_kernel(
     scores_ptr,
     maxima_ptr,
@@ -104,7 +127,8 @@ def _scan_kernel(
     scores_stride_n,
     width,
     vocabulary,
-    temperature,
+    temperatures_ptr,
+    temperatures_stride,
     BLOCK: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
@@ -113,7 +137,7 @@ def _scan_kernel(
     scores_ptr += row // width * scores_stride_b + row % width * scores_stride_n
     score = tl.load(scores_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
     if HAS_TEMPERATURE:
-        score = score / temperature
+        score = score / tl.load(temperatures_ptr + row // width * temperatures_stride)
     maximum = tl.max(score, axis=0)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     at = row * tl.num_programs(1) + tl.program_id(1)
@@ -135,6 +159,7 @@ def _verify_kernel(
     scores_ptr,
     drafts_ptr,
     draft_probs_ptr,
+    draft_ids_ptr,
     seeds_ptr,
     lengths_ptr,
     maxima_ptr,
@@ -153,10 +178,12 @@ def _verify_kernel(
     num_drafts,
     num_scans,
     vocabulary,
+    draft_vocabulary,
     STEPS: tl.constexpr,
     SCANS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_PROBS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row * seeds_stride)
@@ -180,8 +207,9 @@ def _verify_kernel(
     p_draft = tl.exp(score - bases) / totals
     q_draft = tl.full([STEPS], 1.0, tl.float32)
     if HAS_PROBS:
-        q_draft = tl.load(draft_probs_ptr + wide_step * draft_probs_stride_n + draft, mask=is_known, other=1.0)
-    number = uniform(seed, length + step, step * 0, _ACCEPT)
+        row_ptr = draft_probs_ptr + wide_step * draft_probs_stride_n
+        q_draft = _draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary, HAS_IDS)
+    number = uniform(seed, length, step * 0, step, _ACCEPT)
     is_accepted = is_draft & (number * q_draft < p_draft)
     accepted = tl.min(tl.where(is_accepted, num_drafts, tl.minimum(step, num_drafts)), axis=0)
     is_bonus = accepted == num_drafts
@@ -194,23 +222,157 @@ def _verify_kernel(
     score = tl.load(scores_ptr + accepted.to(tl.int64) * scores_stride_n + token, mask=is_token, other=float("-inf"))
     p_next = tl.exp(score - base) / total
     if HAS_PROBS:
-        q_next = tl.load(
-            draft_probs_ptr + accepted.to(tl.int64) * draft_probs_stride_n + token,
-            mask=token < tl.where(is_bonus, 0, vocabulary),
-            other=0.0,
-        )
+        row_ptr = draft_probs_ptr + accepted.to(tl.int64) * draft_probs_stride_n
+        is_read = token < tl.where(is_bonus, 0, vocabulary)
+        q_next = _draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary, HAS_IDS)
         residual = tl.maximum(p_next - q_next, 0.0)
     else:
         rejected = tl.sum(tl.where(is_next & is_draft, draft, 0), axis=0)
         residual = tl.where(token == rejected, 0.0, p_next)
     residual = tl.where(is_bonus, p_next, residual)
+    _store_race(keys_ptr, residual, p_next, seed, length + accepted, token, is_token)
+    if tl.program_id(1) == 0:
+        tl.store(accepted_ptr + row, accepted.to(tl.int64))
+        tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
 
-    # Whether the residual is empty shows when all programs are through, so each races both.
-    cell = row * tl.num_programs(1) + tl.program_id(1)
-    num_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-    time = -tl.log(uniform(seed, length + accepted, token, _TARGET))
-    tl.store(keys_ptr + cell, _largest_key(residual / time, token, is_token))
-    tl.store(keys_ptr + num_cells + cell, _largest_key(p_next / time, token, is_token))
+
+@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "num_drafts", "num_scans"])
+def _weights_kernel(
+    scores_ptr,
+    drafts_ptr,
+    draft_probs_ptr,
+    draft_ids_ptr,
+    maxima_ptr,
+    totals_ptr,
+    laws_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    drafts_stride_b,
+    drafts_stride_n,
+    draft_probs_stride_b,
+    draft_probs_stride_n,
+    num_drafts,
+    num_scans,
+    vocabulary,
+    draft_vocabulary,
+    SCANS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scan = tl.arange(0, SCANS)[None, :]
+    is_scan = scan < num_scans
+    weight = tl.full([1], 1.0, tl.float32)
+    for step in range(num_drafts + 1):
+        at = (row * (num_drafts + 1) + step) * num_scans + scan
+        maxima = tl.load(maxima_ptr + at, mask=is_scan, other=float("-inf"))
+        base, total = _merge_scans(maxima, tl.load(totals_ptr + at, mask=is_scan, other=0.0))
+        law_ptr = laws_ptr + (row * (num_drafts + 1) + step) * 3 + tl.arange(0, 1)
+        tl.store(law_ptr, base)
+        tl.store(law_ptr + 1, total)
+        tl.store(law_ptr + 2, weight)
+
+        is_draft = tl.arange(0, 1) + step < num_drafts
+        at = row * drafts_stride_b + step * drafts_stride_n + tl.arange(0, 1)
+        draft = tl.load(drafts_ptr + at, mask=is_draft, other=-1)
+        is_known = is_draft & (draft >= 0) & (draft < vocabulary)
+        score_ptr = scores_ptr + row * scores_stride_b + step * scores_stride_n
+        p_draft = tl.exp(tl.load(score_ptr + draft, mask=is_known, other=float("-inf")) - base) / total
+        row_ptr = draft_probs_ptr + row * draft_probs_stride_b + step * draft_probs_stride_n
+        q_draft = _draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary, HAS_IDS)
+        is_possible = (weight > 0.0) & (p_draft > 0.0)
+        weight = tl.where(is_possible, tl.minimum(weight * p_draft / q_draft, 1.0), 0.0)
+
+
+@triton.jit(do_not_specialize=["num_drafts"])
+def _excess_kernel(
+    scores_ptr,
+    draft_probs_ptr,
+    draft_ids_ptr,
+    laws_ptr,
+    excesses_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    draft_probs_stride_b,
+    draft_probs_stride_n,
+    num_drafts,
+    vocabulary,
+    draft_vocabulary,
+    BLOCK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    cell = tl.program_id(0).to(tl.int64)
+    row, step = cell // num_drafts, cell % num_drafts
+    law_ptr = laws_ptr + (row * (num_drafts + 1) + step) * 3
+    base, total, weight = tl.load(law_ptr), tl.load(law_ptr + 1), tl.load(law_ptr + 2)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocabulary
+    score_ptr = scores_ptr + row * scores_stride_b + step * scores_stride_n
+    score = tl.load(score_ptr + token, mask=is_token, other=float("-inf"))
+    row_ptr = draft_probs_ptr + row * draft_probs_stride_b + step * draft_probs_stride_n
+    q = _draft_prob(row_ptr, draft_ids_ptr, token, is_token, draft_vocabulary, HAS_IDS)
+    excess = tl.sum(tl.maximum(weight * (tl.exp(score - base) / total) - q, 0.0), axis=0)
+    tl.store(excesses_ptr + cell * tl.num_programs(1) + tl.program_id(1), excess)
+
+
+@triton.jit(do_not_specialize=["seeds_stride", "lengths_stride", "rooms_stride", "num_drafts", "num_scans"])
+def _verify_block_kernel(
+    scores_ptr,
+    draft_probs_ptr,
+    draft_ids_ptr,
+    seeds_ptr,
+    lengths_ptr,
+    rooms_ptr,
+    laws_ptr,
+    excesses_ptr,
+    keys_ptr,
+    accepted_ptr,
+    committed_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    draft_probs_stride_b,
+    draft_probs_stride_n,
+    seeds_stride,
+    lengths_stride,
+    rooms_stride,
+    num_drafts,
+    num_scans,
+    vocabulary,
+    draft_vocabulary,
+    STEPS: tl.constexpr,
+    SCANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    seed = tl.load(seeds_ptr + row * seeds_stride)
+    length = tl.load(lengths_ptr + row * lengths_stride)
+    room = tl.load(rooms_ptr + row * rooms_stride)
+    count = tl.maximum(tl.minimum(room, num_drafts), 0).to(tl.int32)
+
+    # Number `held` of the first drafts holds, 1 to K; its random number is that of the last of them.
+    held = tl.arange(0, STEPS)
+    scan = tl.arange(0, SCANS)
+    at = (row * num_drafts + held)[:, None] * num_scans + scan[None, :]
+    is_scan = (held < num_drafts)[:, None] & (scan < num_scans)[None, :]
+    excess = tl.sum(tl.load(excesses_ptr + at, mask=is_scan, other=0.0), axis=1)
+    laws_ptr += row * (num_drafts + 1) * 3
+    weight = tl.load(laws_ptr + held * 3 + 2, mask=held <= num_drafts, other=0.0)
+    number = uniform(seed, length, held * 0, held - 1, _ACCEPT)
+    holds = tl.where(held == count, number < weight, number * (excess + 1.0 - weight) < excess)
+    accepted = tl.max(tl.where(holds & (held >= 1) & (held <= count), held, 0), axis=0)
+    is_bonus = accepted == count
+
+    law_ptr = laws_ptr + accepted * 3
+    base, total, weight_next = tl.load(law_ptr), tl.load(law_ptr + 1), tl.load(law_ptr + 2)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocabulary
+    score_ptr = scores_ptr + row * scores_stride_b + accepted.to(tl.int64) * scores_stride_n
+    p_next = tl.exp(tl.load(score_ptr + token, mask=is_token, other=float("-inf")) - base) / total
+    row_ptr = draft_probs_ptr + row * draft_probs_stride_b + accepted.to(tl.int64) * draft_probs_stride_n
+    is_read = token < tl.where(is_bonus, 0, vocabulary)
+    q_next = _draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary, HAS_IDS)
+    residual = tl.where(is_bonus, p_next, tl.maximum(weight_next * p_next - q_next, 0.0))
+    _store_race(keys_ptr, residual, p_next, seed, length + accepted, token, is_token)
     if tl.program_id(1) == 0:
         tl.store(accepted_ptr + row, accepted.to(tl.int64))
         tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
@@ -245,39 +407,40 @@ def _merge_verify_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "seeds_stride_b",
-        "seeds_stride_n",
-        "positions_stride_b",
-        "positions_stride_n",
+        "temperatures_stride",
+        "seeds_stride",
+        "lengths_stride",
+        "first",
         "width",
         "num_scans",
     ]
 )
 def _draw_kernel(
     logits_ptr,
+    temperatures_ptr,
     seeds_ptr,
-    positions_ptr,
+    lengths_ptr,
     maxima_ptr,
     totals_ptr,
     probs_ptr,
     keys_ptr,
     logits_stride_b,
     logits_stride_n,
-    seeds_stride_b,
-    seeds_stride_n,
-    positions_stride_b,
-    positions_stride_n,
+    temperatures_stride,
+    seeds_stride,
+    lengths_stride,
+    first,
     width,
     num_scans,
     vocabulary,
-    temperature,
     SCANS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     batch, step = row // width, row % width
-    seed = tl.load(seeds_ptr + batch * seeds_stride_b + step * seeds_stride_n)
-    position = tl.load(positions_ptr + batch * positions_stride_b + step * positions_stride_n)
+    temperature = tl.load(temperatures_ptr + batch * temperatures_stride)
+    seed = tl.load(seeds_ptr + batch * seeds_stride)
+    length = tl.load(lengths_ptr + batch * lengths_stride)
     scan = tl.arange(0, SCANS)[None, :]
     maxima = tl.load(maxima_ptr + row * num_scans + scan, mask=scan < num_scans, other=float("-inf"))
     base, total = _merge_scans(maxima, tl.load(totals_ptr + row * num_scans + scan, mask=scan < num_scans, other=0.0))
@@ -288,7 +451,7 @@ def _draw_kernel(
     logit = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
     prob = tl.exp(logit / temperature - base) / total
     tl.store(probs_ptr + row * vocabulary + token, prob, mask=is_token)
-    time = -tl.log(uniform(seed, position, token, _DRAFT))
+    time = exponential(seed, length, token, token * 0 + (first + step).to(tl.int32), _DRAFT)
     key = _largest_key(prob / time, token, is_token)
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
 
@@ -316,7 +479,7 @@ def _argmax_keys(scores: torch.Tensor) -> torch.Tensor:
     return keys
 
 
-def _scan(scores: torch.Tensor, temperature: float | None = None) -> torch.Tensor:
+def _scan(scores: torch.Tensor, temperatures: torch.Tensor | None = None) -> torch.Tensor:
     """Maximum and normaliser of each block of `scores` `[B, n, V]`: `[2, B * n, blocks]` float32."""
     batch, width, vocabulary = scores.shape
     assert scores.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
@@ -329,9 +492,10 @@ def _scan(scores: torch.Tensor, temperature: float | None = None) -> torch.Tenso
         *scores.stride()[:2],
         width,
         vocabulary,
-        float(temperature or 1.0),
+        scores if temperatures is None else temperatures,
+        0 if temperatures is None else temperatures.stride(0),
         BLOCK=SCAN_BLOCK,
-        HAS_TEMPERATURE=temperature is not None,
+        HAS_TEMPERATURE=temperatures is not None,
         num_warps=_SCAN_WARPS,
     )
     return scans
@@ -364,10 +528,26 @@ def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
     return out
 
 
+def _check_sampling(
+    scores: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor | None, draft_ids: torch.Tensor | None
+) -> None:
+    batch, num_drafts = drafts.shape
+    assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
+    assert scores.dtype == torch.float32, "scores must be float32"
+    if draft_probs is not None:
+        assert draft_probs.shape[:2] == (batch, num_drafts), "shapes must agree"
+        assert draft_probs.shape[2] <= scores.shape[2], "the draft vocabulary must be a part of the target's"
+        assert draft_probs.dtype == torch.float32, "draft_probs must be float32"
+        assert draft_probs.stride(2) == 1 or draft_probs.shape[2] == 1, "rows must have unit stride"
+    if draft_ids is not None:
+        assert draft_ids.shape == scores.shape[2:] and draft_ids.is_contiguous(), "draft_ids must be contiguous"
+
+
 def verify_sampling(
     scores: torch.Tensor,
     drafts: torch.Tensor,
     draft_probs: torch.Tensor | None,
+    draft_ids: torch.Tensor | None,
     seeds: torch.Tensor,
     lengths: torch.Tensor,
 ) -> Verdict:
@@ -378,12 +558,7 @@ def verify_sampling(
     """
     batch, num_drafts = drafts.shape
     vocabulary = scores.shape[2]
-    assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
-    assert scores.dtype == torch.float32, "scores must be float32"
-    if draft_probs is not None:
-        assert draft_probs.shape == (batch, num_drafts, vocabulary), "shapes must agree"
-        assert draft_probs.dtype == torch.float32, "draft_probs must be float32"
-        assert draft_probs.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
+    _check_sampling(scores, drafts, draft_probs, draft_ids)
     scans, out = _scan(scores), _empty_verdict(drafts)
     keys = torch.empty(2, batch, triton.cdiv(vocabulary, RACE_BLOCK), dtype=torch.int64, device=scores.device)
     steps, num_scans = triton.next_power_of_2(num_drafts + 1), triton.next_power_of_2(scans.shape[2])
@@ -391,6 +566,7 @@ def verify_sampling(
         scores,
         drafts,
         scores if draft_probs is None else draft_probs,
+        draft_ids,
         seeds,
         lengths,
         *scans,
@@ -405,13 +581,109 @@ def verify_sampling(
         num_drafts,
         scans.shape[2],
         vocabulary,
+        0 if draft_probs is None else draft_probs.shape[2],
         STEPS=steps,
         SCANS=num_scans,
         BLOCK=RACE_BLOCK,
         HAS_PROBS=draft_probs is not None,
+        HAS_IDS=draft_ids is not None,
         # The normalisers of 64 steps and 64 blocks would not fit the registers of 4 warps.
         num_warps=_RACE_WARPS if steps * num_scans <= 2048 else 2 * _RACE_WARPS,
     )
+    _merge_verify(keys, drafts, out)
+    return out
+
+
+def verify_block(
+    scores: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor,
+    draft_ids: torch.Tensor | None,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+    rooms: torch.Tensor,
+) -> Verdict:
+    """See `reference.verify_block`: the same up to rounding. Five launches.
+
+    One pass over all rows of `scores` for their normalisers, one over all rows but the last, and over those of
+    `draft_probs`, for what a row's weight leaves of the target's law, and one over the row whose token is drawn.
+    """
+    batch, num_drafts = drafts.shape
+    vocabulary, draft_vocabulary = scores.shape[2], draft_probs.shape[2]
+    _check_sampling(scores, drafts, draft_probs, draft_ids)
+    scans, out = _scan(scores), _empty_verdict(drafts)
+    # Of each row of scores the base and the normaliser of its softmax, and the weight that its drafts leave it.
+    laws = torch.empty(batch, num_drafts + 1, 3, dtype=torch.float32, device=scores.device)
+    _weights_kernel[(batch,)](
+        scores,
+        drafts,
+        draft_probs,
+        draft_ids,
+        *scans,
+        laws,
+        *scores.stride()[:2],
+        *drafts.stride(),
+        *draft_probs.stride()[:2],
+        num_drafts,
+        scans.shape[2],
+        vocabulary,
+        draft_vocabulary,
+        SCANS=triton.next_power_of_2(scans.shape[2]),
+        HAS_IDS=draft_ids is not None,
+    )
+    shape = (batch * num_drafts, triton.cdiv(vocabulary, SCAN_BLOCK))
+    excesses = torch.empty(shape, dtype=torch.float32, device=scores.device)
+    if num_drafts > 0:
+        _excess_kernel[shape](
+            scores,
+            draft_probs,
+            draft_ids,
+            laws,
+            excesses,
+            *scores.stride()[:2],
+            *draft_probs.stride()[:2],
+            num_drafts,
+            vocabulary,
+            draft_vocabulary,
+            BLOCK=SCAN_BLOCK,
+            HAS_IDS=draft_ids is not None,
+            num_warps=_SCAN_WARPS,
+        )
+    keys = torch.empty(2, batch, triton.cdiv(vocabulary, RACE_BLOCK), dtype=torch.int64, device=scores.device)
+    _verify_block_kernel[keys.shape[1:]](
+        scores,
+        draft_probs,
+        draft_ids,
+        seeds,
+        lengths,
+        rooms,
+        laws,
+        excesses,
+        keys,
+        out.accepted,
+        out.committed,
+        *scores.stride()[:2],
+        *draft_probs.stride()[:2],
+        seeds.stride(0),
+        lengths.stride(0),
+        rooms.stride(0),
+        num_drafts,
+        shape[1],
+        vocabulary,
+        draft_vocabulary,
+        STEPS=triton.next_power_of_2(num_drafts + 1),
+        SCANS=triton.next_power_of_2(shape[1]),
+        BLOCK=RACE_BLOCK,
+        HAS_IDS=draft_ids is not None,
+        num_warps=_RACE_WARPS,
+    )
+    _merge_verify(keys, drafts, out)
+    return out
+
+
+def _merge_verify(keys: torch.Tensor, drafts: torch.Tensor, out: Verdict) -> None:
+    """Finish `out`, whose `accepted` is known, by the races' `keys` `[2, B, blocks]`."""
+    batch, num_drafts = drafts.shape
     _merge_verify_kernel[(batch,)](
         keys,
         drafts,
@@ -420,10 +692,9 @@ def verify_sampling(
         *drafts.stride(),
         num_drafts,
         keys.shape[2],
-        STEPS=steps,
+        STEPS=triton.next_power_of_2(num_drafts + 1),
         BLOCKS=triton.next_power_of_2(keys.shape[2]),
     )
-    return out
 
 
 def _merge_draft(keys: torch.Tensor, target_ids: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
@@ -450,32 +721,31 @@ def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> 
 
 
 def draw_draft(
-    logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.draw_draft`: the same up to rounding. Three launches, two reads of the logits."""
-    shape = logits.shape[:-1]
-    seeds, positions = (_with_batch(values.expand(shape), 2) for values in (seeds, positions))
-    logits = _with_batch(logits, 3)
     batch, width, vocabulary = logits.shape
-    scans = _scan(logits, temperature)
+    scans = _scan(logits, temperatures)
     probs = torch.empty(batch, width, vocabulary, dtype=torch.float32, device=logits.device)
     keys = torch.empty(batch * width, triton.cdiv(vocabulary, RACE_BLOCK), dtype=torch.int64, device=logits.device)
     _draw_kernel[keys.shape](
         logits,
+        temperatures,
         seeds,
-        positions,
+        lengths,
         *scans,
         probs,
         keys,
         *logits.stride()[:2],
-        *seeds.stride(),
-        *positions.stride(),
+        temperatures.stride(0),
+        seeds.stride(0),
+        lengths.stride(0),
+        first,
         width,
         scans.shape[2],
         vocabulary,
-        float(temperature),
         SCANS=triton.next_power_of_2(scans.shape[2]),
         BLOCK=RACE_BLOCK,
         num_warps=_RACE_WARPS,
     )
-    return _merge_draft(keys, None, shape), probs.view(*shape, vocabulary)
+    return _merge_draft(keys, None, logits.shape[:2]), probs

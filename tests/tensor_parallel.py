@@ -52,7 +52,7 @@ def say_all(target: PreTrainedModel) -> dict[str, Any]:
         drafter = make(target)
         said[f"{name}, greedy"] = say(target, drafter)
         said[f"{name}, sampling"] = say(target, drafter, **SAMPLING)
-    said["row seeds"] = say(target, borrower(target), **SAMPLING, row_seeds=[5, 6, 7])
+    said["row seeds"] = say(target, borrower(target), **SAMPLING, seeds=[5, 6, 7])
     stock = borrower(target).configure(engine="stock")
     said["stock, greedy"] = say(target, stock, lengths=[9])
     said["stock, sampling"] = say(target, stock, lengths=[9], **SAMPLING)
@@ -120,7 +120,7 @@ def main(folder: str, answers: str) -> None:
         "seeds of their own": own_seed,
         "other prompts": error_of(lambda: say(target, drafter, lengths=[5 + rank])),
         "other settings": error_of(lambda: say(target, drafter, max_new_tokens=4 + rank)),
-        "other row seeds": error_of(lambda: say(target, drafter, **SAMPLING, row_seeds=[1, 2, rank])),
+        "other row seeds": error_of(lambda: say(target, drafter, **SAMPLING, seeds=[1, 2, rank])),
         "other random state": error_of(
             lambda: say(target, borrower(target).configure(engine="stock"), rank, [9], **SAMPLING)
         ),

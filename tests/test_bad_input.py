@@ -21,6 +21,7 @@ from transformers import (
 from hf_specdec import Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters import Eagle3Drafter
+from hf_specdec.integration import _OTHER_DRAFTERS, UNUSED_SETTINGS, _warn
 
 
 def refused(target, drafter, match, inputs=None, **options):
@@ -169,7 +170,9 @@ def test_other_settings(drafter):
         drafter.configure(engine="fast")
     with pytest.raises(ValueError, match="draft_probs is 'yes'; expected True, False or \"auto\""):
         drafter.configure(draft_probs="yes")
-    assert drafter.engine == "auto" and drafter.draft_probs == "auto"
+    with pytest.raises(ValueError, match='verification is \'tree\'; expected "token" or "block"'):
+        drafter.configure(verification="tree")
+    assert drafter.engine == "auto" and drafter.draft_probs == "auto" and drafter.verification == "token"
     with pytest.raises(ValueError, match="draft_vocab_size is 200; expected 1 to vocab_size = 96"):
         DrafterConfig(vocab_size=96, draft_vocab_size=200)
 
@@ -207,18 +210,19 @@ def test_encoder_decoder(drafter):
         ({"num_beams": 3}, "num_beams"),
         ({"num_beams": 3, "do_sample": True}, "num_beams"),
         ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is 0.5, which accepts drafts lossily"),
-        (
-            {"row_seeds": [1, 2]},
-            r"row_seeds has shape \[2\] and type torch.int64; expected one int64 for each of the 1 ",
-        ),
-        ({"row_seeds": 3}, r"row_seeds has shape \[\]"),
-        ({"row_seeds": [0.5]}, r"row_seeds has shape \[1\] and type torch.float32"),
-        ({"row_seeds": [2**64]}, r"row_seeds is \[18446744073709551616\]; expected an integer of 64 bits"),
-        ({"row_seeds": ["a"]}, r"row_seeds is \['a'\]; expected an integer of 64 bits"),
+        ({"seeds": [1, 2]}, r"seeds has shape \(2,\), but the call has 1 rows"),
+        ({"seeds": [0.5]}, r"seeds is \[0.5\]; expected integers of 64 bits"),
+        ({"seeds": [2**64]}, r"seeds is \[18446744073709551616\]; expected integers of 64 bits"),
+        ({"seeds": ["a"]}, r"seeds is \['a'\]; expected integers of 64 bits"),
         (
             {"synced_gpus": True},
             r"synced_gpus is set: .* \(FSDP or .* expected a target that a process can run by itself",
         ),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, which asks for drafts of another kind"),
+        ({"assistant_early_exit": 2}, "assistant_early_exit is 2, .* Drop that option or assistant_model"),
+        ({"use_mtp": True}, "use_mtp is True, .* Drop that option or assistant_model"),
+        ({"speculation_type": "dflash"}, "speculation_type is 'dflash', .* Drop that option or assistant_model"),
+        ({"assistant_tokenizer": object()}, "assistant_tokenizer was given, .* Drop that option"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state .* without a drafter"),
         (
             {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7]), "do_sample": True},
@@ -229,12 +233,6 @@ def test_encoder_decoder(drafter):
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_options_that_do_not_go_with_a_drafter(target, drafter, options, match, engine):
     refused(target, drafter.configure(engine=engine), match, **options)
-
-
-@pytest.mark.core
-def test_row_seeds_without_a_drafter(target):
-    with pytest.raises(ValueError, match="row_seeds is given, but there is no drafter"):
-        target.generate(**padded_prompts(PROMPTS[1]), do_sample=True, row_seeds=[1], max_new_tokens=4)
 
 
 @pytest.mark.core
@@ -262,6 +260,49 @@ def test_weights_that_cannot_be_borrowed(drafter, what):
         with pytest.raises(ValueError, match=f"no {what} of its own and must borrow the target's, but .*{words}"):
             unbound.bind(other)
         assert not unbound.is_bound
+
+
+@pytest.mark.core
+def test_every_setting_of_assisted_generation_is_honoured_refused_or_warned_about(target, drafter, caplog):
+    """None of transformers' settings for its own assistants is ignored without a word."""
+    about_drafts = ("assistant", "lookbehind", "lookup", "matching", "mtp", "speculation")
+    settings = {name for name in vars(GenerationConfig()) if any(part in name for part in about_drafts)}
+    assert settings == {
+        "num_assistant_tokens",  # honoured
+        "is_assistant",  # says of a model that it is one, which asks for nothing
+        "assistant_ensemble_weight",
+        *_OTHER_DRAFTERS,
+        *UNUSED_SETTINGS,
+    }
+    values = {
+        "num_assistant_tokens_schedule": "heuristic",
+        "assistant_confidence_threshold": 0.7,
+        "assistant_lookbehind": 7,
+        "target_lookbehind": 7,
+        "max_matching_ngram_size": 7,
+    }
+    inputs, options = padded_prompts(PROMPTS[1]), {"do_sample": False, "max_new_tokens": 6}
+    plain = target.generate(**inputs, **options)
+    assert values.keys() == UNUSED_SETTINGS.keys()
+    for name, value in values.items():
+        caplog.clear()
+        _warn.cache_clear()
+        out = target.generate(**inputs, **options, assistant_model=drafter, **{name: value})
+        assert torch.equal(out, plain)
+        assert f"{name}={value!r} has no effect" in caplog.text
+    caplog.clear()
+    target.generate(**inputs, **options, assistant_model=drafter)
+    neutral = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    target.generate(**inputs, **options, assistant_model=drafter, **neutral)
+    assert "no effect" not in caplog.text
+
+
+@pytest.mark.core
+def test_block_verification_is_not_promised_by_the_stock_engine(target, drafter, caplog):
+    _warn.cache_clear()
+    drafter.configure(engine="stock", verification="block")
+    target.generate(**padded_prompts(PROMPTS[1]), do_sample=True, max_new_tokens=4, assistant_model=drafter)
+    assert "verification='block' has no effect on the stock engine" in caplog.text
 
 
 @pytest.mark.core

@@ -210,7 +210,7 @@ def test_sampling_without_drafts():
     scores = torch.randn(5, 1, 9, generator=generator)
     seeds, lengths = torch.arange(5), torch.tensor([3, 1, 4, 1, 5])
     drafts = torch.empty(5, 0, dtype=torch.int64)
-    verdict = verify_sampling(scores, drafts, None, seeds, lengths)
+    verdict = verify_sampling(scores, drafts, None, None, seeds, lengths)
     drawn = ops.race(scores[:, 0].softmax(-1), seeds, lengths, Stream.TARGET)
     assert torch.equal(verdict.tokens, drawn[:, None])
     assert verdict.accepted.tolist() == [0] * 5 and verdict.committed.tolist() == [1] * 5

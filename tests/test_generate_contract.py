@@ -655,52 +655,42 @@ def test_seed_reproduces_a_run(draft_probs, engine, kind):
 @kinds
 @pytest.mark.parametrize("draft_probs", [False, True])
 def test_sampled_row_does_not_depend_on_its_neighbours(draft_probs, kind):
-    """Row seeds are drawn in order, so a lone row gets row r's seed when r numbers have been drawn before."""
     target, inputs = target_and_inputs(3)
     drafter = RANDOM_DRAFTERS[kind](target).configure(draft_probs=draft_probs)
-    together = sample(target, inputs, drafter)
+    together = sample(target, inputs, drafter, seeds=[5, 6, 7])
     width = inputs["input_ids"].shape[1]
     for row, length in enumerate(PROMPTS[3]):
-        set_seed(0)
-        torch.randint(0, 2**63 - 1, (row,))
-        alone = target.generate(
-            inputs["input_ids"][row : row + 1, width - length :],
-            do_sample=True,
-            max_new_tokens=12,
-            num_assistant_tokens=3,
-            assistant_model=drafter,
-        )
-        assert torch.equal(alone[0, length:], together[row, width:])
+        alone = {name: values[row : row + 1, width - length :] for name, values in inputs.items()}
+        out = sample(target, alone, drafter, seeds=[5 + row])
+        assert torch.equal(out[0, length:], together[row, width:])
 
 
 @pytest.mark.core
 @kinds
 @pytest.mark.parametrize("draft_probs", [False, True])
-def test_row_seeds(draft_probs, kind):
+def test_seeds_of_rows(draft_probs, kind):
     """A row's sample is a function of its seed and its prompt, whatever the global generator and the batch are."""
     target, inputs = target_and_inputs(3)
     drafter = RANDOM_DRAFTERS[kind](target).configure(draft_probs=draft_probs)
-    together = sample(target, inputs, drafter, row_seeds=[11, -5, 2**62])
+    together = sample(target, inputs, drafter, seeds=[11, -5, 2**62])
     turned = {name: rows.flip(0) for name, rows in inputs.items()}
-    assert torch.equal(
-        sample(target, turned, drafter, seed=9, row_seeds=torch.tensor([2**62, -5, 11])).flip(0), together
-    )
-    assert not torch.equal(sample(target, inputs, drafter, row_seeds=[11, -5, 3])[2], together[2])
-    twice = sample(target, inputs, drafter, row_seeds=[4] * 6, num_return_sequences=2)
+    assert torch.equal(sample(target, turned, drafter, seed=9, seeds=torch.tensor([2**62, -5, 11])).flip(0), together)
+    assert not torch.equal(sample(target, inputs, drafter, seeds=[11, -5, 3])[2], together[2])
+    twice = sample(target, inputs, drafter, seeds=[4] * 6, num_return_sequences=2)
     assert torch.equal(twice[::2], twice[1::2])
 
 
 @pytest.mark.core
-def test_row_seeds_on_the_stock_engine():
+def test_seeds_of_rows_on_the_stock_engine():
     """Where samples are the global generator's, which is left alone."""
     target, inputs = target_and_inputs(1)
     drafter = random_eagle3(target).configure(engine="stock")
-    first = sample(target, inputs, drafter, row_seeds=[5])
-    assert torch.equal(sample(target, inputs, drafter, seed=1, row_seeds=[5]), first)
+    first = sample(target, inputs, drafter, seeds=[5])
+    assert torch.equal(sample(target, inputs, drafter, seed=1, seeds=[5]), first)
     after = torch.get_rng_state()
     set_seed(1)
     assert torch.equal(torch.get_rng_state(), after)
-    assert not torch.equal(sample(target, inputs, drafter, row_seeds=[6]), first)
+    assert not torch.equal(sample(target, inputs, drafter, seeds=[6]), first)
 
 
 @pytest.mark.core

@@ -18,6 +18,7 @@ ORDER = [
     "ops",
     "ranks",
     "fusing",
+    "logits",
     "sampling",
     "cache",
     "attention",

@@ -24,7 +24,8 @@ from transformers.generation.logits_process import (
 from hf_specdec import Drafter, DrafterConfig, ops
 from hf_specdec.drafters import Proposal
 from hf_specdec.kernels import reference
-from hf_specdec.sampling import BlockProcessor, Stream, draw_draft, verify_sampling
+from hf_specdec.logits import RowTemperature
+from hf_specdec.sampling import BlockProcessor, Stream, draw_draft, verify_block, verify_sampling
 from hf_specdec.state import DecodeState, Shape
 
 SMALLEST, LARGEST = 2.0**-33, 1.0 - 2.0**-24
@@ -39,21 +40,51 @@ class ChosenNumbers:
         monkeypatch.setattr(reference, "uniform", self.uniform)
         monkeypatch.setattr(reference, "race", self.race)
 
-    def uniform(self, seeds, positions, tokens, stream):
+    def uniform(self, seeds, positions, tokens, stream, steps):
         assert stream == Stream.ACCEPT
-        shape = torch.broadcast_shapes(seeds.shape, positions.shape, tokens.shape)
+        shape = torch.broadcast_shapes(seeds.shape, positions.shape, tokens.shape, steps.shape)
         assert shape == self.numbers.shape
-        self.accept_positions = positions.expand(shape)
+        self.accept_positions, self.accept_steps = positions.expand(shape), steps.expand(shape)
         return self.numbers
 
-    def race(self, weights, seeds, positions, stream):
-        assert stream == Stream.TARGET
+    def race(self, weights, seeds, positions, stream, steps=0):
+        assert stream == Stream.TARGET and steps == 0
         assert weights.isfinite().all() and (weights >= 0).all() and (weights.sum(dim=1) > 0).all()
         self.weights, self.race_positions = weights, positions
         return weights.argmax(dim=1)
 
 
-def outcomes(chosen, scores, drafts, draft_probs):
+def judge(chosen, numbers, scores, drafts, draft_probs, draft_ids=None, verification="token"):
+    """`[N]`: how many of the drafts `[N, K]` are accepted with the random numbers `[N, K]`."""
+    num, width = drafts.shape
+    seeds, lengths = torch.zeros(num, dtype=torch.int64), torch.full((num,), 7)
+    chosen.numbers = numbers
+    arguments = scores, drafts, draft_probs, draft_ids, seeds, lengths
+    if verification == "block":
+        verdict = verify_block(*arguments, torch.full((num,), width + 1))
+    else:
+        verdict = verify_sampling(*arguments)
+    assert torch.equal(verdict.committed, verdict.accepted + 1)
+    # Every number belongs to its round and its draft, so none is used twice.
+    assert torch.equal(chosen.accept_positions, lengths[:, None].expand(num, width))
+    assert torch.equal(chosen.accept_steps, torch.arange(width).expand(num, -1))
+    assert torch.equal(chosen.race_positions, lengths + verdict.accepted)
+    kept = torch.arange(width) < verdict.accepted[:, None]
+    assert torch.equal(verdict.tokens[:, :width][kept], drafts[kept])
+    return verdict.accepted
+
+
+def bisect(num, is_below):
+    """`[num]`: up to where `is_below` holds of numbers in (0, 1)."""
+    low, high = torch.zeros(num), torch.ones(num)
+    for _ in range(26):
+        middle = ((low + high) / 2).clamp(SMALLEST, LARGEST)
+        holds = is_below(middle)
+        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+    return (low + high) / 2
+
+
+def outcomes(chosen, scores, drafts, draft_probs, draft_ids=None):
     """All outcomes of a round for `[N, K]` drafts, from the code under test, integrated over the random numbers.
 
     Returns:
@@ -62,18 +93,9 @@ def outcomes(chosen, scores, drafts, draft_probs):
         following: `[N, K + 1, V]` law of the token after i accepted drafts; zeros where that cannot happen.
     """
     num, width = drafts.shape
-    seeds, lengths = torch.zeros(num, dtype=torch.int64), torch.full((num,), 7)
 
     def accepted(numbers):
-        chosen.numbers = numbers
-        verdict = verify_sampling(scores, drafts, draft_probs, seeds, lengths)
-        assert torch.equal(verdict.committed, verdict.accepted + 1)
-        # Every number belongs to the position that its token takes, so none is used twice.
-        assert torch.equal(chosen.accept_positions, lengths[:, None] + torch.arange(width).expand(num, -1))
-        assert torch.equal(chosen.race_positions, lengths + verdict.accepted)
-        kept = torch.arange(width) < verdict.accepted[:, None]
-        assert torch.equal(verdict.tokens[:, :width][kept], drafts[kept])
-        return verdict.accepted
+        return judge(chosen, numbers, scores, drafts, draft_probs, draft_ids)
 
     def numbers_at(position, number):
         numbers = torch.full((num, width), SMALLEST)
@@ -84,12 +106,8 @@ def outcomes(chosen, scores, drafts, draft_probs):
     following = torch.zeros(num, width + 1, scores.shape[-1], dtype=torch.float64)
     reached = torch.ones(num, dtype=torch.bool)
     for position in range(width):
-        low, high = torch.zeros(num), torch.ones(num)
-        for _ in range(26):
-            middle = ((low + high) / 2).clamp(SMALLEST, LARGEST)
-            is_accepted = accepted(numbers_at(position, middle)) > position
-            low, high = torch.where(is_accepted, middle, low), torch.where(is_accepted, high, middle)
-        accept[:, position] = torch.where(reached, ((low + high) / 2).double(), 0.0)
+        at = bisect(num, lambda number, position=position: accepted(numbers_at(position, number)) > position)
+        accept[:, position] = torch.where(reached, at.double(), 0.0)
         rejects = accepted(numbers_at(position, LARGEST)) == position
         law = chosen.weights.double()
         following[rejects & reached, position] = (law / law.sum(dim=1, keepdim=True))[rejects & reached]
@@ -97,6 +115,32 @@ def outcomes(chosen, scores, drafts, draft_probs):
     all_accepted = accepted(torch.full((num, width), SMALLEST)) == width
     law = chosen.weights.double()
     following[all_accepted, width] = (law / law.sum(dim=1, keepdim=True))[all_accepted]
+    return accept, following
+
+
+def block_outcomes(chosen, scores, drafts, draft_probs, draft_ids=None):
+    """As `outcomes`, of block verification, where the largest number of drafts that holds is accepted."""
+    num, width = drafts.shape
+    following = torch.zeros(num, width + 1, scores.shape[-1], dtype=torch.float64)
+    shares, left = torch.zeros(num, width + 1, dtype=torch.float64), torch.ones(num, dtype=torch.float64)
+
+    def accepted(held, number):
+        numbers = torch.full((num, width), LARGEST)
+        if held:
+            numbers[:, held - 1] = number
+        return judge(chosen, numbers, scores, drafts, draft_probs, draft_ids, "block")
+
+    for held in range(width, -1, -1):
+        at = bisect(num, lambda number, held=held: accepted(held, number) >= held) if held else torch.ones(num)
+        # What bisection cannot tell from 0 or 1 is that.
+        at = at.double().where(at > 1e-7, 0.0).where(at < 1 - 1e-6, 1.0)
+        shares[:, held], left = left * at, left * (1 - at)
+        happens = accepted(held, SMALLEST) == held
+        law = chosen.weights.double()
+        following[happens, held] = (law / law.sum(dim=1, keepdim=True))[happens]
+        assert (happens | (shares[:, held] == 0)).all()
+    reaching = shares.flip(1).cumsum(1).flip(1)
+    accept = torch.where(reaching[:, :-1] > 0, reaching[:, 1:] / reaching[:, :-1], 0.0)
     return accept, following
 
 
@@ -134,7 +178,8 @@ class Text:
         drafter = Silent(DrafterConfig(vocab_size=self.vocabulary))
         state = DecodeState.allocate(shape, drafter, num_layers=1, device=torch.device("cpu"), temperature=1.0)
         seeds = torch.zeros(num, dtype=torch.int64)
-        state.begin([self.prompt[0]] * num, max_new_tokens=width + 1, eos=None, seeds=seeds)
+        factors = [one.temperatures for one in self.processors if isinstance(one, RowTemperature)]
+        state.begin([self.prompt[0]] * num, width + 1, None, seeds, factors[0].expand(num) if factors else None)
         state.proposal = Proposal(drafts, None)
         block, _ = state.block()
         logits = torch.stack(
@@ -183,6 +228,7 @@ PROCESSORS = {
     "suppress": [SuppressTokensLogitsProcessor([1])],
     "repetition_penalty": [RepetitionPenaltyLogitsProcessor(1.7), TemperatureLogitsWarper(1.2)],
     "no_repeat_ngram": [NoRepeatNGramLogitsProcessor(3)],
+    "rows": [RowTemperature([1.4]), MinPLogitsWarper(0.1)],
 }
 
 
@@ -216,8 +262,8 @@ def draft_laws(kind, text, drafts, seed=0):
             table = table[0, len(prefix)]
         else:
             logits = 2 * torch.randn(text.vocabulary, generator=generator)
-            if kind == "narrow":  # a draft vocabulary without the first token
-                logits[0] = float("-inf")
+            if kind in ("narrow", "padded"):  # a draft vocabulary without the first token, or without the last
+                logits[0 if kind == "narrow" else -1] = float("-inf")
             if kind == "certain":
                 logits = logits.log_softmax(-1).where(logits == logits.max(), torch.tensor(float("-inf")))
             table = logits.softmax(dim=-1)
@@ -229,21 +275,55 @@ def draft_laws(kind, text, drafts, seed=0):
     )
 
 
+KINDS = ["random", "same", "narrow", "padded", "certain", "parallel"]
+MODES = {"token": outcomes, "block": block_outcomes}
+
+
+def in_draft_vocabulary(kind, laws):
+    """`[N, K, V_d]` and where tokens are in the draft vocabulary, of laws `[N, K, V]` that leave some tokens out."""
+    if kind == "narrow":
+        return laws[..., 1:], torch.arange(laws.shape[-1]) - 1
+    if kind == "padded":
+        return laws[..., :-1], None
+    return laws, None
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("processors", PROCESSORS)
-@pytest.mark.parametrize("kind", ["random", "same", "narrow", "certain", "parallel"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("vocabulary", "width"), [(3, 3), (5, 1)])
-def test_law_with_soft_drafts(vocabulary, width, kind, processors, monkeypatch):
+def test_law_with_soft_drafts(vocabulary, width, mode, kind, processors, monkeypatch):
     text = Text(vocabulary, width, PROCESSORS[processors], seed=width)
     drafts = torch.tensor(list(itertools.product(range(vocabulary), repeat=width)))
     laws = draft_laws(kind, text, drafts)
     draft_law = laws.double().gather(2, drafts[:, :, None]).squeeze(2).prod(dim=1)
     assert torch.allclose(draft_law.sum(), torch.ones((), dtype=torch.float64))
-    accept, following = outcomes(ChosenNumbers(monkeypatch), text.scores(drafts), drafts, laws)
+    arguments = text.scores(drafts), drafts, *in_draft_vocabulary(kind, laws)
+    accept, following = MODES[mode](ChosenNumbers(monkeypatch), *arguments)
     if kind == "same":
         assert (accept[draft_law > 0] > 1 - 1e-6).all()
     prefixes = committed_law(drafts, draft_law, accept, following)
-    torch.testing.assert_close(text.continue_with(prefixes), text.law_of_continuations(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(text.continue_with(prefixes), text.law_of_continuations(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_block_verification_never_accepts_fewer(processors, monkeypatch):
+    """In expectation over the drafts; and more, where drafts of several tokens differ from the target's."""
+    chosen, gains = ChosenNumbers(monkeypatch), {}
+    drafts = torch.tensor(list(itertools.product(range(3), repeat=3)))
+    for kind in KINDS:
+        text = Text(3, 3, PROCESSORS[processors], seed=5)
+        laws = draft_laws(kind, text, drafts, seed=1)
+        draft_law = laws.double().gather(2, drafts[:, :, None]).squeeze(2).prod(dim=1)
+        arguments = text.scores(drafts), drafts, *in_draft_vocabulary(kind, laws)
+        token, block = (
+            float((draft_law * rule(chosen, *arguments)[0].cumprod(dim=1).sum(dim=1)).sum()) for rule in MODES.values()
+        )
+        gains[kind] = block - token
+    assert min(gains.values()) > -1e-5
+    assert max(gains.values()) > 1e-3, "both rules are the same here, so nothing was shown"
 
 
 @pytest.mark.core
@@ -270,7 +350,7 @@ def test_impossible_token_is_never_accepted(is_soft, monkeypatch):
     probs = torch.tensor([[[0.0, 1.0, 0.0]]]) if is_soft else None
     for number in (0.0, SMALLEST, LARGEST):
         chosen.numbers = torch.full((1, 1), number)
-        verdict = verify_sampling(scores, torch.tensor([[1]]), probs, torch.zeros(1).long(), torch.ones(1).long())
+        verdict = verify_sampling(scores, torch.tensor([[1]]), probs, None, torch.zeros(1).long(), torch.ones(1).long())
         assert verdict.accepted.item() == 0 and verdict.committed.item() == 1
         assert chosen.weights[0, 1] == 0
         torch.testing.assert_close(chosen.weights, scores[:, 0].softmax(-1))
@@ -283,7 +363,7 @@ def test_empty_residual_falls_back_to_the_target(monkeypatch):
     scores = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(0))
     probs = scores[:, :1].softmax(dim=-1)
     chosen.numbers = torch.ones(1, 1)
-    verdict = verify_sampling(scores, torch.tensor([[2]]), probs, torch.zeros(1).long(), torch.ones(1).long())
+    verdict = verify_sampling(scores, torch.tensor([[2]]), probs, None, torch.zeros(1).long(), torch.ones(1).long())
     assert verdict.accepted.item() == 0
     assert torch.equal(chosen.weights, probs[:, 0])
 
@@ -292,16 +372,18 @@ def test_empty_residual_falls_back_to_the_target(monkeypatch):
 def test_draft_is_drawn_from_the_law_it_reports(monkeypatch):
     shown = {}
 
-    def race(weights, seeds, positions, stream):
-        shown.update(weights=weights, positions=positions, stream=stream)
-        return weights.argmax(dim=1)
+    def race(weights, seeds, positions, stream, steps):
+        shown.update(weights=weights, positions=positions, stream=stream, steps=steps)
+        return weights.argmax(dim=2)
 
     monkeypatch.setattr(reference, "race", race)
-    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
-    index, probs = draw_draft(logits, 0.7, torch.arange(3), torch.tensor([4, 5, 6]))
-    torch.testing.assert_close(probs, (logits / 0.7).softmax(dim=-1))
+    logits = torch.randn(3, 2, 7, generator=torch.Generator().manual_seed(0))
+    temperatures, lengths = torch.tensor([0.7, 1.0, 1.9]), torch.tensor([4, 5, 6])
+    index, probs = draw_draft(logits, temperatures, torch.arange(3), lengths, 1)
+    torch.testing.assert_close(probs, (logits / temperatures[:, None, None]).softmax(dim=-1))
     assert torch.equal(shown["weights"], probs) and shown["stream"] == Stream.DRAFT
-    assert torch.equal(index, probs.argmax(dim=1))
+    assert torch.equal(shown["positions"], lengths[:, None]) and shown["steps"].tolist() == [[1], [2]]
+    assert torch.equal(index, probs.argmax(dim=2))
 
 
 # ---- draws
@@ -409,8 +491,10 @@ def test_law_with_the_drafts_of_a_parallel_drafter(kind, width, monkeypatch):
     text = ModelText(target, width, [])
     drafter = tiny_drafter(kind, target, width, draft_probs=True)
     proposal = first_proposals(monkeypatch, target, drafter, text.prompt, rows=4000)
-    laws = proposal.probs[0]
-    assert torch.allclose(proposal.probs, laws, rtol=0, atol=1e-6), "a law depends on what was drawn"
+    probs = ops.over_vocabulary(proposal.probs, proposal.draft_ids, VOCABULARY)
+    laws = probs[0]
+    assert torch.allclose(probs, laws, rtol=0, atol=1e-6), "a law depends on what was drawn"
+    assert proposal.probs.shape[2] == drafter.config.draft_vocab_size, "more is kept of q than there is"
     drafts = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=width)))
     draft_law = laws.double()[torch.arange(width), drafts].prod(dim=1)
     cells = (proposal.tokens * VOCABULARY ** torch.arange(width - 1, -1, -1)).sum(dim=1)
@@ -424,21 +508,25 @@ def test_law_with_the_drafts_of_a_parallel_drafter(kind, width, monkeypatch):
     torch.testing.assert_close(found, text.law_of_continuations(), rtol=0, atol=1e-5)
 
 
+PROMPT = torch.tensor([[1, 3, 2]])
+
+
+def draw(target, num_rows, seed, **options):
+    """`[num_rows]`: which of the texts of `LENGTH` tokens each row continues the prompt with."""
+    set_seed(seed)
+    options = {"do_sample": True, "max_new_tokens": LENGTH, "num_return_sequences": num_rows, **options}
+    out = target.generate(PROMPT, **options)[:, PROMPT.shape[1] :]
+    return (out * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
+
+
 def check_draws(drafter, target, call):
     """Assert that what is drawn, with a drafter or without, has the exact law."""
-    prompt = torch.tensor([[1, 3, 2]])
     options, processors = CALLS[call]
-    law = exact_law(target, prompt, LogitsProcessorList(processors))
-    options = {"do_sample": True, "max_new_tokens": LENGTH, "num_return_sequences": DRAWS // 4, **options}
+    law = exact_law(target, PROMPT, LogitsProcessorList(processors))
     if drafter is not None:
-        options["assistant_model"] = drafter
-    counts = torch.zeros(VOCABULARY**LENGTH, dtype=torch.int64)
-    for seed in range(4):
-        set_seed(seed)
-        out = target.generate(prompt, **options)[:, prompt.shape[1] :]
-        cells = (out * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
-        counts += cells.bincount(minlength=len(counts))
-    assert p_value(counts, law) > 1e-4
+        options = {**options, "assistant_model": drafter}
+    cells = torch.cat([draw(target, DRAWS // 4, seed, **options) for seed in range(4)])
+    assert p_value(cells.bincount(minlength=len(law)), law) > 1e-4
     if drafter is not None:
         assert drafter.stats.draft_probs == drafter.draft_probs
         assert drafter.stats.acceptance_per_position[0] > 0.1, "hardly anything was accepted, so little was shown"
@@ -446,27 +534,73 @@ def check_draws(drafter, target, call):
 
 @pytest.mark.core
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("how", ["without", "point_mass", "soft"])
+@pytest.mark.parametrize("how", ["without", "point_mass", "soft", "block"])
 def test_draws_of_the_engine(how, call):
     target = tiny_target()
-    drafter = None if how == "without" else tiny_drafter("eagle3", target, 2, draft_probs=how == "soft")
+    drafter = None
+    if how != "without":
+        drafter = tiny_drafter("eagle3", target, 2, draft_probs=how != "point_mass")
+        drafter.configure(verification="block" if how == "block" else "token")
     check_draws(drafter, target, call)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("call", "num_draft_tokens"), [("hot", 2), ("top_k", 3)])
-@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
-def test_draws_with_every_family_of_drafters(kind, call, num_draft_tokens):
-    target = tiny_target()
-    check_draws(tiny_drafter(kind, target, num_draft_tokens, draft_probs=True), target, call)
+def test_draws_notice_numbers_that_two_rounds_share(monkeypatch):
+    """Block verification looks at all drafts of a round; drawing the next round's by the same numbers bends the law."""
+    target, uniform = tiny_target(), reference.uniform
+    options, processors = CALLS["top_k"]
+    law = exact_law(target, PROMPT, LogitsProcessorList(processors))
+    drafter = tiny_drafter("eagle3", target, 3, draft_probs=True).configure(verification="block")
+    monkeypatch.setattr(
+        reference,
+        "uniform",
+        lambda seeds, positions, tokens, stream, steps=0: uniform(seeds, positions + steps, tokens, stream),
+    )
+    cells = draw(target, DRAWS // 4, 0, assistant_model=drafter, **options)
+    assert p_value(cells.bincount(minlength=len(law)), law) < 1e-6
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("parallel", "vocab_size"), [(False, 4), (True, 7)])
-def test_draws_with_a_draft_model_of_another_vocabulary(parallel, vocab_size):
+@pytest.mark.parametrize(
+    ("verification", "call", "num_draft_tokens"), [("token", "hot", 2), ("token", "top_k", 3), ("block", "top_k", 3)]
+)
+@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
+def test_draws_with_every_family_of_drafters(kind, verification, call, num_draft_tokens):
+    target = tiny_target()
+    drafter = tiny_drafter(kind, target, num_draft_tokens, draft_probs=True).configure(verification=verification)
+    check_draws(drafter, target, call)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("parallel", "vocab_size", "verification"), [(False, 4, "token"), (True, 7, "token"), (False, 4, "block")]
+)
+def test_draws_with_a_draft_model_of_another_vocabulary(parallel, vocab_size, verification):
     target = tiny_target()
     drafter = random_draft_model(target, parallel, vocab_size, seed=3).configure(3, draft_probs=True)
-    check_draws(drafter, target, "plain_law")
+    check_draws(drafter.configure(verification=verification), target, "plain_law")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["without", "point_mass", "soft", "block"])
+def test_draws_of_rows_with_temperatures_of_their_own(how):
+    """Every other row is colder; each half has its own exact law, and the drafts are drawn at the row's temperature."""
+    target, temperatures = tiny_target(), torch.tensor([0.5, 1.6])
+    options = {"temperature": 0.9, "top_k": 4}
+    if how != "without":
+        drafter = tiny_drafter("eagle3", target, 2, draft_probs=how != "point_mass")
+        options["assistant_model"] = drafter.configure(verification="block" if how == "block" else "token")
+    num_rows = DRAWS // 4
+    processors = [RowTemperature(temperatures.repeat(num_rows // 2))]
+    cells = [
+        draw(target, num_rows, seed, logits_processor=LogitsProcessorList(processors), **options) for seed in range(4)
+    ]
+    for half, temperature in enumerate(temperatures.tolist()):
+        law = exact_law(
+            target, PROMPT, LogitsProcessorList([TemperatureLogitsWarper(0.9 * temperature), TopKLogitsWarper(4)])
+        )
+        counts = torch.cat([cell[half::2] for cell in cells]).bincount(minlength=len(law))
+        assert p_value(counts, law) > 1e-4
 
 
 # ---- random numbers
@@ -509,24 +643,25 @@ def test_uniform_is_philox():
     seeds[:3] = torch.tensor([0, 1, 2**63 - 1])
     positions = torch.randint(0, 2**20, (50,), generator=generator)
     tokens = torch.randint(0, 2**18, (50,), generator=generator)
-    positions[0] = tokens[0] = 0
+    steps = torch.randint(0, 17, (50,), generator=generator)
+    positions[0] = tokens[0] = steps[0] = 0
     for stream in Stream:
-        numbers = ops.uniform(seeds, positions, tokens, stream)
+        numbers = ops.uniform(seeds, positions, tokens, stream, steps)
         assert numbers.dtype == torch.float32
-        for number, seed, position, token in zip(
-            numbers.tolist(), seeds.tolist(), positions.tolist(), tokens.tolist(), strict=True
+        for number, seed, position, token, step in zip(
+            *(values.tolist() for values in (numbers, seeds, positions, tokens, steps)), strict=True
         ):
-            word = philox([token, position, int(stream), 0], [seed & _WORD, seed >> 32])[0]
+            word = philox([token, position, int(stream), step], [seed & _WORD, seed >> 32])[0]
             assert abs(number - (word + 0.5) / 2**32) < 2**-24
             assert 0.0 < number < 1.0
     assert abs(ops.uniform(*torch.zeros(3, 1).long(), 0).item() - 0x6627E8D5 / 2**32) < 2**-24
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("axis", ["seeds", "positions", "tokens"])
+@pytest.mark.parametrize("axis", ["seeds", "positions", "tokens", "steps"])
 def test_uniform_is_uniform_and_independent_along_every_axis(axis):
     count = 40000
-    arguments = {name: torch.full((count,), 5) for name in ("seeds", "positions", "tokens")}
+    arguments = {name: torch.full((count,), 5) for name in ("seeds", "positions", "tokens", "steps")}
     arguments[axis] = torch.arange(count)
     streams = [ops.uniform(**arguments, stream=stream) for stream in Stream]
     bins = torch.full((20,), 1 / 20)

@@ -51,7 +51,7 @@ def test_seeds_are_those_of_the_first_process(answers):
     [
         ("other prompts", "ValueError: .* called with different prompts, .*; expected the same call on every one"),
         ("other settings", "ValueError: .* called with different generation settings; expected the same call"),
-        ("other row seeds", "ValueError: .* called with different row_seeds"),
+        ("other row seeds", "ValueError: .* called with different seeds"),
         ("other random state", r"ValueError: .* called with different random state \(set_seed\)"),
         ("fsdp", r"ValueError: synced_gpus is set: .* \(FSDP or DeepSpeed stage 3\)"),
         ("max_time", "ValueError: max_time is set, .* clocks differ, .* Use max_new_tokens"),

@@ -18,7 +18,7 @@ from test_sampling_law import p_value
 
 from hf_specdec import ops
 from hf_specdec.kernels import reference, verify
-from hf_specdec.kernels.random import uniform
+from hf_specdec.kernels.random import exponential, uniform
 from hf_specdec.kernels.reference import Stream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,20 +93,32 @@ def assert_same(got, expected):
 
 
 @triton.jit
-def uniform_kernel(seeds_ptr, positions_ptr, tokens_ptr, out_ptr, size, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+def numbers_kernel(
+    seeds_ptr,
+    positions_ptr,
+    tokens_ptr,
+    steps_ptr,
+    uniform_ptr,
+    times_ptr,
+    size,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(seeds_ptr + at, mask=at < size, other=0)
     position = tl.load(positions_ptr + at, mask=at < size, other=0)
     token = tl.load(tokens_ptr + at, mask=at < size, other=0)
-    tl.store(out_ptr + at, uniform(seed, position, token, STREAM), mask=at < size)
+    step = tl.load(steps_ptr + at, mask=at < size, other=0)
+    tl.store(uniform_ptr + at, uniform(seed, position, token, step, STREAM), mask=at < size)
+    tl.store(times_ptr + at, exponential(seed, position, token, step, STREAM), mask=at < size)
 
 
-def uniform_in_triton(seeds, positions, tokens, stream):
-    seeds, positions, tokens = (values.to(DEVICE) for values in torch.broadcast_tensors(seeds, positions, tokens))
-    out = torch.empty(seeds.shape, dtype=torch.float32, device=DEVICE)
-    uniform_kernel[(triton.cdiv(len(out), 1024),)](
-        seeds.contiguous(), positions.contiguous(), tokens.contiguous(), out, len(out), STREAM=stream, BLOCK=1024
-    )
+def numbers_in_triton(seeds, positions, tokens, stream, steps=None):
+    """`uniform` and `exponential` of the kernels."""
+    steps = torch.zeros_like(seeds) if steps is None else steps
+    arguments = [values.contiguous().to(DEVICE) for values in torch.broadcast_tensors(seeds, positions, tokens, steps)]
+    out = torch.empty(2, seeds.shape[0], dtype=torch.float32, device=DEVICE)
+    numbers_kernel[(triton.cdiv(len(seeds), 1024),)](*arguments, *out, len(seeds), STREAM=stream, BLOCK=1024)
     return out.cpu()
 
 
@@ -121,9 +133,33 @@ def test_random_numbers_are_those_of_the_reference(stream):
     positions[:3] = torch.tensor([0, 2**31 - 1, 2**31])
     tokens = torch.randint(0, 2**18, (size,), generator=generator)
     tokens[:2] = torch.tensor([0, 2**18 - 1])
-    expected = reference.uniform(seeds, positions, tokens, stream)
-    assert torch.equal(uniform_in_triton(seeds, positions, tokens, int(stream)), expected)
+    steps = torch.randint(0, 17, (size,), generator=generator)
+    expected = reference.uniform(seeds, positions, tokens, stream, steps)
+    uniforms, times = numbers_in_triton(seeds, positions, tokens, int(stream), steps)
+    assert torch.equal(uniforms, expected)
     assert expected.min() > 0 and expected.max() < 1
+
+    expected = reference.exponential(seeds, positions, tokens, stream, steps)
+    exact = -torch.log1p(-uniforms.double())
+    torch.testing.assert_close(expected.double(), exact, rtol=5e-7, atol=0)
+    torch.testing.assert_close(times.double(), exact, rtol=5e-7, atol=0)
+    is_early = uniforms < 0.25
+    if not ON_GPU:  # where products and sums may be contracted
+        assert torch.equal(times[is_early], expected[is_early])
+
+
+@pytest.mark.core
+def test_early_times_are_told_apart():
+    """Of 2**17 equal weights the first arrivals hardly ever tie; with -log(u) about 1 race in 128 does."""
+    seeds, tokens = torch.arange(400)[:, None], torch.arange(2**17)
+    ties = {"exponential": 0, "of coarse numbers": 0}
+    for chunk in seeds.split(20):
+        times = reference.exponential(chunk, chunk * 0 + 5, tokens, Stream.TARGET)
+        coarse = -torch.log(reference.uniform(chunk, chunk * 0 + 5, tokens, Stream.TARGET))
+        for name, values in {"exponential": times, "of coarse numbers": coarse}.items():
+            first, second = values.topk(2, dim=1, largest=False).values.unbind(1)
+            ties[name] += int((first == second).sum())
+    assert ties["exponential"] == 0 and ties["of coarse numbers"] > 0
 
 
 # Where the numbers of a stream come as close to 0 and 1 as they do: (stream, seed, position), all for token 0.
@@ -143,7 +179,7 @@ def test_extreme_random_numbers(stream, seed, position):
     arguments = [torch.tensor([value]) for value in (seed, position, 0)]
     expected = torch.tensor([EXTREMES[stream, seed, position]])
     assert torch.equal(reference.uniform(*arguments, stream), expected)
-    assert torch.equal(uniform_in_triton(*arguments, int(stream)), expected)
+    assert torch.equal(numbers_in_triton(*arguments, int(stream))[0], expected)
 
 
 # ---- greedy
@@ -239,12 +275,29 @@ class Case(NamedTuple):
     draft_probs: torch.Tensor | None
     seeds: torch.Tensor
     lengths: torch.Tensor
+    draft_ids: torch.Tensor | None = None
+
+    @property
+    def arguments(self):
+        """Of `verify_sampling`."""
+        return [self.scores, self.drafts, self.draft_probs, self.draft_ids, self.seeds, self.lengths]
+
+    @property
+    def draft_laws(self):
+        """`[B, K, V]`: q over the target's vocabulary."""
+        if self.draft_ids is None:
+            return torch.nn.functional.pad(self.draft_probs, (0, self.scores.shape[2] - self.draft_probs.shape[2]))
+        laws = torch.zeros(*self.drafts.shape, self.scores.shape[2])
+        known = (self.draft_ids >= 0).nonzero()[:, 0]
+        laws[..., known] = self.draft_probs[..., self.draft_ids[known]]
+        return laws
 
     def buried(self, margin):
-        return [buried(values, margin) for values in self]
+        ids = None if self.draft_ids is None else self.draft_ids.to(DEVICE)
+        return [ids if values is self.draft_ids else buried(values, margin) for values in self.arguments]
 
 
-def draw_case(random, batch, num_drafts, vocabulary):
+def draw_case(random, batch, num_drafts, vocabulary, share_of_point_masses=0.4):
     """Rows as they occur: peaked and flat, truncated, drafts from q, which is now like p and now not."""
     generator = torch.Generator().manual_seed(random.randint(0, 2**31))
     shape = (batch, num_drafts + 1, vocabulary)
@@ -259,25 +312,41 @@ def draw_case(random, batch, num_drafts, vocabulary):
     logits = scores[:, :num_drafts] + nearness * torch.randn(batch, num_drafts, vocabulary, generator=generator)
     if nearness == 2.0:
         logits = logits.nan_to_num(neginf=float(scores[scores.isfinite()].mean()))
-    laws = logits.softmax(dim=-1)
-    drafts = torch.multinomial(laws.flatten(0, 1) + 1e-30, 1, generator=generator).view(batch, num_drafts)
+    kind = random.choice(["whole", "whole", "first", "some"])
+    size = vocabulary if kind == "whole" else random.randint(1, vocabulary)
+    target_ids = torch.arange(size)
+    if kind == "some":
+        target_ids = torch.randperm(vocabulary, generator=generator)[:size].sort().values
+    logits = logits[..., target_ids]
+    is_lost = logits.isneginf().all(dim=-1, keepdim=True)
+    laws = torch.where(is_lost, torch.zeros(()), logits).softmax(dim=-1)
+    drafts = target_ids[torch.multinomial(laws.flatten(0, 1) + 1e-30, 1, generator=generator)].view(batch, num_drafts)
     seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
     lengths = torch.randint(1, 5000, (batch,), generator=generator)
-    return Case(scores, drafts, laws if random.random() < 0.6 else None, seeds, lengths)
+    if random.random() < share_of_point_masses:
+        return Case(scores, drafts, None, seeds, lengths)
+    draft_ids = reference.invert_draft_vocabulary(target_ids, vocabulary) if kind == "some" else None
+    return Case(scores, drafts, laws, seeds, lengths, draft_ids)
+
+
+def arrival_times(seed, position, vocabulary):
+    numbers = reference.uniform(seed, position, torch.arange(vocabulary), Stream.TARGET)
+    return -torch.log1p(-numbers.double())
 
 
 def plain_sampling(case):
     """Verdict of a loop in float64, and for each row whether it is clear of every boundary."""
     tokens, accepted, is_clear = [], [], []
     vocabulary = case.scores.shape[2]
+    laws = None if case.draft_probs is None else case.draft_laws
     for row, drafts in enumerate(case.drafts.tolist()):
         probs = case.scores[row].double().softmax(dim=-1)
         seed, length = case.seeds[row], case.lengths[row]
         clear, count = True, 0
         for step, draft in enumerate(drafts):
             p = float(probs[step, draft])
-            q = 1.0 if case.draft_probs is None else float(case.draft_probs[row, step, draft])
-            level = q * float(reference.uniform(seed, length + step, torch.tensor(0), Stream.ACCEPT))
+            q = 1.0 if laws is None else float(laws[row, step, draft])
+            level = q * float(reference.uniform(seed, length, torch.tensor(0), Stream.ACCEPT, step))
             clear &= abs(level - p) > MARGIN * max(level, p) or level == p == 0.0
             if level >= p:
                 break
@@ -290,10 +359,10 @@ def plain_sampling(case):
                 weights[drafts[count]] = 0.0
                 slack = MARGIN * weights
             else:
-                q = case.draft_probs[row, count].double()
+                q = laws[row, count].double()
                 slack = MARGIN * torch.maximum(weights, q) * ((weights > 0) | (q > 0))
                 weights = (weights - q).clamp(min=0.0)
-        times = -torch.log(reference.uniform(seed, length + count, torch.arange(vocabulary), Stream.TARGET).double())
+        times = arrival_times(seed, length + count, vocabulary)
         best = int((weights / times).argmax())
         others = (weights + slack) / times
         others[best] = 0.0
@@ -314,7 +383,7 @@ def test_sampling_equals_reference(random):
     expected, is_clear = plain_sampling(case)
     with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
         got = verify.verify_sampling(*case.buried(random.randint(0, 3)))
-    for verdict in (got, reference.verify_sampling(*case)):
+    for verdict in (got, reference.verify_sampling(*case.arguments)):
         assert_same((values.cpu()[is_clear] for values in verdict), (values[is_clear] for values in expected))
         assert ((verdict.tokens >= 0) & (verdict.tokens < vocabulary)).all()
         assert torch.equal(verdict.committed, verdict.accepted + 1)
@@ -332,7 +401,7 @@ def test_largest_vocabulary(is_soft):
     if not is_soft:  # a draft's probability becomes about 0.8
         scores[:, :-1].scatter_(2, drafts[..., None], float(scores[0, 0].logsumexp(0)) + 1.4)
     seeds = torch.arange(batch) + 1
-    case = Case(scores, drafts, laws if is_soft else None, seeds, seeds + 90)
+    case = Case(scores, drafts, laws if is_soft else None, seeds, seeds + 92)
     expected, is_clear = plain_sampling(case)
     assert is_clear.all() and len(expected.accepted.unique()) > 1
     with blocks(verify.SCAN_BLOCK, verify.RACE_BLOCK if ON_GPU else 16_384):
@@ -437,7 +506,7 @@ def test_rows_without_a_softmax_reject_and_stay_in_the_vocabulary(module, is_sof
     with blocks(16, 16):
         verdict = module.verify_sampling(*case.buried(1))
     assert verdict.accepted[0] == 0 and ((verdict.tokens >= 0) & (verdict.tokens < 20)).all()
-    assert_same(verdict, reference.verify_sampling(*case))
+    assert_same(verdict, reference.verify_sampling(*case.arguments))
 
 
 @pytest.mark.core
@@ -458,7 +527,7 @@ def test_rows_do_not_depend_on_their_neighbours(module):
     with blocks(64, 64):
         whole = module.verify_sampling(*case.buried(0))
         for row in range(3):
-            alone = Case(*(None if values is None else values[row : row + 1] for values in case))
+            alone = Case(*(None if values is None else values[row : row + 1] for values in case[:5]), case.draft_ids)
             assert_same(module.verify_sampling(*alone.buried(0)), (values[row : row + 1] for values in whole))
 
 
@@ -473,14 +542,155 @@ def test_sampling_has_the_law_of_the_target(module, is_soft):
     logits = (scores[0] + torch.randn(size, generator=generator)).expand(draws, 1, size)
     scores[0, 2] = -INF
     seeds, lengths = torch.arange(draws) * 977, torch.full((draws,), 3)
-    drafts, probs = reference.draw_draft(logits, 1.0, seeds[:, None], lengths[:, None])
+    drafts, probs = reference.draw_draft(logits, torch.ones(draws), seeds, lengths, 0)
     case = Case(scores.expand(draws, 2, size), drafts, probs, seeds, lengths)
     if not is_soft:
         case = case._replace(drafts=scores[0].argmax().expand(draws, 1), draft_probs=None)
-    verdict = module.verify_sampling(*(None if values is None else values.to(DEVICE) for values in case))
+    verdict = module.verify_sampling(*case.buried(0))
     tokens, law = verdict.tokens.cpu(), scores.softmax(dim=-1)
     assert p_value(tokens[:, 0].bincount(minlength=size), law[0]) > 1e-4
     assert p_value(tokens[verdict.committed.cpu() == 2, 1].bincount(minlength=size), law[1]) > 1e-4
+
+
+# ---- block verification
+
+
+def plain_block(case, rooms):
+    """Block verification as a loop in float64 (arXiv 2403.10444, algorithm 2); as `plain_sampling`."""
+    tokens, accepted, is_clear = [], [], []
+    vocabulary, laws = case.scores.shape[2], case.draft_laws.double()
+    for row, drafts in enumerate(case.drafts.tolist()):
+        probs = case.scores[row].double().softmax(dim=-1)
+        seed, length, count = case.seeds[row], case.lengths[row], min(int(rooms[row]), len(drafts))
+        held, weights, clears = 0, [1.0], [True]
+        for step, draft in enumerate(drafts[:count]):
+            p, q = float(probs[step, draft]), float(laws[row, step, draft])
+            weights.append(min(weights[-1] * p / q, 1.0) if weights[-1] * p > 0 else 0.0)
+        for number in range(1, count + 1):
+            weight, level = (
+                weights[number],
+                float(reference.uniform(seed, length, torch.tensor(0), Stream.ACCEPT, number - 1)),
+            )
+            if number == count:
+                below, above = level, weight
+            else:
+                excess = float((weight * probs[number] - laws[row, number]).clamp(min=0.0).sum())
+                below, above = level * (excess + 1.0 - weight), excess
+            clears.append(abs(below - above) > 10 * MARGIN * max(below, above, weight) or weight == 0.0)
+            if below < above:
+                held = number
+        clear, weights_next = all(clears[held:]), probs[held]
+        slack = MARGIN * weights_next
+        if held < count:
+            law = weights[held] * weights_next
+            slack = 10 * MARGIN * torch.maximum(law, laws[row, held])
+            weights_next = (law - laws[row, held]).clamp(min=0.0)
+            clear &= float(weights_next.sum()) > 1e-4
+        times = arrival_times(seed, length + held, vocabulary)
+        best = int((weights_next / times).argmax())
+        others = (weights_next + slack) / times
+        others[best] = 0.0
+        clear &= bool((weights_next - slack)[best] / times[best] > others.max())
+        tokens.append(drafts[:held] + [best] + (drafts[held + 1 :] + [0] if held < len(drafts) else []))
+        accepted.append(held)
+        is_clear.append(clear)
+    accepted = torch.tensor(accepted)
+    return reference.Verdict(torch.tensor(tokens), accepted, accepted + 1), torch.tensor(is_clear)
+
+
+def draw_block_case(random, batch, num_drafts, vocabulary):
+    case = draw_case(random, batch, num_drafts, vocabulary, share_of_point_masses=0.0)
+    rooms = torch.tensor([random.choice([0, 1, num_drafts, num_drafts + 1, 900]) for _ in range(batch)])
+    return case, rooms
+
+
+@pytest.mark.core
+@settings(max_examples=150 if ON_GPU else 40, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False))
+def test_block_equals_reference(random):
+    batch, num_drafts, vocabulary = draw_sizes(random)
+    case, rooms = draw_block_case(random, batch, num_drafts, vocabulary)
+    expected, is_clear = plain_block(case, rooms)
+    with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
+        margin = random.randint(0, 3)
+        got = verify.verify_block(*case.buried(margin), buried(rooms, margin))
+    for verdict in (got, reference.verify_block(*case.arguments, rooms)):
+        assert_same((values.cpu()[is_clear] for values in verdict), (values[is_clear] for values in expected))
+        assert ((verdict.tokens >= 0) & (verdict.tokens < vocabulary)).all()
+        assert torch.equal(verdict.committed, verdict.accepted + 1)
+        assert (verdict.accepted.cpu() <= rooms).all()
+
+
+@pytest.mark.core
+def test_most_blocks_are_clear_of_boundaries():
+    """So the comparison above is one of nearly all rows, and of all numbers of accepted drafts."""
+    random, clear, accepted = Random(0), [], []
+    for _ in range(60):
+        case, rooms = draw_block_case(random, 9, 4, random.randint(2, 400))
+        verdict, is_clear = plain_block(case, rooms)
+        clear.append(is_clear)
+        accepted.append(verdict.accepted[is_clear])
+    assert torch.cat(clear).float().mean() > 0.9
+    assert (torch.cat(accepted).bincount(minlength=5) > 4).all()
+
+
+@pytest.mark.core
+@both
+def test_blocks_of_equal_laws_are_accepted_whole(module):
+    """Where p and q are the same nothing is left of p, so nothing is rejected."""
+    batch, num_drafts, vocabulary = 6, 4, 40
+    scores = torch.randn(batch, num_drafts + 1, vocabulary, generator=torch.Generator().manual_seed(0))
+    laws = scores[:, :-1].softmax(dim=-1)
+    drafts = laws.argmax(dim=-1)
+    case = Case(scores, drafts, laws, torch.arange(batch), torch.full((batch,), 9))
+    with blocks(64, 64):  # as one block, so that both sums run alike
+        verdict = module.verify_block(*case.buried(0), buried(torch.full((batch,), 99), 0))
+    assert verdict.accepted.tolist() == [num_drafts] * batch
+
+
+@pytest.mark.core
+@both
+def test_block_never_accepts_what_the_target_rules_out(module):
+    """Draft 3 has probability 0 in the target at step 1; the number is as close to 0 as they come."""
+    scores = torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(0))
+    scores[:, 1, 3] = -INF
+    scores[0, 2:] = NAN  # nobody computed what follows a token that cannot be
+    laws = torch.full((2, 3, 40), 1 / 40)
+    drafts = torch.tensor([[7, 3, 5], [7, 3, 5]])
+    case = Case(scores, drafts, laws, torch.tensor([222, 80]), torch.tensor([38450, 245075]))
+    with blocks(16, 16):
+        verdict = module.verify_block(*case.buried(1), buried(torch.full((2,), 99), 1))
+    assert (verdict.accepted <= 1).all() and (verdict.tokens.gather(1, verdict.accepted[:, None]) != 3).all()
+
+
+@pytest.mark.core
+@both
+@pytest.mark.parametrize("scores", [[-INF] * 20, [NAN] * 20, [INF] + [0.0] * 19, [0.0] * 19 + [NAN]])
+def test_blocks_without_a_softmax_reject_and_stay_in_the_vocabulary(module, scores):
+    broken, sound = torch.tensor(scores), torch.linspace(-1.0, 1.0, 20)
+    probs = sound.softmax(0).expand(2, 2, 20)
+    block = torch.stack([torch.stack([broken, sound, sound]), torch.stack([sound, sound, broken])])
+    case = Case(block, torch.tensor([[0, 19], [19, 19]]), probs, torch.arange(2), torch.tensor([9, 9]))
+    with blocks(32, 32):
+        verdict = module.verify_block(*case.buried(1), buried(torch.full((2,), 99), 1))
+    assert verdict.accepted.tolist() == [0, 2] and ((verdict.tokens >= 0) & (verdict.tokens < 20)).all()
+    assert_same(verdict, reference.verify_block(*case.arguments, torch.full((2,), 99)))
+
+
+@pytest.mark.core
+@both
+def test_drafts_beyond_the_room_of_a_row_do_not_matter(module):
+    case, _ = draw_block_case(Random(5), 3, 4, 60)
+    rooms, other = torch.tensor([0, 1, 2]), Case(*(None if part is None else part.clone() for part in case))
+    for row, room in enumerate(rooms.tolist()):
+        other.scores[row, room:] = torch.randn_like(other.scores[row, room:])
+        other.drafts[row, room:] = 1
+        other.draft_probs[row, room:] = 0.5
+    with blocks(64, 64):
+        one, two = (module.verify_block(*each.buried(0), buried(rooms, 0)) for each in (case, other))
+    assert torch.equal(one.accepted, two.accepted)
+    kept = torch.arange(5, device=DEVICE) < torch.minimum(one.committed, rooms.to(DEVICE))[:, None]
+    assert torch.equal(one.tokens[kept], two.tokens[kept])
 
 
 # ---- drawing drafts
@@ -498,20 +708,23 @@ def test_draws_equal_reference(random):
     if random.random() < 0.3:
         logits[..., 1:].masked_fill_(torch.rand(batch, num_drafts, vocabulary - 1, generator=generator) < 0.8, -INF)
     logits = logits.to(dtype)
-    seeds = torch.randint(-(2**63), 2**63 - 1, (batch, 1), generator=generator)
-    positions = torch.randint(1, 5000, (batch, 1), generator=generator) + torch.arange(num_drafts)
-    temperature, margin = random.choice([1.0, 0.3, 1.7]), random.randint(0, 3)
-    index, probs = reference.draw_draft(logits, temperature, seeds, positions)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
+    lengths = torch.randint(1, 5000, (batch,), generator=generator)
+    temperatures = torch.tensor([random.choice([1.0, 0.3, 1.7]) for _ in range(batch)])
+    margin, first = random.randint(0, 3), random.randint(0, 4)
+    index, probs = reference.draw_draft(logits, temperatures, seeds, lengths, first)
     with blocks(*draw_blocks(random, batch * num_drafts, vocabulary)):
         got, got_probs = verify.draw_draft(
-            buried(logits, margin), temperature, buried(seeds, margin), buried(positions, margin)
+            *(buried(values, margin) for values in (logits, temperatures, seeds, lengths)), first
         )
     assert got_probs.dtype == torch.float32 and got_probs.is_contiguous() and got_probs.shape == probs.shape
     torch.testing.assert_close(got_probs.cpu(), probs, rtol=1e-5, atol=1e-30)
     assert (got_probs.cpu()[probs == 0] == 0).all()
-    numbers = reference.uniform(seeds[..., None], positions[..., None], torch.arange(vocabulary), Stream.DRAFT)
+    steps = torch.arange(first, first + num_drafts)[:, None]
+    places = seeds[:, None, None], lengths[:, None, None], torch.arange(vocabulary)
+    numbers = reference.uniform(*places, Stream.DRAFT, steps)
     best, second = (
-        (probs.double() / -numbers.double().log()).topk(2, dim=-1).values.unbind(-1)
+        (probs.double() / -torch.log1p(-numbers.double())).topk(2, dim=-1).values.unbind(-1)
         if vocabulary > 1
         else (1.0, torch.zeros(index.shape))
     )
@@ -524,20 +737,36 @@ def test_draws_equal_reference(random):
 @both
 def test_draws_have_the_law_they_report(module):
     draws = 40_000 if ON_GPU or module is reference else 180
-    logits = torch.tensor([0.0, 1.0, -INF, 2.0, -1.0, 0.5]).expand(1, draws, 6).to(DEVICE)
-    positions = torch.arange(draws, device=DEVICE)[None]
-    index, probs = module.draw_draft(logits, 0.8, torch.tensor([[5]], device=DEVICE), positions)
-    assert p_value(index[0].cpu().bincount(minlength=6), probs[0, 0].cpu()) > 1e-4
+    logits = torch.tensor([0.0, 1.0, -INF, 2.0, -1.0, 0.5]).expand(draws, 1, 6)
+    rows = torch.arange(draws)
+    arguments = logits, torch.full((draws,), 0.8), torch.full((draws,), 5), rows
+    index, probs = module.draw_draft(*(values.to(DEVICE) for values in arguments), 0)
+    assert p_value(index[:, 0].cpu().bincount(minlength=6), probs[0, 0].cpu()) > 1e-4
 
 
 @pytest.mark.core
 @both
-def test_drafts_may_come_without_a_batch(module):
+def test_draws_differ_between_rounds_rows_and_steps(module):
+    """Of equal laws: every pair of rounds, rows and steps agrees about as often as chance has it."""
+    logits = torch.zeros(4, 3, 50, device=DEVICE)
+    temperatures, seeds = torch.ones(4, device=DEVICE), torch.arange(4, device=DEVICE)
+    rounds = [
+        module.draw_draft(logits, temperatures, seeds, torch.full((4,), length, device=DEVICE), 0)[0].flatten()
+        for length in range(7, 7 + 6)
+    ]
+    drawn = torch.cat(rounds)
+    share = ((drawn[:, None] == drawn).sum() - len(drawn)) / (len(drawn) * (len(drawn) - 1))
+    assert share < 0.04, "draws repeat"
+    # The second draft of one round and the first of the next would take the same position.
+    assert (rounds[0].view(4, 3)[:, 1] != rounds[1].view(4, 3)[:, 0]).any()
+    alone = module.draw_draft(logits[:, 1:2], temperatures, seeds, torch.full((4,), 7, device=DEVICE), 1)[0]
+    assert torch.equal(alone[:, 0], rounds[0].view(4, 3)[:, 1]), "a step alone draws what it draws among others"
+
+
+@pytest.mark.core
+@both
+def test_best_drafts_may_come_without_a_batch(module):
     logits = torch.randn(3, 50, device=DEVICE)
-    seeds, positions = torch.arange(3, device=DEVICE), torch.arange(3, device=DEVICE) + 9
-    index, probs = module.draw_draft(logits, 0.7, seeds, positions)
-    batched = module.draw_draft(logits[:, None], 0.7, seeds[:, None], positions[:, None])
-    assert_same((index[:, None], probs[:, None]), batched)
     assert_same([module.best_draft(logits)], [module.best_draft(logits[None])[0]])
 
 
@@ -554,16 +783,17 @@ def test_best_drafts_are_tokens_of_the_target(module):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["verify_greedy", "verify_sampling", "best_draft", "draw_draft"])
+@pytest.mark.parametrize("name", ["verify_greedy", "verify_sampling", "verify_block", "best_draft", "draw_draft"])
 def test_kernels_refuse_what_they_cannot_read(name):
     scores = torch.zeros(2, 5, 3, device=DEVICE).transpose(1, 2)
     drafts = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
     numbers = torch.ones(2, dtype=torch.int64, device=DEVICE)
     arguments = {
         "verify_greedy": (scores, drafts),
-        "verify_sampling": (scores, drafts, None, numbers, numbers),
+        "verify_sampling": (scores, drafts, None, None, numbers, numbers),
+        "verify_block": (scores, drafts, torch.zeros(2, 2, 5, device=DEVICE), None, numbers, numbers, numbers),
         "best_draft": (scores,),
-        "draw_draft": (scores, 1.0, numbers[:, None], numbers[:, None]),
+        "draw_draft": (scores, numbers.float(), numbers, numbers, 0),
     }[name]
     with pytest.raises(AssertionError, match="unit stride"):
         getattr(verify, name)(*arguments)
@@ -573,24 +803,25 @@ def test_kernels_refuse_what_they_cannot_read(name):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("vocabulary", [1000, 128256])
-@pytest.mark.parametrize("is_soft", [False, True])
-def test_cuda_graph_replays_a_round(vocabulary, is_soft):
+@pytest.mark.parametrize("mode", ["point mass", "soft", "block"])
+def test_cuda_graph_replays_a_round(vocabulary, mode):
     """One captured round, replayed: its numbers are fresh because the lengths have advanced."""
     batch, num_drafts, size = 4, 5, vocabulary // 4
     logits = torch.randn(batch, num_drafts, size, device=DEVICE)
     scores = torch.randn(batch, num_drafts + 1, vocabulary, device=DEVICE)
     scores[:, :num_drafts, :size] += logits
     seeds, lengths = torch.arange(batch, device=DEVICE) * 31, torch.full((batch,), 7, device=DEVICE)
-    steps = torch.arange(num_drafts, device=DEVICE)
+    temperatures, rooms = torch.full((batch,), 0.8, device=DEVICE), torch.full((batch,), 9, device=DEVICE)
 
     def round_of(module):
         best = module.best_draft(logits)
-        drafts, probs = module.draw_draft(logits, 0.8, seeds[:, None], lengths[:, None] + steps)
-        probs = torch.nn.functional.pad(probs, (0, vocabulary - size))
-        if is_soft:
-            sampled = module.verify_sampling(scores, drafts, probs, seeds, lengths)
+        drafts, probs = module.draw_draft(logits, temperatures, seeds, lengths, 0)
+        if mode == "soft":
+            sampled = module.verify_sampling(scores, drafts, probs, None, seeds, lengths)
+        elif mode == "block":
+            sampled = module.verify_block(scores, drafts, probs, None, seeds, lengths, rooms)
         else:
-            sampled = module.verify_sampling(scores, best, None, seeds, lengths)
+            sampled = module.verify_sampling(scores, best, None, None, seeds, lengths)
         return (best, drafts, *sampled, *module.verify_greedy(scores, best))
 
     start = lengths.clone()

@@ -129,6 +129,7 @@ class AutoDrafter:
         num_assistant_tokens: int | None = None,
         draft_probs: bool | str = "auto",
         engine: str = "auto",
+        verification: str = "token",
         compile: bool = True,
         revision: str | None = None,
         subfolder: str = "",
@@ -160,7 +161,7 @@ class AutoDrafter:
                 whose checkpoint only their tensors are read, and only the shards that hold them are fetched.
             target: the model that is to be sped up.
             num_assistant_tokens: draft tokens a round (K); the checkpoint's own if None.
-            draft_probs, engine: see `Drafter.configure`.
+            draft_probs, engine, verification: see `Drafter.configure`.
             compile: `compile_rounds` of `Drafter.configure`.
             revision, subfolder, token, cache_dir, local_files_only, force_download: where on the Hub, as in
                 `PreTrainedModel.from_pretrained`.
@@ -221,7 +222,7 @@ class AutoDrafter:
         drafter.config.name_or_path = checkpoint.name
         share_with_target(drafter, target, share_embedding, share_head)
         drafter.bind(target)
-        drafter.configure(num_assistant_tokens, draft_probs, engine, compile)
+        drafter.configure(num_assistant_tokens, draft_probs, engine, verification, compile)
         _log(checkpoint.name, found)
         return drafter.eval()
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .checkpoints import Checkpoint
 
 ENGINES = ("auto", "static", "stock")
+VERIFICATIONS = ("token", "block")
 
 
 class Proposal(NamedTuple):
@@ -28,12 +29,15 @@ class Proposal(NamedTuple):
 
     Attributes:
         tokens: `[B, K]` int64, in the target's vocabulary.
-        probs: `[B, K, vocab_size]` float32, the distributions q that the tokens were drawn from; None for
-            deterministic drafts, i.e. point masses.
+        probs: `[B, K, V_d]` float32, the distributions q that the tokens were drawn from, over the draft vocabulary;
+            None for deterministic drafts, i.e. point masses.
+        draft_ids: `[vocab_size]` int64, where each token is in the draft vocabulary, -1 where it is not; None where
+            the draft vocabulary is the first V_d tokens. It is not of the round, and is never copied.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None
+    draft_ids: torch.Tensor | None = None
 
 
 class Drafter(PreTrainedModel):
@@ -66,6 +70,7 @@ class Drafter(PreTrainedModel):
         self.num_assistant_tokens = config.num_assistant_tokens
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
+        self.verification = "token"
         self.compile_rounds = True
 
     @property
@@ -128,6 +133,7 @@ class Drafter(PreTrainedModel):
         num_assistant_tokens: int | None = None,
         draft_probs: bool | str | None = None,
         engine: str | None = None,
+        verification: str | None = None,
         compile_rounds: bool | None = None,
     ) -> Drafter:
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
@@ -137,6 +143,10 @@ class Drafter(PreTrainedModel):
             draft_probs: True to draw drafts from the drafter's distribution when sampling, False for its most likely
                 tokens, `"auto"` to decide by temperature (see `hf_specdec.decoding.DRAFT_PROBS_TEMPERATURE`).
             engine: `"auto"`, `"static"` or `"stock"`.
+            verification: how sampling judges drafts that were drawn from the drafter's distribution: `"token"`, each
+                given those before it (arXiv 2211.17192), or `"block"`, all of a round together (arXiv 2403.10444).
+                Both are lossless; the second never accepts fewer in expectation, and reads the drafter's
+                distributions once more. The stock engine has the first only.
             compile_rounds: whether rounds on a GPU are compiled before they are captured. That takes some seconds for
                 every shape of call, and makes rounds faster.
         """
@@ -150,6 +160,10 @@ class Drafter(PreTrainedModel):
             if engine not in ENGINES:
                 raise ValueError(f"engine is {engine!r}; expected one of {', '.join(map(repr, ENGINES))}.")
             self.engine = engine
+        if verification is not None:
+            if verification not in VERIFICATIONS:
+                raise ValueError(f'verification is {verification!r}; expected "token" or "block".')
+            self.verification = verification
         if compile_rounds is not None:
             if not isinstance(compile_rounds, bool):
                 raise ValueError(f"compile_rounds is {compile_rounds!r}; expected True or False.")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from .. import ops
 from ..cache import RaggedCache
@@ -27,10 +26,13 @@ class DraftMemory:
     Attributes:
         cache: its keys and values.
         inputs: buffers of a round's first pass.
+        draft_ids: `[vocab_size]` int64, where the target's tokens are in the draft vocabulary; None where the two
+            agree or nobody asks.
     """
 
     cache: RaggedCache
     inputs: ops.DraftInputs
+    draft_ids: torch.Tensor | None
 
 
 class CachedDrafter(Drafter):
@@ -125,6 +127,9 @@ class CachedDrafter(Drafter):
         return DraftMemory(
             RaggedCache(self.num_cached_layers, state.slots),
             ops.DraftInputs.allocate(batch, width, state.lengths.device),
+            ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
+            if state.draft_probs and self.target_ids is not None
+            else None,
         )
 
     def prefill(self, state: DecodeState, taps: torch.Tensor | None, positions: torch.Tensor) -> None:
@@ -155,18 +160,20 @@ class CachedDrafter(Drafter):
             last = drafts[-1].tokens
             logits, feedback = self.extend(state, last, slots, state.position_ids(slots), feedback, num_logits=1)
             drafts.append(self.draw(state, logits, first=step))
-        tokens, probs = zip(*drafts, strict=True)
-        return Proposal(torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None)
+        return self.join(state, drafts)
+
+    def join(self, state: DecodeState, drafts: Sequence[Proposal]) -> Proposal:
+        """What the steps of a round drew, one after the other, as the round's proposal."""
+        tokens, probs, _ = zip(*drafts, strict=True)
+        return Proposal(
+            torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None, state.memory.draft_ids
+        )
 
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
         """Draft tokens number `first` and following from their logits `[B, n, V_d]`."""
         target_ids = self.target_ids
         if not state.draft_probs:
             return Proposal(ops.best_draft(logits, target_ids), None)
-        batch, num_drafts, size = logits.shape
-        positions = state.lengths[:, None] + torch.arange(first, first + num_drafts, device=logits.device)
-        index, probs = draw_draft(logits, state.temperature, state.seeds[:, None], positions)
-        if target_ids is None:
-            return Proposal(index, F.pad(probs, (0, self.config.vocab_size - size)))
-        full = probs.new_zeros(batch, num_drafts, self.config.vocab_size)
-        return Proposal(target_ids[index], full.index_copy_(2, target_ids, probs))
+        temperatures = state.temperature * state.row_temperatures
+        index, probs = draw_draft(logits, temperatures, state.seeds, state.lengths, first)
+        return Proposal(index if target_ids is None else target_ids[index], probs)

@@ -363,6 +363,7 @@ class MtpDrafter(CachedDrafter):
         return MtpMemory(
             memory.cache,
             memory.inputs,
+            memory.draft_ids,
             [RaggedCache(num_modules, state.slots) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
             torch.full((batch,), width, dtype=torch.int64, device=device),
@@ -443,8 +444,7 @@ class MtpDrafter(CachedDrafter):
             shift=self.shift,
         )
         drafts = self._draft_by_modules(state) if self._chains_modules else self._draft_by_target(state)
-        tokens, probs = zip(*drafts, strict=True)
-        return Proposal(torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None)
+        return self.join(state, drafts)
 
     def _draft_by_modules(self, state: DecodeState) -> list[Proposal]:
         tokens, slots, hidden = state.memory.inputs.tokens, state.memory.inputs.slots, state.memory.hidden

@@ -1,0 +1,155 @@
+"""Where random numbers come from: seeds of rows, generators, and what they do not depend on."""
+
+import pytest
+import torch
+from contract import PROMPTS
+from oracle import RANDOM_DRAFTERS
+from targets import padded_prompts, tiny_target
+from test_capture import Replay
+from transformers import LogitsProcessorList, set_seed
+
+from hf_specdec import graphs
+from hf_specdec.logits import RowTemperature
+
+# Name: drafts are drawn from the drafter's distribution, how they are judged.
+MODES = {"point mass": (False, "token"), "soft": (True, "token"), "block": (True, "block")}
+modes = pytest.mark.parametrize("mode", MODES)
+kinds = pytest.mark.parametrize("kind", ["eagle3", "pard"])
+NEW = 10
+
+
+def drafter_of(target, kind, mode, engine="auto"):
+    draft_probs, verification = MODES[mode]
+    drafter = RANDOM_DRAFTERS[kind](target)
+    return drafter.configure(3, draft_probs=draft_probs, verification=verification, engine=engine)
+
+
+def sample(target, inputs, drafter, **options):
+    """`[B, NEW]`: sampled continuations."""
+    options = {"do_sample": True, "top_k": 40, "max_new_tokens": NEW, **options}
+    return target.generate(**inputs, assistant_model=drafter, **options)[:, inputs["input_ids"].shape[1] :]
+
+
+@pytest.mark.core
+@kinds
+@modes
+def test_a_row_says_the_same_alone_in_a_batch_and_captured(mode, kind, monkeypatch):
+    """Rows with seeds and temperatures of their own: alone, with others, and replayed in a bucket of 8."""
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8], seed=8)
+    seeds, temperatures = torch.arange(8) * 7 + 2**40, torch.linspace(0.7, 1.6, 8)
+    width = inputs["input_ids"].shape[1]
+
+    def texts_of(rows):
+        longest = max(PROMPTS[8][row] for row in rows)
+        some = {name: values[rows, width - longest :] for name, values in inputs.items()}
+        return sample(
+            target,
+            some,
+            drafter_of(target, kind, mode),
+            seeds=seeds[rows],
+            logits_processor=LogitsProcessorList([RowTemperature(temperatures[rows])]),
+        )
+
+    together = texts_of(list(range(8)))
+    assert len(set(map(tuple, together.tolist()))) == 8
+    for rows in ([5], [6, 1, 3]):
+        assert torch.equal(texts_of(rows), together[rows])
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+    for rows in ([5], [6, 1, 3, 7, 4]):
+        assert torch.equal(texts_of(rows), together[rows])
+
+
+@pytest.mark.core
+def test_replayed_rounds_serve_rows_of_any_temperature(monkeypatch):
+    """One captured round serves calls whose rows have other temperatures and seeds."""
+    target, inputs = tiny_target("llama"), padded_prompts([5, 9])
+    calls = [([0.6, 1.4], [1, 2]), ([1.5, 1.1], [1, 2]), ([0.6, 1.4], [3, 4])]
+
+    def texts():
+        drafter = drafter_of(target, "draft-model", "soft")
+        return [
+            sample(
+                target,
+                inputs,
+                drafter,
+                seeds=seeds,
+                logits_processor=LogitsProcessorList([RowTemperature(temperatures)]),
+            )
+            for temperatures, seeds in calls
+        ]
+
+    eager = texts()
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+    monkeypatch.setattr(Replay, "count", 0)
+    assert all(torch.equal(*pair) for pair in zip(texts(), eager, strict=True))
+    assert Replay.count == 1
+    assert not torch.equal(eager[0], eager[1]) and not torch.equal(eager[0], eager[2])
+
+
+@pytest.mark.core
+@modes
+def test_rows_of_one_prompt_differ(mode):
+    target = tiny_target("llama")
+    drafter = drafter_of(target, "eagle3", mode)
+    out = sample(target, padded_prompts([5]), drafter, seeds=3, num_return_sequences=8, top_k=0, temperature=1.5)
+    assert len(set(map(tuple, out.tolist()))) == 8
+    assert len({tokens[0] for tokens in out.tolist()}) > 2
+
+
+@pytest.mark.core
+@modes
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_seeds_and_generators_reproduce_a_run(engine, mode):
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3 if engine == "static" else 1])
+    drafter = drafter_of(target, "eagle3", mode, engine)
+    set_seed(0)
+    before = torch.get_rng_state()
+    first = sample(target, inputs, drafter, seeds=11)
+    assert torch.equal(sample(target, inputs, drafter, seeds=11), first)
+    assert not torch.equal(sample(target, inputs, drafter, seeds=12), first)
+
+    generator = torch.Generator().manual_seed(5)
+    one, two = (sample(target, inputs, drafter, generator=generator) for _ in range(2))
+    assert not torch.equal(one, two), "the generator did not advance"
+    generator.manual_seed(5)
+    assert torch.equal(sample(target, inputs, drafter, generator=generator), one)
+    assert torch.equal(torch.get_rng_state(), before), "the global generator was touched"
+
+
+@pytest.mark.core
+def test_global_generator_advances_by_one_number_a_call():
+    """However many rows there are and however the call goes."""
+    target = tiny_target("llama")
+    drafter = drafter_of(target, "eagle3", "soft")
+    states = []
+    for lengths, options in (([5], {}), ([5, 2, 7], {}), ([5], {"max_new_tokens": 3}), ([5], {"temperature": 0.3})):
+        torch.manual_seed(3)
+        sample(target, padded_prompts(lengths), drafter, **options)
+        states.append(torch.get_rng_state())
+    torch.manual_seed(3)
+    torch.randint(0, 2**63 - 1, (1,))
+    assert all(torch.equal(state, torch.get_rng_state()) for state in states)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"seeds": [1, 2]}, r"seeds has shape \(2,\), but the call has 1 rows"),
+        ({"seeds": 0.5}, "seeds is 0.5; expected integers"),
+        ({"seeds": 1, "generator": torch.Generator()}, "Both seeds and generator were given"),
+    ],
+)
+def test_what_is_no_seed_is_refused(options, match, engine):
+    target = tiny_target("llama")
+    drafter = drafter_of(target, "eagle3", "soft", engine)
+    with pytest.raises(ValueError, match=match):
+        sample(target, padded_prompts([5]), drafter, **options)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["seeds", "generator"])
+def test_without_a_drafter_transformers_says_what_it_does_not_know(name):
+    with pytest.raises(ValueError, match=name):
+        tiny_target("llama").generate(**padded_prompts([5]), **{name: 3}, max_new_tokens=2)
