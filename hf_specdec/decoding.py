@@ -178,6 +178,7 @@ def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
     """Judge the state's proposal by `scores` `[B, K + 1, V]`."""
     if state.temperature is None:
         return verify_greedy(scores, state.proposal.tokens)
+    scores = scores.float()
     if state.verification == "block" and state.proposal.probs is not None:
         return verify_block(scores, *state.proposal, state.seeds, state.lengths, state.limits - state.lengths)
     return verify_sampling(scores, *state.proposal, state.seeds, state.lengths)

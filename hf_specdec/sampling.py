@@ -128,10 +128,13 @@ class BlockProcessor:
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
-        """Scores `[B, K + 1, V]` float32 of `logits` `[B, K + 1, V]` at the tokens `block` `[B, K + 1]`."""
-        scores = logits.float()
+        """Scores `[B, K + 1, V]` of `logits` `[B, K + 1, V]` at the tokens `block` `[B, K + 1]`.
+
+        They are float32; where there is nothing to process they are the logits as they come.
+        """
         if not self._processors:
-            return scores
+            return logits
+        scores = logits.float()
         if self._is_pointwise:
             tokens, shape = block.reshape(-1, 1), scores.shape
             scores = scores.clone()

@@ -6,7 +6,7 @@ from contract import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp, random_peagle
 from targets import PAD, padded_prompts, tiny_target
 
-from hf_specdec import graphs
+from hf_specdec import fusing, graphs, ops
 
 
 def in_place(result, new):
@@ -141,6 +141,41 @@ def test_a_session_left_by_an_error_is_dropped(capture, monkeypatch):
     with pytest.raises(TypeError):
         target.generate(**padded_prompts([5]), **options)
     assert len(drafter.sessions) == 0
+
+
+@pytest.mark.parametrize(("kind", "option"), [("eagle3", "greedy"), ("pard", "sampling"), ("mtp", "end of sequence")])
+def test_a_round_as_on_a_gpu(monkeypatch, kind, option):
+    """Kernels (in the interpreter), fused products, one graph of the compiler's, replayed: what a GPU runs."""
+    target = tiny_target("llama")
+    inputs = padded_prompts([5, 1])
+    options = {"max_new_tokens": 5, "num_assistant_tokens": 3, "seeds": 5, **OPTIONS[option]}
+    expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target))
+
+    monkeypatch.setattr(ops, "TRITON_DEVICES", {"cpu"})
+    monkeypatch.setattr(ops, "_NARROW_ROWS", 0)
+    monkeypatch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+    monkeypatch.setitem(graphs.COMPILERS, "cpu", "aot_eager")
+    drafter = RANDOM_DRAFTERS[kind](target)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
+    assert drafter.stats.execution == "captured in one graph, compiled"
+
+
+@pytest.mark.core
+def test_what_cannot_be_compiled_is_captured_all_the_same(capture, monkeypatch, caplog):
+    monkeypatch.setitem(graphs.COMPILERS, "cpu", "aot_eager")
+    target = tiny_target("llama")
+    forward = target.model.norm.forward
+    monkeypatch.setattr(target.model.norm, "forward", torch._dynamo.disable(lambda hidden: forward(hidden)))
+    drafter = copy_of(target)
+    options = {**padded_prompts([5, 2]), "do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+    assert drafter.stats.execution == "captured in one graph, not compiled"
+    assert "torch.compile cannot compile a round" in caplog.text
+    drafter.configure(compile_rounds=False)
+    caplog.clear()
+    assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+    assert "torch.compile" not in caplog.text
 
 
 def refuse(function, pool=None):

@@ -94,31 +94,32 @@ def run_bench(arguments: argparse.Namespace) -> None:
             gpu_time=arguments.gpu_time,
             progress=progress,
         )
-        cases = [
-            measure_baseline(bench, name, size, arguments, batches)
-            for size in arguments.batch_size
-            for name in BASELINES
-            if name in arguments.baselines
-        ]
-        for name in arguments.drafter:
-            cases += measure_drafter(bench, name, arguments, batches)
-        drift = measure_drift(bench, cases, arguments, batches)
-    cases.sort(key=lambda case: case.batch_size)
-    compare(cases)
-    report = {
-        "environment": environment(device) | {"dtype": str(dtype).removeprefix("torch.")},
-        "arguments": stated_arguments(arguments),
-        "copy_bandwidth": bandwidth,
-        "drift": drift,
-        "cases": [case.to_dict() for case in cases],
-    }
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        report = {
+            "environment": environment(device) | {"dtype": str(dtype).removeprefix("torch.")},
+            "arguments": stated_arguments(arguments),
+            "copy_bandwidth": bandwidth,
+            "drift": None,
+        }
+        cases: list[Case] = []
+        for case in measure_all(bench, arguments, batches):
+            cases.append(case)
+            save(report, cases, arguments.output)  # What comes next may take the process down.
+        report["drift"] = drift = measure_drift(bench, cases, arguments, batches)
+    save(report, cases, arguments.output)
     print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
     if all(case.error is not None for case in cases):
         raise ValueError("No case could be measured.")
     if arguments.plots is not None:
         draw(cases, caption(report), arguments.plots)
+
+
+def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None:
+    """Put `cases`, by batch size and compared with each other, into `report`, and write that to `output`."""
+    cases.sort(key=lambda case: case.batch_size)
+    compare(cases)
+    report["cases"] = [case.to_dict() for case in cases]
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -177,6 +178,16 @@ def decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]) -> Iterator[Case]:
+    """Every case that was asked for, as it is measured."""
+    for size in arguments.batch_size:
+        for name in BASELINES:
+            if name in arguments.baselines:
+                yield measure_baseline(bench, name, size, arguments, batches)
+    for name in arguments.drafter:
+        yield from measure_drafter(bench, name, arguments, batches)
+
+
 def measure_baseline(
     bench: Bench, name: str, size: int, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
 ) -> Case:
@@ -193,7 +204,7 @@ def measure_baseline(
 def measure_drift(
     bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
 ) -> dict[str, Any] | None:
-    """The first baseline once more, after everything else: how much slower the machine has become meanwhile.
+    """A baseline once more, after everything else: how much slower the machine has become meanwhile.
 
     Cases are measured one after the other, so their ratios are worth no more than this is near 1. None if there is no
     baseline, or nothing came after it.
@@ -210,7 +221,7 @@ def measure_drift(
 
 def measure_drafter(
     bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
-) -> list[Case]:
+) -> Iterator[Case]:
     """The drafter called `name` at every K and batch size; it is in memory only meanwhile."""
     try:
         drafter = load_drafter(name, bench.target, arguments.random_weights)
@@ -220,17 +231,16 @@ def measure_drafter(
     except Exception as error:  # As for any case that fails: the others go on.
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         wanted = arguments.num_assistant_tokens or [None]
-        return [Case(name, k, size, error=message) for size in arguments.batch_size for k in wanted]
-    return [
-        bench.measure(
-            Case(name, k, size),
-            lambda size=size: batches(size),
-            drafter,
-            lambda k=k: acceptance(arguments, drafter, k),
-        )
-        for size in arguments.batch_size
-        for k in arguments.num_assistant_tokens or [drafter.num_assistant_tokens]
-    ]
+        yield from (Case(name, k, size, error=message) for size in arguments.batch_size for k in wanted)
+        return
+    for size in arguments.batch_size:
+        for k in arguments.num_assistant_tokens or [drafter.num_assistant_tokens]:
+            yield bench.measure(
+                Case(name, k, size),
+                lambda size=size: batches(size),
+                drafter,
+                lambda k=k: acceptance(arguments, drafter, k),
+            )
 
 
 def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int) -> AbstractContextManager:

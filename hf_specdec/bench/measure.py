@@ -57,6 +57,7 @@ class Case:
         acceptance_per_position: share of the drafts at each position that were accepted.
         ms_per_round: wall time from the first tokens of a call to its last, over the rounds after the first.
         ms_to_first_token: wall time from the call to its first tokens.
+        cold_ms_to_first_token: the same of the first call of all, which may compile, capture and allocate.
         tokens_per_second: new tokens of all rows over the wall time of whole calls.
         round_over_engine, round_over_dynamic: `ms_per_round` over that of the engine alone, of plain `generate()`.
         speedup: `tokens_per_second` over that of plain `generate()` with the dynamic cache.
@@ -77,6 +78,7 @@ class Case:
     acceptance_per_position: list[float] = field(default_factory=list)
     ms_per_round: Spread | None = None
     ms_to_first_token: Spread | None = None
+    cold_ms_to_first_token: float | None = None
     tokens_per_second: Spread | None = None
     round_over_engine: float | None = None
     round_over_dynamic: float | None = None
@@ -154,7 +156,8 @@ class Bench:
     def _measure(self, case: Case, batches: list[Batch], drafter: Drafter | None, options: dict[str, Any]) -> None:
         device = self.target.device
         # On a GPU every shape is warmed up, since each may be compiled or tuned for.
-        self._run(batches if device.type != "cpu" else batches[:1], drafter, options)
+        cold = self._run(batches if device.type != "cpu" else batches[:1], drafter, options)
+        case.cold_ms_to_first_token = 1e3 * cold.to_first[0]
         self.progress()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
