@@ -47,7 +47,6 @@ __all__ = [
 ]
 
 _NARROW_ROWS = 16
-_DECODE_QUERIES = 64
 
 
 # Devices whose rounds run the Triton kernels; elsewhere, and in float64, their references.
@@ -197,8 +196,8 @@ def attention(
     softcap: float | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """`kernels.reference.attention`; on a GPU in Triton for the few queries a row of a round."""
-    if _is_for_triton(query) and query.shape[2] <= _DECODE_QUERIES:
+    """`kernels.reference.attention`; on a GPU in Triton."""
+    if _is_for_triton(query):
         return _attention(query, key, value, positions, scaling, window, sinks, softcap, num_splits)
     return reference.attention(query, key, value, positions, scaling, window, sinks, softcap)
 

@@ -1,4 +1,7 @@
-"""Triton attention over a ragged cache, for the few queries a row of decoding; defined by `reference.attention`.
+"""Triton attention over a ragged cache, defined by `reference.attention`.
+
+It is built for the few queries a row of decoding; the many of a prompt run through it too, so that they read live slots
+only and no mask is made.
 
 The slots that a row needs are divided among the programs of a grid that depends on shapes alone (split-KV, "flash
 decoding"). Each leaves the average of its values and the logarithm of its weight in a workspace; a second kernel merges
@@ -42,7 +45,7 @@ def _share(position, num_slots, window, split, num_splits, SLOT_BLOCK: tl.conste
     return begin, tl.minimum(stop, end)
 
 
-@triton.jit(do_not_specialize=["num_slots", "window"])
+@triton.jit(do_not_specialize=["num_queries", "num_slots", "window"])
 def _attention_kernel(
     query_ptr,
     key_ptr,
@@ -61,11 +64,11 @@ def _attention_kernel(
     value_stride_h,
     value_stride_s,
     positions_stride_b,
+    num_queries,
     num_slots,
     window,
     scaling,
     softcap,
-    NUM_QUERIES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -85,12 +88,12 @@ def _attention_kernel(
     split = tl.program_id(2)
     # The heads of a group stand together, so that a block holds few queries and ends early.
     row = tl.program_id(0) // KV_HEADS * ROWS + tl.arange(0, ROWS)
-    is_row = row < GROUPS * NUM_QUERIES
+    is_row = row < GROUPS * num_queries
     head = kv_head * GROUPS + row % GROUPS
     step = row // GROUPS
     dim = tl.arange(0, DIM_BLOCK)
     value_dim = tl.arange(0, VALUE_BLOCK)
-    target = (batch * NUM_QUERIES + step) * (KV_HEADS * GROUPS) + head
+    target = (batch * num_queries + step) * (KV_HEADS * GROUPS) + head
 
     position = tl.load(positions_ptr + batch * positions_stride_b + step, mask=is_row, other=-1)
     position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # inert at the last slot
@@ -253,11 +256,11 @@ def attention(
         *key.stride()[:3],
         *value.stride()[:3],
         positions.stride(0),
+        num_queries,
         num_slots,
         window or 0,
         scaling,
         softcap or 1.0,
-        NUM_QUERIES=num_queries,
         KV_HEADS=kv_heads,
         GROUPS=groups,
         DIM=dim,

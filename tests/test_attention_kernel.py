@@ -129,6 +129,14 @@ def test_head_sizes(dtype, dim, value_dim, num_splits):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("options", [(), ("window", "sinks")], ids=str)
+def test_prompts(options):
+    """As in prefill: hundreds of queries, rows of which begin or end with inert ones."""
+    inert = tuple((0, column) for column in range(250, 300)) + tuple((1, column) for column in range(30))
+    check(Case([299, 310], 320, 300, 1, 3, 16, inert=inert, options=options))
+
+
+@pytest.mark.core
 @every_dtype
 @pytest.mark.parametrize(
     ("num_queries", "kv_heads", "groups", "dim"), [(64, 1, 8, 16), (7, 2, 12, 16), (5, 1, 17, 200)]
