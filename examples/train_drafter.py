@@ -22,12 +22,13 @@ from accelerate.utils import broadcast, set_seed
 from tqdm import tqdm
 from training.card import write_card
 from training.data import Documents, WriteOptions, Writer, draft_vocabulary, shard_counts, write_data
-from training.drafters import DEFAULTS, choose_mask_token, new_drafter
+from training.drafters import DEFAULTS, choose_mask_token, new_drafter, start_from
 from training.objective import DraftObjective, Teacher, compile_elementwise, summarize
 from training.prompts import PromptFilter
 from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec import AutoDrafter
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.drafters.cached import CachedDrafter
 
@@ -64,6 +65,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=None, help=f"{by_family('layers')}; of pard, copies of the target's")
     add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; None is the target's")
     add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard")
+    add("--init-from", default=None, help="trained drafter to begin with: fewer layers, wider MLPs; not of pard")
     add("--mask-token-id", type=int, default=None, help="by default a token that the data does not hold")
     switch = argparse.BooleanOptionalAction
     add("--fc-norm", action=switch, default=True, help="norm every tap: some targets' streams have huge outliers")
@@ -93,6 +95,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("give either --minutes or --steps")
     if args.family == "pard" and (args.intermediate_size or args.draft_vocab_size):
         parser.error("pard copies layers and vocabulary: it has no --intermediate-size and no --draft-vocab-size")
+    if args.family == "pard" and args.init_from:
+        parser.error("pard begins with layers of the target: it has no --init-from")
     for name, value in DEFAULTS[args.family].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -306,6 +310,8 @@ def main(arguments: list[str] | None = None) -> None:
         if mask_token_id is None:
             mask_token_id = choose_mask_token(documents.counts(vocab_size), tokenizer)
     drafter = new_drafter(args, target, d2t, mask_token_id)
+    if args.init_from is not None:
+        start_from(drafter, AutoDrafter.from_pretrained(args.init_from, target=target, dtype=torch.float32))
     about = {
         "family": args.family,
         "target": drafter.config.target_name_or_path,

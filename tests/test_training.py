@@ -385,6 +385,36 @@ def test_draft_models_begin_as_copies_of_the_targets_layers():
     assert thinned["layer_types"] == ["sliding_attention", "full_attention"] and thinned["num_hidden_layers"] == 2
 
 
+def new_eagle(target, family, *options):
+    args = train_drafter.parse_arguments(["--family", family, "--steps", "1", *options])
+    d2t = torch.zeros(VOCAB, dtype=torch.int64)
+    return drafters.new_drafter(args, target, d2t, MASK if family == "p-eagle" else None)
+
+
+def test_training_begins_with_a_trained_drafter():
+    target = tiny_target()
+    trained = new_eagle(target, "eagle3")
+    input_ids = torch.randint(3, VOCAB - 1, (2, 9))
+    taps = read_taps(target, trained, input_ids)
+    deeper = new_eagle(target, "p-eagle", "--layers", "3")
+    assert not torch.allclose(deeper(input_ids, taps)[0], trained(input_ids, taps)[0])
+    drafters.start_from(deeper, trained)
+    assert torch.equal(deeper(input_ids, taps)[0], trained(input_ids, taps)[0])
+
+    mlp = trained.layers[0].mlp
+    for dead in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T):
+        dead.data[::3] = 0.0
+    narrower = new_eagle(target, "p-eagle", "--layers", "2", "--intermediate-size", "32")
+    drafters.start_from(narrower, trained)
+    torch.testing.assert_close(narrower(input_ids, taps)[0], trained(input_ids, taps)[0])
+
+    wider = new_eagle(target, "p-eagle", "--intermediate-size", "64")
+    with pytest.raises(
+        ValueError, match=r"has \[48, 32\] for layers.0.mlp.gate_proj.weight, but the new .* \[64, 32\]"
+    ):
+        drafters.start_from(wider, trained)
+
+
 def test_mask_tokens_are_special_ones_that_the_data_does_not_hold():
     class Entry:
         special = True

@@ -105,6 +105,47 @@ def _new_pard(target: PreTrainedModel, num_layers: int, mask_token_id: int, name
     return drafter.to(target.device)
 
 
+@torch.no_grad()
+def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
+    """Let `drafter` begin where `trained`, with fewer layers or wider MLPs, has ended.
+
+    Of a wider MLP the units with the largest weights are kept. Layers that `trained` lacks add nothing at first, so
+    the drafter drafts a token as `trained` does.
+
+    Raises:
+        ValueError: the two differ in something else.
+    """
+    source = trained.state_dict()
+    for index, layer in enumerate(drafter.layers):
+        if index >= len(trained.layers):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+            continue
+        mlp = trained.layers[index].mlp
+        parts = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T)
+        size = torch.stack([part.float().norm(dim=1) for part in parts]).prod(dim=0)
+        units = size.topk(min(drafter.config.intermediate_size, len(size))).indices.sort().values
+        for name, part in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
+            source[f"layers.{index}.mlp.{name}.weight"] = part[units].T if name == "down_proj" else part[units]
+    own = drafter.state_dict()
+    for name, tensor in own.items():
+        if name == "d2t" or name == "mask_hidden" or _layer_of(name) >= len(trained.layers):
+            continue
+        if name not in source or source[name].shape != tensor.shape:
+            found = list(source[name].shape) if name in source else "nothing"
+            raise ValueError(
+                f"--init-from has {found} for {name}, but the new drafter has {list(tensor.shape)} there; expected "
+                "the same options as it was trained with, but for more --layers and a smaller --intermediate-size."
+            )
+        tensor.copy_(source[name])
+
+
+def _layer_of(name: str) -> int:
+    """Index of the layer that a tensor belongs to; -1 if it belongs to none."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "layers" else -1
+
+
 def spread_layers(count: int, kept: int) -> list[int]:
     """Indices of `kept` of `count` layers, evenly spread, the first and the last among them."""
     if not 1 <= kept <= count:
