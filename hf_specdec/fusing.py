@@ -96,9 +96,10 @@ def fused_products(*models: nn.Module) -> Iterator[None]:
     try:
         for model in models:
             for module in model.modules():
+                children = dict(module.named_children())
                 for names in GROUPS:
-                    layers = [getattr(module, name, None) for name in names]
-                    if not _can_be_fused(layers):
+                    layers = [children.get(name) for name in names]
+                    if None in layers or not _can_be_fused(layers):
                         continue
                     weight = share_memory([layer.weight for layer in layers])
                     bias = None if layers[0].bias is None else share_memory([layer.bias for layer in layers])
