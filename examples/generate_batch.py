@@ -210,7 +210,7 @@ def run(args: argparse.Namespace, state: PartialState) -> None:
     target = load_target(args.target, getattr(torch, args.dtype), state.device)
     settle_ends(target, tokenizer, args.eos_token, ignore_eos=False)
     pad_on_the_left(tokenizer)
-    drafter = load_drafter(args.drafter, target, args.compile)
+    drafter = load_drafter(args.drafter, target).configure(compile_rounds=args.compile)
 
     pending = [prompt for prompt in prompts if prompt.id not in done]
     lengths = prompt_lengths(tokenizer, pending, args.chat_template)

@@ -224,7 +224,7 @@ def measure_drafter(
 ) -> Iterator[Case]:
     """The drafter called `name` at every K and batch size; it is in memory only meanwhile."""
     try:
-        drafter = load_drafter(name, bench.target, arguments.random_weights)
+        drafter = load_drafter(name, bench.target, random_weights=arguments.random_weights)
         drafter.configure(compile_rounds=arguments.compile)
         if arguments.synthetic_acceptance is not None:
             drafter.configure(engine="static")  # The other engine verifies by itself.

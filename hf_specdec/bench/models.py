@@ -94,7 +94,7 @@ def settle_ends(
         settings.eos_token_id = None
 
 
-def load_drafter(name: str, target: PreTrainedModel, random_weights: bool = False) -> Drafter:
+def load_drafter(name: str, target: PreTrainedModel, *, random_weights: bool = False) -> Drafter:
     """The drafter called `name`, a folder or Hub repository, bound to `target`."""
     if not random_weights:
         return AutoDrafter.from_pretrained(name, target)
