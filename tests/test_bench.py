@@ -27,6 +27,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_specdec import AutoDrafter, decoding, ops
+from hf_specdec.bench.clock import busy_time
+from hf_specdec.bench.command import measure_all
 from hf_specdec.bench.measure import count_tokens
 from hf_specdec.bench.models import load_target, random_drafter
 from hf_specdec.bench.prompts import PROMPTS, load_prompts, random_batches, read_prompts, text_batches
@@ -414,6 +416,32 @@ def test_prompts_from_the_hub(monkeypatch):
         load_prompts("hub:org/chats:test:prompt:more")
     rows["id"] = ["x", 8, None]
     assert read_prompts("hub:org/chats") == [("x", "first"), (8, "second"), (2, "third")]
+
+
+@pytest.mark.core
+def test_time_of_a_gpu_is_what_the_host_does_not_make_it_wait():
+    intervals = [(10.0, 12.0), (0.0, 4.0), (4.5, 6.0), (5.0, 5.5), (20.0, 21.0)]
+    assert busy_time(intervals, short_gap=1.0) == 6.0 + 2.0 + 1.0
+    assert busy_time(intervals, short_gap=0.0) == 4.0 + 1.5 + 2.0 + 1.0
+    assert busy_time(intervals, short_gap=5.0) == 12.0 + 1.0
+    assert busy_time([]) == 0.0
+
+
+def test_what_was_measured_outlives_the_process(folders, tmp_path, monkeypatch):
+    measured = measure_all
+
+    def interrupted(*args):
+        yield next(measured(*args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_specdec.bench.command.measure_all", interrupted)
+    output = tmp_path / "out.json"
+    options = ["--prompts", folders / "prompts.jsonl", "--max-new-tokens", 6, "--runs", 1, "--limit", 1]
+    with pytest.raises(KeyboardInterrupt):
+        bench(folders, *options, "--baselines", "dynamic", "static", "--output", output)
+    report = json.loads(output.read_text())
+    assert [case["name"] for case in report["cases"]] == ["dynamic"] and report["drift"] is None
+    assert 0 < report["cases"][0]["cold_ms_to_first_token"] < 60e3
 
 
 def test_plots(folders, tmp_path):

@@ -56,7 +56,7 @@ class GpuClock(Clock):
     def __init__(self) -> None:
         super().__init__()
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._runs = False
 
     def on_first(self) -> None:
