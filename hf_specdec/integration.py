@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -44,11 +46,23 @@ _PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
 _VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
 
 
+# What holds a target through a call with a drafter, in which some of its modules behave in another way.
+_HOLDS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+_HOLDS_LOCK = threading.Lock()
+
+
+def hold(model: PreTrainedModel) -> threading.RLock:
+    """The lock of `model`, which one thread at a time can have."""
+    with _HOLDS_LOCK:
+        return _HOLDS.setdefault(model, threading.RLock())
+
+
 @functools.wraps(_ASSISTED_DECODING)
 def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
     if not isinstance(assistant_model, Drafter):
         return _ASSISTED_DECODING(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    return _generate(self, assistant_model, input_ids, *args, **kwargs)
+    with hold(self):
+        return _generate(self, assistant_model, input_ids, *args, **kwargs)
 
 
 @functools.wraps(_GET_CANDIDATE_GENERATOR)

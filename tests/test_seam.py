@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -253,3 +254,28 @@ def test_model_is_as_it_was_after_an_error_in_the_target(monkeypatch):
             target.generate(**inputs, max_new_tokens=12, assistant_model=drafter)
     assert traces(target) == before
     assert torch.equal(target.generate(**inputs, max_new_tokens=12, assistant_model=drafter), plain)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_threads_take_turns_on_a_target(engine):
+    """Two drafters and a third thread with the first of them again, all at once on one target."""
+    target = tiny_target("llama")
+    batches = [padded_prompts([length], seed=length) for length in (3, 9, 14)]
+    options = {"do_sample": False, "max_new_tokens": 24}
+    plain = [target.generate(**inputs, **options) for inputs in batches]
+    drafters = [RANDOM_DRAFTERS[kind](target).configure(engine=engine) for kind in ("eagle3", "pard")]
+    start, said = threading.Barrier(3), {}
+
+    def generate(index):
+        start.wait()
+        for turn in range(3):
+            said[index, turn] = target.generate(**batches[index], **options, assistant_model=drafters[index % 2])
+
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 9
+    assert all(torch.equal(text, plain[index]) for (index, _), text in said.items())
