@@ -1,4 +1,4 @@
-"""Time the kernels of a round against the GPU's copy bandwidth, in bfloat16 at the attention shapes of Llama-3.1-8B.
+"""Time the kernels of a round against the GPU's copy bandwidth, in bfloat16 at the shapes of Llama-3.1-8B.
 
     python examples/kernel_bandwidth.py --output kernel_bandwidth.json
 
@@ -24,6 +24,7 @@ from hf_specdec.kernels import reference
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16
+VOCABULARY, DRAFT_VOCABULARY = 128256, 32000
 # Live tokens of a row, and the slots of its cache.
 CONTEXTS = [(512, 4096), (4096, 4096), (512, 32768), (4096, 32768), (32768, 32768)]
 CALLS = 32
@@ -132,6 +133,59 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
     return seconds_per_call([call] * CALLS), 5 * batch * num_queries * 8
 
 
+def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, int]]:
+    """Name, seconds and bytes of the kernels over the vocabulary, for `num_queries` rows of logits a row of the batch.
+
+    Bytes are what must be read and written once: the logits, and of drawing the distributions.
+    """
+    num_drafts = num_queries - 1
+    size = batch * num_queries * VOCABULARY
+    num_inputs, num_calls = rotate(2 * size)
+    logits = torch.randn(num_inputs, batch, num_queries, VOCABULARY, dtype=DTYPE, device="cuda")
+    draft_logits = torch.randn(num_inputs, batch, 1, DRAFT_VOCABULARY, dtype=DTYPE, device="cuda")
+    target_ids = torch.arange(0, 4 * DRAFT_VOCABULARY, 4, device="cuda")
+    draft_ids = ops.invert_draft_vocabulary(target_ids, VOCABULARY)
+    drafts = logits[0, :, :num_drafts].argmax(dim=-1)
+    seeds, lengths = torch.arange(batch, device="cuda"), torch.full((batch,), 100, device="cuda")
+    temperatures = torch.ones(batch, device="cuda")
+    scores = logits[: max(1, num_inputs // 2)].float()
+    probs = torch.rand(batch, num_drafts, DRAFT_VOCABULARY, device="cuda").softmax(dim=-1) if num_drafts else None
+    law = (probs, draft_ids if num_drafts else None, seeds, lengths)
+    kernels = (
+        ("verify_greedy", ops.verify_greedy, reference.verify_greedy, logits, (drafts,), 2 * size),
+        ("verify_sampling", ops.verify_sampling, reference.verify_sampling, scores, (drafts, *law), 4 * size),
+        (
+            "best_draft",
+            ops.best_draft,
+            reference.best_draft,
+            draft_logits,
+            (target_ids,),
+            2 * batch * DRAFT_VOCABULARY,
+        ),
+        (
+            "draw_draft",
+            ops.draw_draft,
+            reference.draw_draft,
+            draft_logits,
+            (temperatures, seeds, lengths, 0),
+            6 * batch * DRAFT_VOCABULARY,
+        ),
+    )
+    for name, kernel, expected, inputs, others, num_bytes in kernels:
+        got, right = (function(inputs[0], *others) for function in (kernel, expected))
+        pairs = [(got, right)] if isinstance(got, torch.Tensor) else zip(got, right, strict=True)
+        for ours, theirs in pairs:
+            # A number that decides may be at a boundary, where rounding does.
+            agree = torch.isclose(ours, theirs, rtol=1e-4, atol=1e-7).reshape(len(ours), -1).all(dim=1)
+            if agree.sum() < len(ours) - 1:
+                raise SystemExit(f"{name}: differs from the reference; no time is worth reporting")
+        calls = [
+            lambda index=index: kernel(inputs[index % len(inputs)], *others)  # noqa: B023 (called in this turn)
+            for index in range(num_calls)
+        ]
+        yield name, seconds_per_call(calls), num_bytes
+
+
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     contexts = [(live, arguments.slots or live) for live in arguments.contexts] if arguments.contexts else CONTEXTS
     for batch in arguments.batch_sizes:
@@ -147,6 +201,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 seconds, size = time_kernel(batch, num_queries, live, slots)
                 case = shape | {"live": live, "slots": slots, "splits": None}
                 yield {"kernel": name} | case | {"seconds": seconds, "bytes": size}
+            for name, seconds, size in time_vocabulary(batch, num_queries):
+                case = shape | {"live": None, "slots": None, "splits": None}
+                yield {"kernel": name} | case | {"seconds": seconds, "bytes": size}
 
 
 def main() -> None:
@@ -158,13 +215,13 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}: copies at {bandwidth / 1e9:.0f} GB/s")
     print(
-        f"{'kernel':15}{'batch':>6}{'queries':>8}{'live':>7}{'slots':>7}{'splits':>7}{'us':>9}{'GB/s':>7}{'of copy':>9}"
+        f"{'kernel':16}{'batch':>6}{'queries':>8}{'live':>7}{'slots':>7}{'splits':>7}{'us':>9}{'GB/s':>7}{'of copy':>9}"
     )
     rows = []
     for row in measure(arguments):
         rate = row["bytes"] / row["seconds"]
         print(
-            f"{row['kernel']:15}{row['batch']:6}{row['queries']:8}{row['live']:7}{row['slots']:7}"
+            f"{row['kernel']:16}{row['batch']:6}{row['queries']:8}{row['live'] or '-':>7}{row['slots'] or '-':>7}"
             f"{row['splits'] or 'auto':>7}{row['seconds'] * 1e6:9.1f}{rate / 1e9:7.0f}{rate / bandwidth:9.0%}",
             flush=True,
         )
