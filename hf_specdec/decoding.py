@@ -509,18 +509,16 @@ def decode(
     def allocate() -> DecodeState:
         return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device, temperature)
 
-    with hosted(model, drafter, wants["hidden_states"]) as target, ExitStack() as stack:
-        if is_kept:
-            key = (shape, temperature, drafter.compile_rounds, fingerprint(model, drafter))
-            session = stack.enter_context(drafter.sessions.session(key, allocate))
-        else:
-            session = Session(allocate())
-        state = session.state
-        state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, factors)
-        prefill(state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
+    def fill(session: Session) -> None:
+        session.state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, factors)
+        prefill(session.state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
         if is_kept and process.key not in session.rounds:
-            session.rounds[process.key] = capture_round(state, target, drafter, process)
-        captured = session.rounds.get(process.key)
+            session.rounds[process.key] = capture_round(session.state, target, drafter, process)
+
+    with hosted(model, drafter, wants["hidden_states"]) as target, ExitStack() as stack:
+        key = (shape, temperature, drafter.compile_rounds, fingerprint(model, drafter)) if is_kept else None
+        session = stack.enter_context(drafter.sessions.session(key, allocate, fill))
+        state, captured = session.state, session.rounds.get(process.key)
         if captured is None:
             next_round = functools.partial(step, state, target, drafter, process)
         else:

@@ -100,6 +100,8 @@ class Capture:
         if self._backend is not None:
             try:
                 return self._graph(compiled(function, self._backend))
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # whatever a compiler may raise; what is wrong with the function shows below
                 self._backend, self.has_compiled = None, False
                 reason = str(error).strip().partition("\n")[0]

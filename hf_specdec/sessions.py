@@ -51,13 +51,43 @@ class SessionPool:
         return sum(map(len, self._idle.values()))
 
     @contextmanager
-    def session(self, key: Hashable, allocate: Callable[[], DecodeState]) -> Iterator[Session]:
-        """Context that owns a session of `key`; one that is left by an error is not kept."""
+    def session(
+        self, key: Hashable | None, allocate: Callable[[], DecodeState], fill: Callable[[Session], None]
+    ) -> Iterator[Session]:
+        """Context that owns a session; one that is left by an error is not kept.
+
+        Where memory does not suffice for it, what is kept for other calls is freed, and it is tried once more.
+
+        Args:
+            key: of sessions that may be used again; None for one that is not kept.
+            allocate: makes the buffers of a new one.
+            fill: makes a session ready for the call.
+        """
+        try:
+            session = self._filled(key, allocate, fill)
+        except torch.OutOfMemoryError:
+            if not len(self):
+                raise
+            session = None
+        if session is None:  # The error, which held what was allocated, is gone.
+            self.clear()
+            torch.cuda.empty_cache()
+            session = self._filled(key, allocate, fill)
+        yield session
+        if key is not None:
+            self._keep(key, session)
+
+    def _filled(
+        self, key: Hashable | None, allocate: Callable[[], DecodeState], fill: Callable[[Session], None]
+    ) -> Session:
         with self._lock:
             idle = self._idle.get(key)
             session = idle.pop() if idle else None
         session = session or Session(allocate())
-        yield session
+        fill(session)
+        return session
+
+    def _keep(self, key: Hashable, session: Session) -> None:
         with self._lock:
             self._idle.setdefault(key, []).append(session)
             self._idle[key] = self._idle.pop(key)

@@ -211,3 +211,30 @@ def test_nothing_of_an_earlier_call_is_seen(monkeypatch, kind):
     assert len(drafter.sessions) == 1
     assert torch.equal(texts[0], texts[2]) and drafted[0] == drafted[2]
     assert not torch.equal(texts[0], texts[1])
+
+
+@pytest.mark.core
+def test_what_is_kept_makes_room_for_a_call(monkeypatch):
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", refuse)
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    short, long = padded_prompts([5]), padded_prompts([600])
+    options = {"do_sample": False, "max_new_tokens": 6}
+    expected = target.generate(**long, **options)
+    target.generate(**short, **options, assistant_model=drafter)
+    assert len(drafter.sessions) == 1
+    prefill, failures = drafter.prefill, []
+
+    def scarce(*args):
+        if len(drafter.sessions) or failures == ["for good"]:
+            failures.append("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        prefill(*args)
+
+    monkeypatch.setattr(drafter, "prefill", scarce)
+    assert torch.equal(target.generate(**long, **options, assistant_model=drafter), expected)
+    assert failures == ["out of memory"] and len(drafter.sessions) == 1
+    drafter.release()
+    failures[:] = ["for good"]
+    with pytest.raises(torch.OutOfMemoryError):
+        target.generate(**short, **options, assistant_model=drafter)
