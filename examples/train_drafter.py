@@ -105,10 +105,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.family == "mtp" and args.num_steps < args.layers:
+    if args.family == "mtp" and not 1 <= args.layers <= args.num_steps:
         parser.error(
-            f"--num-steps is {args.num_steps}, but step k trains module k and there are --layers {args.layers}; "
-            f"expected --num-steps {args.layers} or more"
+            f"--layers is {args.layers}, but module k is trained at step k; expected 1 to --num-steps, {args.num_steps}"
         )
     args.repo_id = args.repo_id or args.out.name
     return args

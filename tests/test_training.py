@@ -357,22 +357,27 @@ def test_unrolled_draft_model_equals_its_plain_forward_over_masks(dtype):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"num_modules": 1, "chaining": "modules"},
-        {"num_modules": 2, "norm_output": False},
-        {"num_modules": 3, "zero_first_embedding": True},
-        {"num_modules": 1, "chaining": "target"},
-        {"num_modules": 2, "chaining": "target", "norm_output": False},
-        {"num_modules": 3, "chaining": "target"},
+        ("llama", {"num_modules": 1, "chaining": "modules"}),
+        ("llama", {"num_modules": 2, "norm_output": False}),
+        ("llama", {"num_modules": 3, "zero_first_embedding": True}),
+        ("llama", {"num_modules": 1, "chaining": "target"}),
+        ("llama", {"num_modules": 2, "chaining": "target", "norm_output": False}),
+        ("llama", {"num_modules": 3, "chaining": "target"}),
+        ("mistral", {}),
+        ("mistral", {"chaining": "target"}),
+        ("gemma3", {}),
+        ("qwen3-moe", {}),
+        ("deepseek-v3", {}),
     ],
 )
-def test_unrolled_modules_equal_what_generate_drafts_from(monkeypatch, options):
-    target = tiny_target()
+def test_unrolled_modules_equal_what_generate_drafts_from(monkeypatch, family, options):
+    target = targets.tiny_target(family)
     drafter = tiny_drafter(target, "mtp", **options)
     num_drafts, prompt = 5, torch.tensor([[5, 6, 7]])
-    inputs = {"input_ids": prompt, "do_sample": False, "max_new_tokens": 30, "min_new_tokens": 30}
-    text = target.generate(**inputs, pad_token_id=STOP)
+    inputs = {"input_ids": prompt, "do_sample": False, "max_new_tokens": 30}
+    text = target.generate(**inputs)
     known, scored, first_wrong, draw = F.pad(text, (0, num_drafts)), {}, {}, drafter.draw
 
     def draw_text(state, logits, first):
@@ -381,10 +386,10 @@ def test_unrolled_modules_equal_what_generate_drafts_from(monkeypatch, options):
         token, wrong = known[:, length + first, None], first_wrong.setdefault(length, len(first_wrong) % 3 * 2)
         if first <= wrong and length + first < text.shape[1]:
             scored[length, first] = logits[:, -1]
-        return draw(state, logits, first)._replace(tokens=(token + 1) % VOCAB if first == wrong else token)
+        return draw(state, logits, first)._replace(tokens=(token + 1) % targets.VOCAB if first == wrong else token)
 
     monkeypatch.setattr(drafter, "draw", draw_text)
-    drafted = target.generate(**inputs, pad_token_id=STOP, assistant_model=drafter, num_assistant_tokens=num_drafts)
+    drafted = target.generate(**inputs, assistant_model=drafter, num_assistant_tokens=num_drafts)
     assert torch.equal(drafted, text)
     unrolled = drafter.unroll(text, read_taps(target, drafter, text), num_drafts)
     assert {step for _, step in scored} == set(range(num_drafts)) and len({length for length, _ in scored}) > 6
@@ -476,10 +481,12 @@ def test_options_of_other_families_are_refused(capsys, family, option):
         assert family not in message.rpartition("only of ")[2]
 
 
-def test_modules_that_no_step_trains_are_refused(capsys):
+@pytest.mark.parametrize("count", ["0", "4"])
+def test_modules_that_no_step_trains_are_refused(capsys, count):
     with pytest.raises(SystemExit):
-        train_drafter.parse_arguments(["--family", "mtp", "--steps", "1", "--layers", "4"])
-    assert "--num-steps is 3, but step k trains module k and there are --layers 4" in capsys.readouterr().err
+        train_drafter.parse_arguments(["--family", "mtp", "--steps", "1", "--layers", count])
+    error = capsys.readouterr().err
+    assert f"--layers is {count}, but module k is trained at step k; expected 1 to --num-steps, 3" in error
 
 
 @pytest.mark.parametrize("family", targets.STATIC_FAMILIES)
