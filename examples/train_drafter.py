@@ -1,4 +1,4 @@
-"""Train an EAGLE-3, P-EAGLE or PARD drafter for any chat model, on text that the model writes itself.
+"""Train an EAGLE-3, P-EAGLE, PARD or MTP drafter for any chat model, on text that the model writes itself.
 
     accelerate launch examples/train_drafter.py --target smollm2 --data runs/data --out runs/drafter --minutes 20
 
@@ -62,14 +62,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model = parser.add_argument_group("drafter")
     add = model.add_argument
     add("--family", choices=tuple(DEFAULTS), default="eagle3")
-    add("--layers", type=int, default=None, help=f"{by_family('layers')}; of pard, copies of the target's")
-    add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; None is the target's")
+    about = "of pard, copies of the target's; of mtp, modules"
+    add("--layers", type=int, default=None, help=f"{about}; {by_family('layers')}")
+    add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; 0 is the target's")
     add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard")
-    add("--init-from", default=None, help="trained drafter to begin with: fewer layers, wider MLPs; not of pard")
-    add("--mask-token-id", type=int, default=None, help="by default a token that the data does not hold")
+    about = "trained drafter to begin with: fewer layers, wider MLPs"
+    add("--init-from", default=None, help=f"{about}; of eagle3 and p-eagle")
+    add("--mask-token-id", type=int, default=None, help="of p-eagle and pard; by default one not in the data")
     switch = argparse.BooleanOptionalAction
-    add("--fc-norm", action=switch, default=True, help="norm every tap: some targets' streams have huge outliers")
-    add("--norm-output", action=switch, default=True, help="feed the normed output to the next draft step")
+    about = "norm every tap: some targets' streams have huge outliers"
+    add("--fc-norm", action=switch, default=None, help=f"{about}; {by_family('fc_norm')}")
+    about = "feed the normed output to the next draft step"
+    add("--norm-output", action=switch, default=None, help=f"{about}; {by_family('norm_output')}")
 
     training = parser.add_argument_group("training")
     add = training.add_argument
@@ -93,20 +97,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if (args.minutes is None) == (args.steps is None) and not args.write_only:
         parser.error("give either --minutes or --steps")
-    if args.family == "pard" and (args.intermediate_size or args.draft_vocab_size):
-        parser.error("pard copies layers and vocabulary: it has no --intermediate-size and no --draft-vocab-size")
-    if args.family == "pard" and args.init_from:
-        parser.error("pard begins with layers of the target: it has no --init-from")
-    for name, value in DEFAULTS[args.family].items():
+    defaults = DEFAULTS[args.family]
+    for name in sorted({name for options in DEFAULTS.values() for name in options} - defaults.keys()):
+        if getattr(args, name) is not None:
+            having = ", ".join(family for family, options in DEFAULTS.items() if name in options)
+            parser.error(f"--{name.replace('_', '-')} is no option of {args.family}, only of {having}")
+    for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.family == "mtp" and not 1 <= args.layers <= args.num_steps:
+        parser.error(
+            f"--layers is {args.layers}, but module k is trained at step k; expected 1 to --num-steps, {args.num_steps}"
+        )
     args.repo_id = args.repo_id or args.out.name
     return args
 
 
 def by_family(name: str) -> str:
     """The defaults of an argument, for its help."""
-    return "by default " + ", ".join(f"{defaults[name]} ({family})" for family, defaults in DEFAULTS.items())
+    having = {family: defaults[name] for family, defaults in DEFAULTS.items() if name in defaults}
+    return "by default " + ", ".join(f"{default} ({family})" for family, default in having.items())
 
 
 def write_own_data(
@@ -305,7 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
     draft_size = min(args.draft_vocab_size or vocab_size, vocab_size)
     d2t, coverage = draft_vocabulary(documents.answer_counts(vocab_size), draft_size, stop_ids)
     mask_token_id = None
-    if args.family != "eagle3":
+    if "mask_token_id" in DEFAULTS[args.family]:
         mask_token_id = args.mask_token_id
         if mask_token_id is None:
             mask_token_id = choose_mask_token(documents.counts(vocab_size), tokenizer)

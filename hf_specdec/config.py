@@ -217,12 +217,14 @@ class DraftModelConfig(DrafterConfig):
 
 
 class MtpConfig(DrafterConfig):
-    """The multi-token-prediction modules inside a target's own checkpoint (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """Multi-token-prediction modules of a target (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    They are inside the target's own checkpoint, or were trained for it: `drafters.mtp.config_for` makes their settings.
 
     Args:
-        block: configuration of the modules' decoder layers: the target's, with one layer a module.
+        block: configuration of the modules' decoder layers: like the target's, with one layer a module.
         num_modules: how many modules there are; module k % num_modules drafts token k of a round.
-        hidden_size, rms_norm_eps: of the target.
+        hidden_size, rms_norm_eps, initializer_range: of the target.
         hidden_first: whether a module's projection reads `[hidden | embedding]` instead of `[embedding | hidden]`.
         norm_offset: whether the modules' norms scale by 1 + weight (Gemma's) instead of by the weight.
         norm_output: whether a module hands on its output after its final norm instead of before.
@@ -240,6 +242,7 @@ class MtpConfig(DrafterConfig):
     num_modules: int = 1
     hidden_size: int = 4096
     rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
     hidden_first: bool = False
     norm_offset: bool = False
     norm_output: bool = True

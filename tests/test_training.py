@@ -8,17 +8,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import targets
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, dynamic_module_utils
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    dynamic_module_utils,
+)
 from transformers.generation import utils as generation_utils
 
 import hf_specdec
 from hf_specdec import AutoDrafter
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
-from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, PEagleDrafter
+from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, MtpDrafter, PEagleDrafter
 from hf_specdec.drafters.cached import CachedDrafter
+from hf_specdec.drafters.mtp import block_settings, config_for
 from hf_specdec.drafters.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 from hf_specdec.taps import TapRecorder
 
@@ -29,7 +39,14 @@ import train_drafter  # noqa: E402
 from training import card, data, drafters, objective, prompts, repetition  # noqa: E402
 
 VOCAB, STOP, MASK = 61, 2, 60
-FAMILIES = ["eagle3", "p-eagle", "pard"]
+FAMILIES = ["eagle3", "p-eagle", "pard", "mtp"]
+IN_PARALLEL = ("p-eagle", "pard")
+OPTIONS = {
+    "eagle3": ["--draft-vocab-size", "48"],
+    "p-eagle": ["--draft-vocab-size", "48", "--mask-token-id", str(MASK), "--layers", "1"],
+    "pard": ["--mask-token-id", str(MASK), "--layers", "1"],
+    "mtp": ["--layers", "2", "--intermediate-size", "40"],
+}
 
 
 def tiny_target(seed: int = 0) -> LlamaForCausalLM:
@@ -56,6 +73,11 @@ def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> 
         drafter = DraftModelDrafter(
             DraftModelConfig(model=model, vocab_size=VOCAB, parallel_drafting=True, mask_token_id=MASK, **kwargs)
         )
+        drafter.bind(target)
+        return drafter
+    if family == "mtp":
+        block = block_settings(target.config, kwargs.pop("num_modules", 2))
+        drafter = MtpDrafter(config_for(target.config, block, **kwargs))
         drafter.bind(target)
         return drafter
     ids = list(range(0, VOCAB, 2))
@@ -85,7 +107,7 @@ def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> 
 
 
 def read_taps(target: LlamaForCausalLM, drafter: CachedDrafter, tokens: torch.Tensor) -> torch.Tensor | None:
-    with TapRecorder(target, drafter.tap_boundaries) as recorder:
+    with TapRecorder(target, drafter.tap_boundaries, drafter.taps_last_hidden_state) as recorder:
         target(tokens)
         return recorder.taps
 
@@ -114,9 +136,7 @@ def train(monkeypatch, target, folder: Path, out: Path, *more: str, family: str 
     monkeypatch.setattr(train_drafter, "load_target", lambda name, dtype, device: (target, TinyTokenizer()))
     monkeypatch.setattr(train_drafter, "write_own_data", lambda *args: None)
     arguments = ["--data", str(folder), "--out", str(out), "--family", family, "--num-steps", "3"]
-    arguments += ["--mask-token-id", str(MASK), "--layers", "1"] if family != "eagle3" else []
-    arguments += ["--draft-vocab-size", "48"] if family != "pard" else []
-    arguments += ["--tokens-per-batch", "128", "--held-out", "6", "--lr", "0.01", *more]
+    arguments += [*OPTIONS[family], "--tokens-per-batch", "128", "--held-out", "6", "--lr", "0.01", *more]
     train_drafter.main(arguments)
     return json.loads((out / "training.json").read_text())["curve"]
 
@@ -156,8 +176,8 @@ def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp
     assert len(shards) > 1 and not (out / "model.safetensors").exists()
     assert "No weights" not in (out / "README.md").read_text()
     drafter = AutoDrafter.from_pretrained(out, target=target)
-    assert drafter.config.parallel_drafting == (family != "eagle3")
-    assert drafter.config.mask_token_id == (None if family == "eagle3" else MASK)
+    assert drafter.config.parallel_drafting == (family in IN_PARALLEL)
+    assert drafter.config.mask_token_id == (MASK if family in IN_PARALLEL else None)
 
     inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "max_new_tokens": 24, "do_sample": False}
     expected = target.generate(**inputs, pad_token_id=STOP)
@@ -169,13 +189,19 @@ def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp
 def test_card_of_a_folder_without_weights(monkeypatch, tmp_path):
     target, out = tiny_target(), tmp_path / "out"
     folder = write_tiny_data(target, tmp_path / "data")
-    for family, named in (("p-eagle", "arxiv.org/abs/2602.01469"), ("pard", "arxiv.org/abs/2504.18583")):
+    papers = {"p-eagle": "2602.01469", "pard": "2504.18583", "mtp": "2412.19437"}
+    for family, named in papers.items():
         train(monkeypatch, target, folder, out / family, "--steps", "1", "--max-shard-size", "8KB", family=family)
         for file in (out / family).glob("model*.safetensors"):
             file.unlink()
         card.write_card(out / family)
         text = (out / family / "README.md").read_text()
-        assert named in text and f"- {family}" in text and "No weights" in text and f"--family {family}" in text
+        assert (
+            f"arxiv.org/abs/{named}" in text
+            and f"- {family}" in text
+            and "No weights" in text
+            and f"--family {family}" in text
+        )
 
 
 def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
@@ -330,6 +356,56 @@ def test_unrolled_draft_model_equals_its_plain_forward_over_masks(dtype):
         torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"num_modules": 1, "chaining": "modules"}),
+        ("llama", {"num_modules": 2, "norm_output": False}),
+        ("llama", {"num_modules": 3, "zero_first_embedding": True}),
+        ("llama", {"num_modules": 1, "chaining": "target"}),
+        ("llama", {"num_modules": 2, "chaining": "target", "norm_output": False}),
+        ("llama", {"num_modules": 3, "chaining": "target"}),
+        ("mistral", {}),
+        ("mistral", {"chaining": "target"}),
+        ("gemma3", {}),
+        ("qwen3-moe", {}),
+        ("deepseek-v3", {}),
+    ],
+)
+def test_unrolled_modules_equal_what_generate_drafts_from(monkeypatch, family, options):
+    target = targets.tiny_target(family)
+    drafter = tiny_drafter(target, "mtp", **options)
+    num_drafts, prompt = 5, torch.tensor([[5, 6, 7]])
+    inputs = {"input_ids": prompt, "do_sample": False, "max_new_tokens": 30}
+    text = target.generate(**inputs)
+    known, scored, first_wrong, draw = F.pad(text, (0, num_drafts)), {}, {}, drafter.draw
+
+    def draw_text(state, logits, first):
+        """Drafts of the text, but for the first, third or fifth of a round."""
+        length = int(state.lengths)
+        token, wrong = known[:, length + first, None], first_wrong.setdefault(length, len(first_wrong) % 3 * 2)
+        if first <= wrong and length + first < text.shape[1]:
+            scored[length, first] = logits[:, -1]
+        return draw(state, logits, first)._replace(tokens=(token + 1) % targets.VOCAB if first == wrong else token)
+
+    monkeypatch.setattr(drafter, "draw", draw_text)
+    drafted = target.generate(**inputs, assistant_model=drafter, num_assistant_tokens=num_drafts)
+    assert torch.equal(drafted, text)
+    unrolled = drafter.unroll(text, read_taps(target, drafter, text), num_drafts)
+    assert {step for _, step in scored} == set(range(num_drafts)) and len({length for length, _ in scored}) > 6
+    for (length, step), logits in scored.items():
+        expected = unrolled[step][:, length - 2] @ drafter.head_weight.t()
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_modules_with_heads_of_their_own_are_not_trained():
+    target = tiny_target()
+    with pytest.raises(ValueError, match="each of its 2 modules has a head of its own"):
+        _ = tiny_drafter(target, "mtp", own_head=True).head_weight
+    drafter = tiny_drafter(target, "mtp", own_head=True, num_modules=1)
+    assert drafter.head_weight is drafter.frames[0].lm_head.weight
+
+
 def test_draft_models_that_cannot_be_unrolled_are_refused():
     target = tiny_target()
     drafter = tiny_drafter(target, "pard")
@@ -383,6 +459,67 @@ def test_draft_models_begin_as_copies_of_the_targets_layers():
     target.config.layer_types = ["sliding_attention", "full_attention"] * 2
     thinned = drafters.thinned_config(target, [0, 3])
     assert thinned["layer_types"] == ["sliding_attention", "full_attention"] and thinned["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        ("eagle3", "mask-token-id"),
+        ("p-eagle", None),
+        *[("pard", name) for name in ("draft-vocab-size", "intermediate-size", "init-from", "no-norm-output")],
+        *[("mtp", name) for name in ("draft-vocab-size", "init-from", "fc-norm", "no-fc-norm", "mask-token-id")],
+    ],
+)
+def test_options_of_other_families_are_refused(capsys, family, option):
+    arguments = ["--family", family, "--steps", "1"]
+    assert train_drafter.parse_arguments(arguments).layers == drafters.DEFAULTS[family]["layers"]
+    if option is not None:
+        with pytest.raises(SystemExit):
+            train_drafter.parse_arguments([*arguments, f"--{option}", *([] if "norm" in option else ["3"])])
+        message = capsys.readouterr().err
+        assert f"--{option.removeprefix('no-')} is no option of {family}, only of " in message
+        assert family not in message.rpartition("only of ")[2]
+
+
+@pytest.mark.parametrize("count", ["0", "4"])
+def test_modules_that_no_step_trains_are_refused(capsys, count):
+    with pytest.raises(SystemExit):
+        train_drafter.parse_arguments(["--family", "mtp", "--steps", "1", "--layers", count])
+    error = capsys.readouterr().err
+    assert f"--layers is {count}, but module k is trained at step k; expected 1 to --num-steps, 3" in error
+
+
+@pytest.mark.parametrize("family", targets.STATIC_FAMILIES)
+def test_new_modules_are_made_of_the_targets_layers(family):
+    target = targets.tiny_target(family)
+    args = train_drafter.parse_arguments(["--family", "mtp", "--steps", "1", "--no-norm-output"])
+    drafter = drafters.new_drafter(args, target, None, None)
+    kinds = [type(layer) for layer in (*drafter.decoder.layers, target.get_decoder().layers[-1])]
+    assert kinds == kinds[:1] * 4 and not drafter.config.norm_output and drafter.num_assistant_tokens == 3
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(target.generate(**inputs, assistant_model=drafter), target.generate(**inputs))
+
+
+def test_new_modules_have_mlps_of_their_own_size():
+    args = ["--family", "mtp", "--steps", "1", "--layers", "2", "--intermediate-size", "24"]
+    args = train_drafter.parse_arguments(args)
+    target = tiny_target()
+    drafter = drafters.new_drafter(args, target, None, None)
+    assert [layer.mlp.gate_proj.weight.shape for layer in drafter.decoder.layers] == [(24, 32)] * 2
+    for frame in drafter.frames:
+        torch.testing.assert_close(frame.final_norm.weight, target.model.norm.weight)
+    with pytest.raises(ValueError, match="--intermediate-size is 24, but layers of qwen3_moe have no MLPs"):
+        drafters.new_drafter(args, targets.tiny_target("qwen3-moe"), None, None)
+
+
+def test_targets_whose_layers_cannot_be_those_of_modules_are_refused():
+    args = train_drafter.parse_arguments(["--family", "mtp", "--steps", "1"])
+    config = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2)
+    with pytest.raises(ValueError, match="Layers of model_type 'gpt2' cannot be those of MTP modules"):
+        drafters.new_drafter(args, GPT2LMHeadModel(config), None, None)
+    config = OPTConfig(vocab_size=VOCAB, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_attention_heads=2)
+    with pytest.raises(ValueError, match="Layers of model_type 'opt' cannot be those of MTP modules: OPTModel has no"):
+        drafters.new_drafter(args, OPTForCausalLM(config), None, None)
 
 
 def new_eagle(target, family, *options):

@@ -60,7 +60,7 @@ completed by the target at temperature {prompt_temperature}); answers: each at a
 dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
 Training-time test over {num_steps} steps with weights {step_decay}^step; cross-entropy against the target's
-distribution over {vocabulary}. {masks}{steps:,} steps in {minutes:.0f} minutes,
+distribution over {vocabulary}. {masks}{samples}{steps:,} steps in {minutes:.0f} minutes,
 {tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr}, cosine schedule.
 
 Top-1 agreement with the target on held-out documents of the same kind, by step, after correct drafts of greedy text:
@@ -90,12 +90,21 @@ target's. It drafts all tokens of a round in one pass, at mask tokens (id {mask_
 language model whose {layers} layers began as copies of some of the target's. It drafts all tokens of a round in one
 pass, at mask tokens (id {mask_token_id}).""",
     },
+    "mtp": {
+        "relation": "adapter",
+        "method": "A multi-token-prediction ([MTP](https://arxiv.org/abs/2412.19437))",
+        "made_of": """{layers} module(s),
+each a decoder layer like the target's; embedding and head are the target's. Module k drafts token k of a round, and
+rounds of more tokens begin with the first module again.""",
+    },
 }
 
 VOCABULARY = """the draft vocabulary of {draft_vocab_size:,} tokens, which covers {coverage:.2%} of the tokens of the
 answers"""
 
-MASKS = """Steps after the first read the mask token. Step s
+MASKS = "Steps after the first read the mask token. "
+
+SAMPLES = """Step s
 ran on {depth_ratio}^s of the documents; places after the end of a greedy chain of right drafts weighed
 {survival_floor}, others 1. """
 
@@ -127,7 +136,7 @@ def write_card(folder: Path) -> None:
     training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     arguments, data, last = training["arguments"], training["data"], training["curve"][-1]
     shares = last["held_out"]["acceptance"]
-    details = {"mask_token_id": None, **arguments, **training}
+    details = {"mask_token_id": None, "depth_ratio": 1.0, "survival_floor": 1.0, **arguments, **training}
     family = arguments.get("family", "eagle3")
     text = CARD.format(
         family=family,
@@ -146,7 +155,8 @@ def write_card(folder: Path) -> None:
         num_steps=arguments["num_steps"],
         step_decay=arguments["step_decay"],
         vocabulary="its whole vocabulary" if arguments["draft_vocab_size"] is None else VOCABULARY.format(**details),
-        masks=MASKS.format(**details) if details["mask_token_id"] is not None else "",
+        masks=MASKS if details["mask_token_id"] is not None else "",
+        samples=SAMPLES.format(**details) if (details["depth_ratio"], details["survival_floor"]) != (1.0, 1.0) else "",
         steps=last["step"],
         minutes=last["seconds"] / 60,
         tokens_seen=last["tokens"] / 1e6,

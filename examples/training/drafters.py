@@ -5,20 +5,28 @@ from __future__ import annotations
 import argparse
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig, default_taps
-from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, PEagleDrafter
+from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, MtpDrafter, PEagleDrafter
 from hf_specdec.drafters.cached import CachedDrafter
+from hf_specdec.drafters.mtp import block_settings, config_for
 from hf_specdec.taps import decoder_layers
 
-# What the command line leaves open, by family. No draft vocabulary: the target's.
+_TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0}
+_AT_MASKS = {"mask_token_id": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2}
+_EAGLE = {"draft_vocab_size": 16384, "intermediate_size": None, "init_from": None, "fc_norm": True, "norm_output": True}
+# The options that not every family has the same, by family, and what the command line leaves open of them.
 DEFAULTS = {
-    "eagle3": {"layers": 1, "draft_vocab_size": 16384, "num_steps": 7, "depth_ratio": 1.0, "survival_floor": 1.0},
-    "p-eagle": {"layers": 4, "draft_vocab_size": 16384, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2},
-    "pard": {"layers": 4, "draft_vocab_size": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2},
+    "eagle3": {"layers": 1, "num_steps": 7, **_EAGLE, **_TOKEN_BY_TOKEN},
+    "p-eagle": {"layers": 4, **_EAGLE, **_AT_MASKS},
+    "pard": {"layers": 4, **_AT_MASKS},
+    "mtp": {"layers": 3, "num_steps": 3, "intermediate_size": None, "norm_output": True, **_TOKEN_BY_TOKEN},
 }
 MASK_SCALE = 0.02
+# What a configuration says of its own model's files, not of its layers.
+NOT_INHERITED = ("quantization_config", "dtype", "architectures", "_name_or_path", "_model_name_or_path")
 
 
 def new_drafter(
@@ -35,6 +43,8 @@ def new_drafter(
     name = args.target_name or target.config.name_or_path
     if args.family == "pard":
         drafter = _new_pard(target, args.layers, mask_token_id, name)
+    elif args.family == "mtp":
+        drafter = _new_mtp(args, target, name)
     else:
         drafter = _new_eagle(args, target, d2t, mask_token_id, name)
     drafter.bind(target)
@@ -75,11 +85,39 @@ def _new_eagle(
     if drafter.d2t is not None:
         drafter.d2t.copy_(d2t)
     drafter.to(target.device)
-    final_norm = getattr(target.get_decoder(), "norm", None)
-    if type(final_norm).__name__.endswith("RMSNorm"):  # The borrowed head expects the scale of the norm before it.
-        ones = torch.ones(1, text.hidden_size, dtype=target.dtype, device=target.device)
-        drafter.norm.weight.data.copy_(final_norm(ones)[0])
+    _scale_like_final_norm(drafter.norm, target)
     return drafter
+
+
+def _new_mtp(args: argparse.Namespace, target: PreTrainedModel, name: str) -> MtpDrafter:
+    """Modules of one layer each, of the target's own class; embedding and head are the target's own.
+
+    Raises:
+        ValueError: the target has no layers that modules can be made of, or no MLPs whose size can be chosen.
+    """
+    text = target.config.get_text_config()
+    block = {key: value for key, value in block_settings(text, args.layers).items() if key not in NOT_INHERITED}
+    if args.intermediate_size is not None:
+        if "intermediate_size" not in block or "moe_intermediate_size" in block:
+            raise ValueError(
+                f"--intermediate-size is {args.intermediate_size}, but layers of {text.model_type} have no MLPs whose "
+                "size is intermediate_size alone; leave it out."
+            )
+        block["intermediate_size"] = args.intermediate_size
+    settings = {"norm_output": args.norm_output, "num_assistant_tokens": args.num_steps, "target_name_or_path": name}
+    drafter = MtpDrafter(config_for(text, block, **settings)).to(target.device)
+    for frame in drafter.frames:
+        _scale_like_final_norm(frame.final_norm, target)
+    return drafter
+
+
+@torch.no_grad()
+def _scale_like_final_norm(norm: nn.Module, target: PreTrainedModel) -> None:
+    """Let `norm` begin with the scale that a borrowed head expects of the norm before it."""
+    final_norm = getattr(target.get_decoder(), "norm", None)
+    if type(final_norm).__name__.endswith("RMSNorm"):
+        ones = torch.ones(1, len(norm.weight), dtype=target.dtype, device=target.device)
+        norm.weight.copy_(final_norm(ones)[0])
 
 
 def _new_pard(target: PreTrainedModel, num_layers: int, mask_token_id: int, name: str) -> DraftModelDrafter:
@@ -171,8 +209,7 @@ def thinned_config(target: PreTrainedModel, kept: list[int]) -> dict:
         for key, value in config.items()
         if isinstance(value, list) and len(value) == count
     }
-    not_inherited = ("quantization_config", "dtype", "architectures", "_name_or_path", "_model_name_or_path")
-    config = {key: value for key, value in config.items() if key not in not_inherited}
+    config = {key: value for key, value in config.items() if key not in NOT_INHERITED}
     return {**config, **by_layer, "num_hidden_layers": len(kept)}
 
 

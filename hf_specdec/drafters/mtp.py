@@ -1,9 +1,9 @@
-"""Multi-token prediction: the modules that a target's own checkpoint holds (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): modules of a target's own checkpoint, or trained for it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from .. import ops
-from ..attention import ATTENTION_NAME
+from ..attention import ATTENTION_NAME, registered_attention
 from ..cache import RaggedCache
 from ..config import MtpConfig, default_chaining
 from .base import Proposal, borrow_weight, check_sizes, embed, register_drafter, score
@@ -33,6 +33,7 @@ from .mtp_layouts import (
     stated_count,
     text_settings,
 )
+from .unrolled import UNROLLED_NAME, UnrolledAttention, following
 
 if TYPE_CHECKING:
     from ..sampling import Verdict
@@ -83,13 +84,9 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides:
     chaining = settle("chaining", default_chaining(num_modules), f"{num_modules} module(s)")
     zero_first_embedding = settle("zero_first_embedding", False, "as in training; vLLM zeroes it for some families")
     return Reading(
-        MtpConfig(
-            block=_block(text, text_settings(config), num_modules),
-            num_modules=num_modules,
-            hidden_size=text.hidden_size,
-            rms_norm_eps=text.rms_norm_eps,
-            initializer_range=text.initializer_range,
-            vocab_size=text.vocab_size,
+        config_for(
+            text,
+            _block(text, text_settings(config), num_modules),
             hidden_first=hidden_first,
             norm_offset=norm_offset,
             norm_output=norm_output,
@@ -162,8 +159,16 @@ def block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, Any]:
 
     A module's layer is a full-attention one with experts where the target has any, unless the configuration says
     otherwise (`mtp_layer_types`, `mtp_mlp_layer_types`).
+
+    Raises:
+        ValueError: `text` does not say how many layers there are under the usual name.
     """
     settings = text.to_dict()
+    if "num_hidden_layers" not in settings:
+        raise ValueError(
+            f"Layers of model_type {text.model_type!r} cannot be those of MTP modules: its configuration has no "
+            "num_hidden_layers."
+        )
     kinds = getattr(text, "mtp_layer_types", None) or ["full_attention"] * num_modules
     changes: dict[str, Any] = {
         "num_hidden_layers": num_modules,
@@ -183,11 +188,30 @@ def block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, Any]:
     return settings | {name: value for name, value in changes.items() if name in settings}
 
 
+def config_for(text: PreTrainedConfig, block: dict[str, Any], **settings: Any) -> MtpConfig:
+    """The configuration of modules for a target.
+
+    Args:
+        text: the target's text configuration.
+        block: of the modules' decoder layers, from `block_settings` of the target, or like it with other MLPs.
+        settings: further fields of `MtpConfig`.
+    """
+    return MtpConfig(
+        block=block,
+        num_modules=block["num_hidden_layers"],
+        hidden_size=text.hidden_size,
+        rms_norm_eps=getattr(text, "rms_norm_eps", MtpConfig.rms_norm_eps),
+        initializer_range=getattr(text, "initializer_range", MtpConfig.initializer_range),
+        vocab_size=text.vocab_size,
+        **settings,
+    )
+
+
 def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
     """transformers' model of the layers that `block` describes, without embedding and final norm.
 
     Raises:
-        ValueError: transformers has none.
+        ValueError: transformers has none, or one whose layers are not handed their RoPE.
     """
     if type(block) in MODEL_MAPPING:
         decoder_class = MODEL_MAPPING[type(block)]
@@ -198,6 +222,11 @@ def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
             f"transformers {transformers.__version__} has no decoder layers of model_type {block.model_type!r}."
         )
     decoder = decoder_class(block)
+    if not hasattr(decoder, "rotary_emb"):
+        raise ValueError(
+            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: {decoder_class.__name__} has "
+            "no rotary_emb; expected one that embeds positions for all its layers."
+        )
     decoder.embed_tokens = decoder.norm = None
     decoder.set_attn_implementation(ATTENTION_NAME)
     return decoder
@@ -385,21 +414,41 @@ class MtpDrafter(CachedDrafter):
             what the head reads and what is handed on, both `[B, n, H]`.
         """
         cycle, index = divmod(step, self.config.num_modules)
-        memory, frame = state.memory, self.frames[index]
+        memory = state.memory
         cache = memory.later_caches[cycle - 1] if cycle > 0 and self._chains_modules else memory.cache
         cache.advance(slots, state.live)
+        return self._run_module(
+            index,
+            tokens,
+            slots,
+            state.position_ids(slots),
+            hidden,
+            attention_mask=slots[:, None, :, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+    def _run_module(
+        self,
+        index: int,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        **attention: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Module `index` over `[B, n]` slots, as for `run`; `attention` is what its attention is called with."""
+        frame = self.frames[index]
         weight = self._borrowed["embedding"] if frame.embed_tokens is None else frame.embed_tokens.weight
         embeds = embed(tokens, weight, self.dtype)
         if self.config.zero_first_embedding:
             embeds = torch.where(slots[..., None] == 0, 0.0, embeds)
-        inputs, positions = frame(embeds, hidden), state.position_ids(slots)
+        inputs = frame(embeds, hidden)
         output = self.decoder.layers[index](
             inputs,
-            attention_mask=slots[:, None, :, None],
             position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
             position_embeddings=self._rotary(index, inputs, positions),
+            **attention,
         )
         normed = frame.final_norm(output)
         return normed, normed if self.config.norm_output else output
@@ -417,6 +466,58 @@ class MtpDrafter(CachedDrafter):
         head = self.frames[step % self.config.num_modules].lm_head
         weight = self._borrowed["head"] if head is None else head.weight
         return score(normed, weight)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """`[V, H]`, the target's, or the head of a single module.
+
+        Raises:
+            ValueError: there are several modules, and each has a head of its own.
+        """
+        if not self.config.own_head:
+            return self._borrowed["head"]
+        if len(self.frames) > 1:
+            raise ValueError(
+                f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'}) cannot be trained here: each of its "
+                f"{len(self.frames)} modules has a head of its own; expected own_head = False, or a single module."
+            )
+        return self.frames[0].lm_head.weight
+
+    def unroll(
+        self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int, rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        rows = [len(input_ids)] * num_steps if rows is None else rows
+        unrolled = self._unroll_by_modules if self._chains_modules else self._unroll_by_target
+        with registered_attention(self.decoder, UNROLLED_NAME):
+            return unrolled(input_ids, taps.to(self.dtype), rows[:num_steps])
+
+    def _unroll_by_modules(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        """`unroll`: a step runs all slots once, with what the step before made of them, in a cache of its own."""
+        slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
+        for step, count in enumerate(rows):
+            tokens, hidden, index = following(tokens[:count]), hidden[:count], step % self.config.num_modules
+            normed, hidden = self._unroll_module(index, tokens, slots, hidden, UnrolledAttention())
+            outputs.append(normed)
+        return outputs
+
+    def _unroll_by_target(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        """`unroll`: a step's module first reads what chains of it lack, from the target's hidden states onwards."""
+        slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
+        attend, chains = UnrolledAttention(), []
+        for step, count in enumerate(rows):
+            tokens = following(tokens[:count])
+            chains = [(read[:count], beside[:count]) for read, beside in (*chains, (tokens, hidden))]
+            for ahead in range(max(step - self.config.num_modules + 1, 0), step + 1):
+                read, beside = chains[ahead]
+                index = step % self.config.num_modules
+                normed, hidden = self._unroll_module(index, read, slots + ahead, beside, attend)
+            outputs.append(normed)
+        return outputs
+
+    def _unroll_module(
+        self, index: int, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: UnrolledAttention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._run_module(index, tokens, slots, slots, hidden, attention_mask=None, attend=attend)
 
     def prefill(self, state: DecodeState, taps: torch.Tensor, positions: torch.Tensor) -> None:
         hidden, num_drafts = taps.to(self.dtype), state.num_draft_tokens
