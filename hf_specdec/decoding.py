@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import output_capturing
 
 from . import ops
 from .attention import ragged_attention
@@ -297,8 +298,15 @@ class Report:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Whether somebody listens to modules of `model`, who would hear nothing of a replay."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    """Whether somebody listens to modules of `model`, who would hear nothing of a replay.
+
+    transformers' own hooks, which stay once a call has asked for hidden states, sleep until the next that does.
+    """
+    return any(
+        getattr(hook, "__module__", None) != output_capturing.__name__
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
 
 
 def next_power_of_two(number: int) -> int:

@@ -1,5 +1,7 @@
 """Rounds that are captured and replayed over kept buffers: same texts; on a CPU with a stand-in for the CUDA graph."""
 
+import copy
+
 import pytest
 import torch
 from contract import MAX_NEW_TOKENS, PROMPTS, continuations
@@ -117,6 +119,20 @@ def test_what_cannot_be_replayed_is_not_captured(capture):
     target.generate(**padded_prompts([5]), **options)
     handle.remove()
     assert capture.count == 0 and len(drafter.sessions) == 0
+
+
+@pytest.mark.core
+def test_hooks_that_hidden_states_leave_behind_are_no_obstacle(capture, monkeypatch):
+    monkeypatch.setitem(graphs.COMPILERS, "cpu", "eager")
+    target = copy.deepcopy(tiny_target("llama"))
+    inputs = padded_prompts([5])
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=6)
+    target(**inputs, output_hidden_states=True)
+    assert any(module._forward_hooks for module in target.modules())
+    drafter = copy_of(target)
+    out = target.generate(**inputs, do_sample=False, max_new_tokens=6, assistant_model=drafter)
+    assert torch.equal(out, plain)
+    assert drafter.stats.execution == "captured in one graph, compiled"
 
 
 @pytest.mark.core

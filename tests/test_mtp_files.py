@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -291,7 +292,7 @@ def test_inspect(tmp_path, capsys):
     names = [name for name in report["tensors"] if "self_attn.q_proj.weight" in name]
     assert len(names) == 3
     assert report["parameters"] == sum(math.prod(tensor["shape"]) for tensor in report["tensors"].values())
-    other = tiny_target("gpt-oss").config
+    other = copy.deepcopy(tiny_target("gpt-oss").config)
     other.vocab_size = 100
     other.save_pretrained(tmp_path / "other")
     assert main(["inspect", str(at.folder), "--target", str(tmp_path / "other"), "--json"]) == 0
