@@ -122,8 +122,9 @@ def experts_without_host(*models: PreTrainedModel) -> Iterator[None]:
     before: list[tuple[PreTrainedConfig, str | None]] = []
     try:
         for model in models:
-            dtypes = {parameter.dtype for parameter in model.parameters()}
-            suitable = "grouped_mm" if dtypes == {torch.bfloat16} else "batched_mm"
+            # Weights of experts are stacked, [experts, out, in].
+            dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dim() == 3}
+            suitable = "grouped_mm" if dtypes <= {torch.bfloat16} else "batched_mm"
             for config in submodel_configs(model):
                 before.append((config, config._experts_implementation_internal))
                 if config._experts_implementation_internal in ("eager", "grouped_mm"):
