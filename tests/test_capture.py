@@ -9,6 +9,7 @@ from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, rando
 from targets import PAD, padded_prompts, tiny_target
 
 from hf_specdec import fusing, graphs, ops
+from hf_specdec.drafters.none import NoDrafter
 
 
 def in_place(result, new):
@@ -254,3 +255,25 @@ def test_what_is_kept_makes_room_for_a_call(monkeypatch):
     failures[:] = ["for good"]
     with pytest.raises(torch.OutOfMemoryError):
         target.generate(**short, **options, assistant_model=drafter)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_experts_compute_without_the_host_while_a_round_is_captured(family):
+    target = copy.deepcopy(tiny_target(family))
+
+    def implementation():
+        return target.config.get_text_config()._experts_implementation
+
+    for name in ("eager", "grouped_mm", "batched_mm"):
+        target.set_experts_implementation(name)
+        with graphs.experts_without_host(target, NoDrafter(target)):
+            assert implementation() == "batched_mm"  # the host is not asked about products in float32 either
+        assert implementation() == name
+    target.to(torch.bfloat16)
+    target.model.norm.float()  # other weights do not matter
+    target.set_experts_implementation("eager")
+    with pytest.raises(KeyError), graphs.experts_without_host(target):
+        assert implementation() == "grouped_mm"
+        raise KeyError
+    assert implementation() == "eager"
