@@ -101,7 +101,6 @@ def check(case: Case, num_splits: int | None = None) -> None:
         assert error < TOLERANCES[case.dtype]
 
 
-@pytest.mark.core
 @every_dtype
 @pytest.mark.parametrize("num_queries", [1, 3])
 @pytest.mark.parametrize(
@@ -117,7 +116,6 @@ def test_equals_reference(dtype, num_queries, options, num_splits):
         check(case._replace(window=150), num_splits)
 
 
-@pytest.mark.core
 @every_dtype
 @pytest.mark.parametrize(
     ("dim", "value_dim"),
@@ -128,7 +126,6 @@ def test_head_sizes(dtype, dim, value_dim, num_splits):
     check(Case([20, 148], 150, 5, 1, 4, dim, value_dim, inert=((0, 4),), dtype=dtype), num_splits)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("options", [(), ("window", "sinks")], ids=str)
 def test_prompts(options):
     """As in prefill: hundreds of queries, rows of which begin or end with inert ones."""
@@ -136,7 +133,6 @@ def test_prompts(options):
     check(Case([299, 310], 320, 300, 1, 3, 16, inert=inert, options=options))
 
 
-@pytest.mark.core
 @every_dtype
 @pytest.mark.parametrize(
     ("num_queries", "kv_heads", "groups", "dim"), [(64, 1, 8, 16), (7, 2, 12, 16), (5, 1, 17, 200)]
@@ -147,7 +143,6 @@ def test_more_rows_of_a_key_head_than_one_program_takes(dtype, num_queries, kv_h
     check(Case([128], 130, num_queries, kv_heads, groups, dim, options=options, dtype=dtype), num_splits)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_a_program_reads_up_to_its_own_last_query(num_splits):
     num_queries, groups, slots, dim = 64, 8, 130, 16
@@ -159,7 +154,6 @@ def test_a_program_reads_up_to_its_own_last_query(num_splits):
     assert (got[:, : num_queries // 2] == 1.0).all()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("options", [(), ("window",), ("sinks",), ("softcap",)], ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_rows_without_a_live_query_read_nothing(options, num_splits):
@@ -202,7 +196,6 @@ def test_splits_fill_the_gpu_as_far_as_there_are_slots(num_programs, reach):
     assert num_splits * num_programs >= 4 * 132 or num_splits in (128, max(1, reach // 128))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 5.0}, {"window": 3, "softcap": 5.0}], ids=str)
 def test_reference_is_finite_for_inert_queries(options):
     query, key, value = torch.randn(3, 1, 2, 8, 16)
@@ -210,7 +203,6 @@ def test_reference_is_finite_for_inert_queries(options):
     assert reference.attention(query, key, value, positions, scaling=0.25, **options).isfinite().all()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("attend", [reference.attention, attention], ids=["torch", "triton"])
 def test_what_the_cache_gives_to_attention_serves_every_live_query(attend):
     """Whatever bound the host has, a query at the last live slot is not taken for an inert one."""
@@ -239,7 +231,6 @@ def draw_states(batch, num_states, kv_heads, dim, value_dim, dtype):
     return key_states, wide[..., dim:]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("kv_heads", "dim", "value_dim"), [(1, 16, 16), (8, 128, 128), (3, 24, 40), (40, 192, 128), (5, 80, 80)]
 )
@@ -260,7 +251,6 @@ def test_written_keys_and_values_equal_the_reference(kv_heads, dim, value_dim, n
         assert torch.equal(expected.nan_to_num(nan=7.0), got.nan_to_num(nan=7.0))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("write", [reference.write_kv, write_kv], ids=["torch", "triton"])
 def test_states_that_share_the_scrap_slot_touch_no_other(write):
     batch, slots, kv_heads, dim = 2, 10, 2, 16

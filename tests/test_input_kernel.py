@@ -149,7 +149,6 @@ def plain(case: Case) -> torch.Tensor:
     return torch.tensor(out).permute(2, 0, 1)
 
 
-@pytest.mark.core
 @settings(max_examples=3000 if DEVICE == "cuda" else 250, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_kernel_equals_reference(random):
@@ -157,7 +156,6 @@ def test_kernel_equals_reference(random):
     assert torch.equal(run(prepare_inputs, case, margin), run(reference.prepare_inputs, case, margin))
 
 
-@pytest.mark.core
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_reference_equals_plain_loop(random):
@@ -176,7 +174,6 @@ def test_many_rows(parallel, shift):
             assert torch.equal(run(prepare, case, margin=num_draft_tokens % 4), expected)
 
 
-@pytest.mark.core
 @both
 @every_layout
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 32])
@@ -193,7 +190,6 @@ def test_edge_rows(prepare, num_draft_tokens, parallel, shift):
         assert torch.equal(run(prepare, case), plain(case))
 
 
-@pytest.mark.core
 @both
 @every_layout
 def test_only_what_was_kept_and_masks_reach_live_slots(prepare, parallel, shift):
@@ -215,7 +211,6 @@ def test_only_what_was_kept_and_masks_reach_live_slots(prepare, parallel, shift)
             assert all(source < committed for source in sources)
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("shift", [0, 1])
 def test_masks_stop_at_the_limit(prepare, shift):
@@ -228,7 +223,6 @@ def test_masks_stop_at_the_limit(prepare, shift):
     assert (slots[:, case.num_kept - 1] != case.scrap).tolist() == [room > 0 for room in range(12)]
 
 
-@pytest.mark.core
 @both
 @every_layout
 def test_finished_rows_are_inert(prepare, parallel, shift):
@@ -238,7 +232,6 @@ def test_finished_rows_are_inert(prepare, parallel, shift):
         assert (values == inert).all()
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_round_of_32_fits_twice_as_many_columns(prepare, shift):
@@ -250,7 +243,6 @@ def test_a_round_of_32_fits_twice_as_many_columns(prepare, shift):
     assert out.sources == list(range(33)) + [-1] * 31
 
 
-@pytest.mark.core
 @both
 @every_layout
 @pytest.mark.parametrize("num_draft_tokens", [1, 4, 9])
@@ -297,7 +289,6 @@ def test_rounds_leave_committed_tokens_only(prepare, num_draft_tokens, parallel,
             assert [cache[slot] for slot in masks] == [(True, MASK_TOKEN, slot) for slot in masks]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("field", [None, *DraftInputs._fields])
 def test_kernel_refuses_strided_rows(field):
     tokens = torch.zeros(2, 20, dtype=torch.int64, device=DEVICE)
@@ -311,7 +302,6 @@ def test_kernel_refuses_strided_rows(field):
         prepare_inputs(tokens, numbers, numbers, numbers, numbers > 1, out, 0, MASK_TOKEN, 0)
 
 
-@pytest.mark.core
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 @every_layout

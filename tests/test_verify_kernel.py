@@ -122,7 +122,6 @@ def numbers_in_triton(seeds, positions, tokens, stream, steps=None):
     return out.cpu()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("stream", list(Stream))
 def test_random_numbers_are_those_of_the_reference(stream):
     generator = torch.Generator().manual_seed(int(stream))
@@ -148,7 +147,6 @@ def test_random_numbers_are_those_of_the_reference(stream):
         assert torch.equal(times[is_early], expected[is_early])
 
 
-@pytest.mark.core
 def test_early_times_are_told_apart():
     """Of 2**17 equal weights the first arrivals hardly ever tie; with -log(u) about 1 race in 128 does."""
     seeds, tokens = torch.arange(400)[:, None], torch.arange(2**17)
@@ -173,7 +171,6 @@ EXTREMES = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("stream", "seed", "position"), EXTREMES)
 def test_extreme_random_numbers(stream, seed, position):
     arguments = [torch.tensor([value]) for value in (seed, position, 0)]
@@ -224,7 +221,6 @@ def first_largest(row):
     return best
 
 
-@pytest.mark.core
 @settings(max_examples=150 if ON_GPU else 60, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_greedy_equals_reference(random):
@@ -242,7 +238,6 @@ def test_greedy_equals_reference(random):
         assert_same(verify.verify_greedy(buried(scores, margin), buried(drafts, margin)), expected)
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("size", [5, 40, 5000])
 def test_greedy_edges(module, size):
@@ -374,7 +369,6 @@ def plain_sampling(case):
     return reference.Verdict(torch.tensor(tokens), accepted, accepted + 1), torch.tensor(is_clear)
 
 
-@pytest.mark.core
 @settings(max_examples=150 if ON_GPU else 40, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_sampling_equals_reference(random):
@@ -389,7 +383,6 @@ def test_sampling_equals_reference(random):
         assert torch.equal(verdict.committed, verdict.accepted + 1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_largest_vocabulary(is_soft):
     vocabulary = 262_144
@@ -409,7 +402,6 @@ def test_largest_vocabulary(is_soft):
         assert_same(verify.verify_greedy(*case.buried(0)[:2]), reference.verify_greedy(*case[:2]))
 
 
-@pytest.mark.core
 def test_most_rows_are_clear_of_boundaries():
     """So the comparison above is one of nearly all rows."""
     random, clear = Random(0), []
@@ -419,7 +411,6 @@ def test_most_rows_are_clear_of_boundaries():
     assert torch.cat(clear).float().mean() > 0.98
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("q_draft", [None, 1.0, 0.0])
 def test_impossible_drafts_are_rejected_by_the_smallest_numbers(module, q_draft):
@@ -439,7 +430,6 @@ def test_impossible_drafts_are_rejected_by_the_smallest_numbers(module, q_draft)
     assert verdict.accepted.tolist() == [0, 0] and (verdict.tokens[:, 0] != 3).all()
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_certain_drafts_are_accepted_by_the_largest_numbers(module, is_soft):
@@ -456,7 +446,6 @@ def test_certain_drafts_are_accepted_by_the_largest_numbers(module, is_soft):
     assert verdict.tokens.tolist() == [[3, 17], [3, 17]] and verdict.committed.tolist() == [2, 2]
 
 
-@pytest.mark.core
 @both
 def test_empty_residual_is_drawn_from_the_target(module):
     """q is nowhere less than p, and more on the draft; as rounding may make it. The draft is rejected, p is raced."""
@@ -472,7 +461,6 @@ def test_empty_residual_is_drawn_from_the_target(module):
     assert verdict.tokens[:, 0].tolist() == expected.tolist()
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_the_only_token_left_is_recovered(module, is_soft):
@@ -493,7 +481,6 @@ def test_the_only_token_left_is_recovered(module, is_soft):
     assert verdict.tokens[:, 0].tolist() == [33] * batch and verdict.accepted.tolist() == [0] * batch
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("is_soft", [False, True])
 @pytest.mark.parametrize("scores", [[-INF] * 20, [NAN] * 20, [INF] + [0.0] * 19, [0.0] * 19 + [NAN]])
@@ -509,7 +496,6 @@ def test_rows_without_a_softmax_reject_and_stay_in_the_vocabulary(module, is_sof
     assert_same(verdict, reference.verify_sampling(*case.arguments))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("token", [-1, 20, 2**40, -(2**63)])
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_kernel_rejects_drafts_that_are_no_tokens(token, is_soft):
@@ -520,7 +506,6 @@ def test_kernel_rejects_drafts_that_are_no_tokens(token, is_soft):
     assert verdict.accepted.tolist() == [0] and 0 <= verdict.tokens[0, 0] < 20
 
 
-@pytest.mark.core
 @both
 def test_rows_do_not_depend_on_their_neighbours(module):
     case = draw_case(Random(3), 3, 3, 150)
@@ -531,7 +516,6 @@ def test_rows_do_not_depend_on_their_neighbours(module):
             assert_same(module.verify_sampling(*alone.buried(0)), (values[row : row + 1] for values in whole))
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_sampling_has_the_law_of_the_target(module, is_soft):
@@ -604,7 +588,6 @@ def draw_block_case(random, batch, num_drafts, vocabulary):
     return case, rooms
 
 
-@pytest.mark.core
 @settings(max_examples=150 if ON_GPU else 40, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_block_equals_reference(random):
@@ -621,7 +604,6 @@ def test_block_equals_reference(random):
         assert (verdict.accepted.cpu() <= rooms).all()
 
 
-@pytest.mark.core
 def test_most_blocks_are_clear_of_boundaries():
     """So the comparison above is one of nearly all rows, and of all numbers of accepted drafts."""
     random, clear, accepted = Random(0), [], []
@@ -634,7 +616,6 @@ def test_most_blocks_are_clear_of_boundaries():
     assert (torch.cat(accepted).bincount(minlength=5) > 4).all()
 
 
-@pytest.mark.core
 @both
 def test_blocks_of_equal_laws_are_accepted_whole(module):
     """Where p and q are the same nothing is left of p, so nothing is rejected."""
@@ -648,7 +629,6 @@ def test_blocks_of_equal_laws_are_accepted_whole(module):
     assert verdict.accepted.tolist() == [num_drafts] * batch
 
 
-@pytest.mark.core
 @both
 def test_block_never_accepts_what_the_target_rules_out(module):
     """Draft 3 has probability 0 in the target at step 1; the number is as close to 0 as they come."""
@@ -663,7 +643,6 @@ def test_block_never_accepts_what_the_target_rules_out(module):
     assert (verdict.accepted <= 1).all() and (verdict.tokens.gather(1, verdict.accepted[:, None]) != 3).all()
 
 
-@pytest.mark.core
 @both
 @pytest.mark.parametrize("scores", [[-INF] * 20, [NAN] * 20, [INF] + [0.0] * 19, [0.0] * 19 + [NAN]])
 def test_blocks_without_a_softmax_reject_and_stay_in_the_vocabulary(module, scores):
@@ -677,7 +656,6 @@ def test_blocks_without_a_softmax_reject_and_stay_in_the_vocabulary(module, scor
     assert_same(verdict, reference.verify_block(*case.arguments, torch.full((2,), 99)))
 
 
-@pytest.mark.core
 @both
 def test_drafts_beyond_the_room_of_a_row_do_not_matter(module):
     case, _ = draw_block_case(Random(5), 3, 4, 60)
@@ -696,7 +674,6 @@ def test_drafts_beyond_the_room_of_a_row_do_not_matter(module):
 # ---- drawing drafts
 
 
-@pytest.mark.core
 @settings(max_examples=150 if ON_GPU else 20, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_draws_equal_reference(random):
@@ -733,7 +710,6 @@ def test_draws_equal_reference(random):
     assert is_clear.float().mean() > 0.9
 
 
-@pytest.mark.core
 @both
 def test_draws_have_the_law_they_report(module):
     draws = 40_000 if ON_GPU or module is reference else 180
@@ -744,7 +720,6 @@ def test_draws_have_the_law_they_report(module):
     assert p_value(index[:, 0].cpu().bincount(minlength=6), probs[0, 0].cpu()) > 1e-4
 
 
-@pytest.mark.core
 @both
 def test_draws_differ_between_rounds_rows_and_steps(module):
     """Of equal laws: every pair of rounds, rows and steps agrees about as often as chance has it."""
@@ -763,14 +738,12 @@ def test_draws_differ_between_rounds_rows_and_steps(module):
     assert torch.equal(alone[:, 0], rounds[0].view(4, 3)[:, 1]), "a step alone draws what it draws among others"
 
 
-@pytest.mark.core
 @both
 def test_best_drafts_may_come_without_a_batch(module):
     logits = torch.randn(3, 50, device=DEVICE)
     assert_same([module.best_draft(logits)], [module.best_draft(logits[None])[0]])
 
 
-@pytest.mark.core
 @both
 def test_best_drafts_are_tokens_of_the_target(module):
     target_ids = torch.tensor([3, 9, 12, 100_000], device=DEVICE)
@@ -782,7 +755,6 @@ def test_best_drafts_are_tokens_of_the_target(module):
 # ---- dispatch and capture
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["verify_greedy", "verify_sampling", "verify_block", "best_draft", "draw_draft"])
 def test_kernels_refuse_what_they_cannot_read(name):
     scores = torch.zeros(2, 5, 3, device=DEVICE).transpose(1, 2)
@@ -799,7 +771,6 @@ def test_kernels_refuse_what_they_cannot_read(name):
         getattr(verify, name)(*arguments)
 
 
-@pytest.mark.core
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("vocabulary", [1000, 128256])
