@@ -532,7 +532,6 @@ def check_draws(drafter, target, call):
         assert drafter.stats.acceptance_per_position[0] > 0.1, "hardly anything was accepted, so little was shown"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("how", ["without", "point_mass", "soft", "block"])
 def test_draws_of_the_engine(how, call):
@@ -544,7 +543,6 @@ def test_draws_of_the_engine(how, call):
     check_draws(drafter, target, call)
 
 
-@pytest.mark.core
 def test_draws_notice_numbers_that_two_rounds_share(monkeypatch):
     """Block verification looks at all drafts of a round; drawing the next round's by the same numbers bends the law."""
     target, uniform = tiny_target(), reference.uniform
@@ -560,7 +558,6 @@ def test_draws_notice_numbers_that_two_rounds_share(monkeypatch):
     assert p_value(cells.bincount(minlength=len(law)), law) < 1e-6
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("verification", "call", "num_draft_tokens"), [("token", "hot", 2), ("token", "top_k", 3), ("block", "top_k", 3)]
 )
@@ -571,7 +568,6 @@ def test_draws_with_every_family_of_drafters(kind, verification, call, num_draft
     check_draws(drafter, target, call)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("parallel", "vocab_size", "verification"), [(False, 4, "token"), (True, 7, "token"), (False, 4, "block")]
 )
@@ -581,7 +577,6 @@ def test_draws_with_a_draft_model_of_another_vocabulary(parallel, vocab_size, ve
     check_draws(drafter.configure(verification=verification), target, "plain_law")
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("how", ["without", "point_mass", "soft", "block"])
 def test_draws_of_rows_with_temperatures_of_their_own(how):
     """Every other row is colder; each half has its own exact law, and the drafts are drawn at the row's temperature."""
