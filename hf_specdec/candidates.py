@@ -15,11 +15,11 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .decoding import Randomness, SpeculativeOutput, draws_draft_probs, sampling_temperature
+from .decoding import SpeculativeOutput, draws_draft_probs, sampling_temperature
 from .drafters.base import Drafter
 from .hosting import has_recurrent_layers
 from .ops import over_vocabulary
-from .sampling import Verdict, row_temperatures
+from .sampling import Randomness, Verdict, row_temperatures
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
 from .taps import TapRecorder
@@ -270,7 +270,7 @@ def assist(
     num_draft_tokens: int,
     reason: str,
     logits_processor: LogitsProcessorList,
-    randomness: Randomness | None = None,
+    randomness: Randomness,
     **kwargs,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate through transformers' `assisted_decoding` with our candidates.
@@ -294,7 +294,6 @@ def assist(
             "without assistant_model."
         )
     criteria = SpokenCriteria(criteria)
-    randomness = randomness or Randomness()
     seeds = randomness.row_seeds(1, sampling_temperature(config))
     factors = row_temperatures(logits_processor, 1)
     with ExitStack() as stack:

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,9 +21,17 @@ from . import ops
 from .attention import ragged_attention
 from .drafters.base import Drafter
 from .fusing import fused_products
-from .graphs import CAPTURE, Capture, experts_without_host
+from .graphs import CAPTURE, Capture, experts_without_host, first_line
 from .ranks import from_first_rank
-from .sampling import BlockProcessor, Verdict, row_temperatures, verify_block, verify_greedy, verify_sampling
+from .sampling import (
+    BlockProcessor,
+    Randomness,
+    Verdict,
+    row_temperatures,
+    verify_block,
+    verify_greedy,
+    verify_sampling,
+)
 from .sessions import Session, fingerprint
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
@@ -217,52 +225,6 @@ def draws_draft_probs(drafter: Drafter, temperature: float | None, factors: torc
     return bool(drafter.draft_probs)
 
 
-@dataclass
-class Randomness:
-    """Where the random numbers of a call come from, as the caller said.
-
-    Attributes:
-        seeds: one for every row; or one int, from which those of all rows are made.
-        generator: draws that one int if there are no seeds; torch's global CPU generator if None.
-    """
-
-    seeds: int | Sequence[int] | torch.Tensor | None = None
-    generator: torch.Generator | None = None
-
-    @property
-    def is_given(self) -> bool:
-        return self.seeds is not None or self.generator is not None
-
-    def row_seeds(self, batch: int, temperature: float | None) -> torch.Tensor:
-        """`[batch]` int64 keys for the rows' random numbers; one number is drawn, by greedy decoding none.
-
-        Raises:
-            ValueError: `seeds` and `generator` were both given, or not one seed a row, or no integers.
-        """
-        if self.seeds is not None and self.generator is not None:
-            raise ValueError("Both seeds and generator were given; expected one of them.")
-        if self.seeds is None:
-            if temperature is None:
-                return torch.zeros(batch, dtype=torch.int64)
-            device = None if self.generator is None else self.generator.device
-            seed = torch.randint(0, 2**63 - 1, (1,), generator=self.generator, device=device)
-            return ops.row_seeds(seed, batch)
-        try:
-            seeds = torch.as_tensor(self.seeds).cpu()
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"seeds is {self.seeds!r}; expected integers of 64 bits.") from error
-        if seeds.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"seeds is {self.seeds!r}; expected integers of 64 bits.")
-        if seeds.dim() == 0:
-            return ops.row_seeds(seeds[None].long(), batch)
-        if seeds.shape != (batch,):
-            raise ValueError(
-                f"seeds has shape {tuple(seeds.shape)}, but the call has {batch} rows (prompts times "
-                "num_return_sequences); expected one seed for each, or a single int."
-            )
-        return seeds.long()
-
-
 def padding_token(criteria: StoppingCriteriaList, config: GenerationConfig) -> int | None:
     """What rows continue with that stopped before others; None if plain `generate()` lets them go on instead."""
     if config._pad_token_tensor is None or not any(hasattr(rule, "eos_token_id") for rule in criteria):
@@ -392,8 +354,8 @@ def capture_round(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        logger.warning(f"A round of {type(target.model).__name__} cannot be captured and runs eagerly: {reason}")
+        name = type(target.model).__name__
+        logger.warning(f"A round of {name} cannot be captured and runs eagerly: {first_line(error)}")
         return None
 
 
@@ -465,8 +427,8 @@ def decode(
     config: GenerationConfig,
     num_draft_tokens: int,
     reason: str,
+    randomness: Randomness,
     streamer: BaseStreamer | None = None,
-    randomness: Randomness | None = None,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate on the static engine.
 
@@ -478,7 +440,7 @@ def decode(
         processors, criteria, config, streamer: as prepared by `generate()`.
         num_draft_tokens: K.
         reason: why this engine runs, for the statistics.
-        randomness: where random numbers come from; torch's global generator if None.
+        randomness: where random numbers come from.
 
     Returns:
         what `generate()` returns: sequences `[B, P + new]`, or a `SpeculativeOutput`.
@@ -490,7 +452,7 @@ def decode(
     temperature = sampling_temperature(config)
     batch, max_new_tokens = len(input_ids), config.max_length - input_ids.shape[1]
     factors = row_temperatures(processors, batch)
-    seeds = from_first_rank((randomness or Randomness()).row_seeds(batch, temperature), model)
+    seeds = from_first_rank(randomness.row_seeds(batch, temperature), model)
     transcript = Transcript(
         input_ids,
         criteria,

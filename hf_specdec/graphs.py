@@ -37,14 +37,12 @@ class CudaGraph:
 
     Args:
         function: reads nothing on the host.
-        pool: memory pool to share with other graphs that never run at the same time; see
-            `torch.cuda.graph_pool_handle`.
 
     Attributes:
         result: what the function returned when it was captured; every replay overwrites its tensors.
     """
 
-    def __init__(self, function: Callable[[], Any], pool: Any = None):
+    def __init__(self, function: Callable[[], Any]):
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -53,7 +51,7 @@ class CudaGraph:
         current.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating and synchronising while this one captures.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self.result = function()
 
     def __call__(self) -> Any:
@@ -73,6 +71,11 @@ def compiled(function: Callable[[], Any], backend: str) -> Callable[[], Any]:
             return optimized()
 
     return run
+
+
+def first_line(error: Exception) -> str:
+    """What `error` says, without the advice and stack traces that compilers and drivers add."""
+    return str(error).strip().partition("\n")[0]
 
 
 # What captures on which kind of device; elsewhere work runs as it is.
@@ -104,10 +107,9 @@ class Capture:
                 raise
             except Exception as error:  # whatever a compiler may raise; what is wrong with the function shows below
                 self._backend, self.has_compiled = None, False
-                reason = str(error).strip().partition("\n")[0]
                 logger.warning(
-                    f"torch.compile cannot compile a round ({type(error).__name__}: {reason}); it is captured without "
-                    "being compiled. compile=False avoids the attempt."
+                    f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
+                    "captured without being compiled. compile=False avoids the attempt."
                 )
         return self._graph(function)
 

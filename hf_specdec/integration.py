@@ -16,11 +16,11 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from .candidates import DrafterCandidateGenerator, assist
-from .decoding import Randomness, decode
+from .decoding import decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
 from .ranks import check_same_call, check_same_tokens, tensor_parallel_group
-from .sampling import check_processors
+from .sampling import Randomness, check_processors
 
 logger = logging.getLogger(__name__)
 
@@ -261,8 +261,8 @@ def _generate(
             generation_config,
             num_draft_tokens,
             reason,
-            streamer,
             randomness,
+            streamer,
         )
     else:
         if drafter.verification != "token":

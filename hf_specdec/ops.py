@@ -230,31 +230,14 @@ def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
     return Verdict(*(_verify_greedy if _is_for_triton(scores) else reference.verify_greedy)(scores, drafts))
 
 
-def verify_sampling(
-    scores: torch.Tensor,
-    drafts: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    draft_ids: torch.Tensor | None,
-    seeds: torch.Tensor,
-    lengths: torch.Tensor,
-) -> Verdict:
+def verify_sampling(scores: torch.Tensor, *law: torch.Tensor | None) -> Verdict:
     """`kernels.reference.verify_sampling`; on a GPU in Triton."""
-    verify = _verify_sampling if _is_for_triton(scores) else reference.verify_sampling
-    return Verdict(*verify(scores, drafts, draft_probs, draft_ids, seeds, lengths))
+    return Verdict(*(_verify_sampling if _is_for_triton(scores) else reference.verify_sampling)(scores, *law))
 
 
-def verify_block(
-    scores: torch.Tensor,
-    drafts: torch.Tensor,
-    draft_probs: torch.Tensor,
-    draft_ids: torch.Tensor | None,
-    seeds: torch.Tensor,
-    lengths: torch.Tensor,
-    rooms: torch.Tensor,
-) -> Verdict:
+def verify_block(scores: torch.Tensor, *law: torch.Tensor | None) -> Verdict:
     """`kernels.reference.verify_block`; on a GPU in Triton."""
-    verify = _verify_block if _is_for_triton(scores) else reference.verify_block
-    return Verdict(*verify(scores, drafts, draft_probs, draft_ids, seeds, lengths, rooms))
+    return Verdict(*(_verify_block if _is_for_triton(scores) else reference.verify_block)(scores, *law))
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -262,12 +245,9 @@ def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> 
     return (_best_draft if _is_for_triton(logits) else reference.best_draft)(logits, target_ids)
 
 
-def draw_draft(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor, first: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_draft(logits: torch.Tensor, *law: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.reference.draw_draft`; on a GPU in Triton."""
-    draw = _draw_draft if _is_for_triton(logits) else reference.draw_draft
-    return draw(logits, temperatures, seeds, lengths, first)
+    return (_draw_draft if _is_for_triton(logits) else reference.draw_draft)(logits, *law)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -26,7 +26,7 @@ class Replay:
 
     count = 0
 
-    def __init__(self, function, pool=None):
+    def __init__(self, function):
         type(self).count += 1
         for _ in range(graphs.WARM_UPS):
             function()
@@ -195,7 +195,7 @@ def test_what_cannot_be_compiled_is_captured_all_the_same(capture, monkeypatch, 
     assert "torch.compile" not in caplog.text
 
 
-def refuse(function, pool=None):
+def refuse(function):
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
