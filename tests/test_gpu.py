@@ -99,7 +99,7 @@ def test_what_reads_the_host_runs_eagerly(caplog):
     target = on_gpu("llama")
     norm = target.model.norm
     forward = norm.forward
-    norm.forward = lambda hidden: forward(hidden) if hidden.sum().item() is not None else hidden
+    norm.forward = lambda hidden: forward(hidden) if hidden.sum().item() < 1e30 else hidden
     drafter = RANDOM_DRAFTERS["eagle3"](target)
     options = {**prompts([9, 4]), "do_sample": False, "max_new_tokens": 12}
     out = target.generate(**options, assistant_model=drafter)

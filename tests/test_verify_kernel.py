@@ -695,7 +695,7 @@ def test_draws_equal_reference(random):
             *(buried(values, margin) for values in (logits, temperatures, seeds, lengths)), first
         )
     assert got_probs.dtype == torch.float32 and got_probs.is_contiguous() and got_probs.shape == probs.shape
-    torch.testing.assert_close(got_probs.cpu(), probs, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(got_probs.cpu(), probs, rtol=5e-5, atol=1e-30)  # exp on a GPU
     assert (got_probs.cpu()[probs == 0] == 0).all()
     steps = torch.arange(first, first + num_drafts)[:, None]
     places = seeds[:, None, None], lengths[:, None, None], torch.arange(vocabulary)

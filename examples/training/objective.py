@@ -183,11 +183,11 @@ def summarize(counts: torch.Tensor) -> dict:
 
 
 def compile_elementwise(model: nn.Module) -> None:
-    """Compile the norms and MLPs of `model` in place: what eager mode is slow at, in graphs too small to go wrong."""
-    # One function serves the norms of both models, in every data type and layout, with and without gradients.
+    """Compile the decoder layers of `model` in place, and its norms elsewhere: eager mode is slow at small things."""
+    # One function serves the layers of both models, in every data type and layout, with and without gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "MLP")):
+        if type(module).__name__.endswith(("RMSNorm", "DecoderLayer")):
             module.forward = torch.compile(module.forward, dynamic=True)
 
 
@@ -201,12 +201,14 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
-def _row_losses(logits: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighed cross-entropies `[n]` of `logits` against `probs`, both `[n, V_d]`, and their gradient in `logits`."""
+def _row_losses(
+    logits: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of `logits` and `probs`, both `[n, V_d]`: weighed cross-entropies, their gradient in `logits`, best tokens."""
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
     losses = (probs * (norm - scores)).sum(dim=-1) * weights
-    return losses, (((scores - norm).exp() - probs) * weights[:, None]).to(logits.dtype)
+    return losses, (((scores - norm).exp() - probs) * weights[:, None]).to(logits.dtype), logits.argmax(dim=-1)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -228,8 +230,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + size)
             inputs = hidden[rows].to(dtype)
             logits = inputs @ weight.t()
-            drafts[rows] = logits.argmax(dim=-1)
-            losses, grad_logits = row_losses(logits, probs[rows], weights[rows])
+            losses, grad_logits, drafts[rows] = row_losses(logits, probs[rows], weights[rows])
             total += losses.sum()
             if needs_hidden:
                 grad_hidden[rows] = (grad_logits @ weight).to(hidden.dtype)

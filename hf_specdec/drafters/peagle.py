@@ -42,4 +42,6 @@ class PEagleDrafter(Eagle3Drafter):
             return super().continue_chains(step, tokens, hidden, feedback)
         if step > 0:  # It read masks already.
             return tokens, hidden
-        return torch.full_like(tokens, self.config.mask_token_id), self.project_mask().expand_as(feedback)
+        # Compiled layers compute wrong gradients of inputs that overlap in memory (seen with torch 2.13).
+        mask_state = self.project_mask().expand_as(feedback).contiguous()
+        return torch.full_like(tokens, self.config.mask_token_id), mask_state

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -26,6 +28,7 @@ class UnrolledAttention:
     def __init__(self) -> None:
         self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
+    @torch.compiler.disable
     def __call__(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> torch.Tensor:
@@ -134,7 +137,7 @@ class _ChainAttention(torch.autograd.Function):
         norm = torch.logsumexp(torch.cat([base_norm.unsqueeze(0), own]), dim=0)
         out = base * (base_norm - norm).exp().unsqueeze(-1)
         for score, value in zip(own, chain_values, strict=True):
-            out += (score - norm).exp().unsqueeze(-1) * value
+            out = _add_value(out, score, norm, value)
         out = out.to(query.dtype)
         ctx.rest = rest
         ctx.save_for_backward(query, out, norm, own, *keys_values)
@@ -150,25 +153,64 @@ class _ChainAttention(torch.autograd.Function):
             grad, query, base_key, base_value, out, norm, ctx.rest
         )
         grad_query = grad_query.to(norm.dtype)
-        scale = query.shape[-1] ** -0.5
         shared = _dot(grad, out)
         grad_keys, grad_values = [grad_base_key], [grad_base_value]
         for score, key, value in zip(own, chain_keys, chain_values, strict=True):
-            weight = (score - norm).exp()
-            grad_score = (weight * (_dot(grad, value) - shared) * scale).unsqueeze(-1)
-            grad_query += grad_score * key
-            grad_keys.append((grad_score * query).to(key.dtype))
-            grad_values.append((weight.unsqueeze(-1) * grad).to(value.dtype))
+            grad_query, grad_key, grad_value = _chain_gradients(
+                grad, query, key, value, score, norm, shared, grad_query
+            )
+            grad_keys.append(grad_key)
+            grad_values.append(grad_value)
         return grad_query.to(query.dtype), *grad_keys, *grad_values
 
 
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _fused(function: Callable) -> Callable:
+    """Compile `function` where its tensors are on a GPU, which such small operations only keep waiting for memory."""
+    compiled = torch.compile(function)
+
+    @functools.wraps(function)
+    def run(first: torch.Tensor, *rest: torch.Tensor) -> Any:
+        return (compiled if first.is_cuda else function)(first, *rest)
+
+    return run
+
+
+def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Inner products over the last dimension, `[..., n, d]` to `[..., n]`, in at least float32."""
     return (a * b).sum(-1, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
+_dot = _fused(_inner)
+
+
+@_fused
 def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return _dot(query, key) * query.shape[-1] ** -0.5
+    """Scores `[..., n]` of queries with the one key that each has of a step."""
+    return _inner(query, key) * query.shape[-1] ** -0.5
+
+
+@_fused
+def _add_value(out: torch.Tensor, score: torch.Tensor, norm: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`out`, and the values of a step's keys, weighed."""
+    return out + (score - norm).exp().unsqueeze(-1) * value
+
+
+@_fused
+def _chain_gradients(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score: torch.Tensor,
+    norm: torch.Tensor,
+    shared: torch.Tensor,
+    grad_query: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`grad_query` with what a step's keys add to it, and the gradients of these keys and their values."""
+    weight = (score - norm).exp()
+    grad_score = (weight * (_inner(grad, value) - shared) * query.shape[-1] ** -0.5).unsqueeze(-1)
+    grad_key, grad_value = (grad_score * query).to(key.dtype), (weight.unsqueeze(-1) * grad).to(value.dtype)
+    return grad_query + grad_score * key, grad_key, grad_value
 
 
 def _causal_attention(
