@@ -174,18 +174,21 @@ class Text:
     def scores(self, drafts):
         """`[N, K + 1, V]` float32: what the engine's own processing gives for blocks with these drafts `[N, K]`."""
         num, width = drafts.shape
-        shape = Shape(num, slots=width + 5, num_draft_tokens=width, draft_probs=False, num_ends=0)
+        shape = Shape(num, width + 5, num_draft_tokens=width, is_sampling=True, draft_probs=False, num_ends=0)
         drafter = Silent(DrafterConfig(vocab_size=self.vocabulary))
-        state = DecodeState.allocate(shape, drafter, num_layers=1, device=torch.device("cpu"), temperature=1.0)
+        state = DecodeState.allocate(shape, drafter, num_layers=1, device=torch.device("cpu"))
         seeds = torch.zeros(num, dtype=torch.int64)
+        shared = [one.temperature for one in self.processors if isinstance(one, TemperatureLogitsWarper)]
+        temperature = shared[0] if shared else 1.0
         factors = [one.temperatures for one in self.processors if isinstance(one, RowTemperature)]
-        state.begin([self.prompt[0]] * num, width + 1, None, seeds, factors[0].expand(num) if factors else None)
+        factors = factors[0].expand(num) if factors else None
+        state.begin([self.prompt[0]] * num, width + 1, None, seeds, temperature, factors)
         state.proposal = Proposal(drafts, None)
         block, _ = state.block()
         logits = torch.stack(
             [torch.stack([self._logits[tuple(row[:step])] for step in range(width + 1)]) for row in drafts.tolist()]
         )
-        process = BlockProcessor(self.processors, self.prompt.expand(num, -1), [0] * num)
+        process = BlockProcessor(self.processors, self.prompt.expand(num, -1), [0] * num, temperature)
         return process(logits, block, state)
 
     def law_of_continuations(self):
@@ -230,6 +233,15 @@ PROCESSORS = {
     "no_repeat_ngram": [NoRepeatNGramLogitsProcessor(3)],
     "rows": [RowTemperature([1.4]), MinPLogitsWarper(0.1)],
 }
+
+
+@pytest.mark.core
+def test_a_temperature_out_of_the_state_is_the_warpers_bit_for_bit():
+    drafts = torch.zeros(1, 3, dtype=torch.int64)
+    for temperature in torch.linspace(0.05, 2.5, 50).tolist():
+        warper = TemperatureLogitsWarper(temperature)
+        text, plain = (Text(4, 3, processors, seed=0) for processors in ([warper], []))
+        assert torch.equal(text.scores(drafts), warper(None, plain.scores(drafts).float()))
 
 
 @pytest.mark.core
