@@ -171,8 +171,9 @@ class BlockProcessor:
         self._asking: set[int] = set()
         self._prompts = prompts
         self._padding = torch.tensor(padding, device=prompts.device)
-        self._temperature = temperature
         self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
+        # Told here, once: a compiled round that looked at the temperatures themselves would be compiled for each.
+        self._are_in_state = [self._is_in_state(processor, temperature) for processor in processors]
 
     @property
     def key(self) -> tuple | None:
@@ -180,8 +181,8 @@ class BlockProcessor:
         if not self._is_pointwise:
             return None
         return tuple(
-            (type(one), *(() if self._is_in_state(one) else ((n, _frozen(v)) for n, v in vars(one).items())))
-            for one in self._processors
+            (type(one), *(() if is_in_state else ((n, _frozen(v)) for n, v in vars(one).items())))
+            for one, is_in_state in zip(self._processors, self._are_in_state, strict=True)
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
@@ -195,19 +196,20 @@ class BlockProcessor:
         if self._is_pointwise:
             tokens, shape = block.reshape(-1, 1), scores.shape
             scores = scores.clone()
-            for processor in self._processors:
+            for processor, is_in_state in zip(self._processors, self._are_in_state, strict=True):
                 if type(processor) is RowTemperature:
                     scores = scores / state.row_temperatures[:, None, None]
-                elif self._is_in_state(processor):
+                elif is_in_state:
                     scores = divide(scores, state.temperature)
                 else:
                     scores = processor(tokens, scores.flatten(0, 1)).view(shape)
             return scores
         return self._one_length_at_a_time(scores.clone(), block, state)
 
-    def _is_in_state(self, processor: LogitsProcessor) -> bool:
+    @staticmethod
+    def _is_in_state(processor: LogitsProcessor, temperature: float | None) -> bool:
         # A temperature that the caller hands over as a processor need not be the call's.
-        is_of_call = type(processor) is TemperatureLogitsWarper and processor.temperature == self._temperature
+        is_of_call = type(processor) is TemperatureLogitsWarper and processor.temperature == temperature
         return is_of_call or type(processor) is RowTemperature
 
     def _asking_rows_only(self, processor: LogitsProcessor) -> LogitsProcessor:
