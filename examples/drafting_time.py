@@ -80,7 +80,9 @@ def drafting(drafter: Eagle3Drafter, batch: int, num_drafts: int, context: int) 
     """One round's drafting after a full cache of `context` tokens and a round that kept half of its drafts."""
     device, width = drafter.device, drafter.config.tap_width
     prompts = [torch.randint(drafter.config.vocab_size, (context,), device=device) for _ in range(batch)]
-    shape = Shape(batch, slots=context + 65, num_draft_tokens=num_drafts, draft_probs=False, num_ends=0)
+    shape = Shape(
+        batch, slots=context + 65, num_draft_tokens=num_drafts, is_sampling=False, draft_probs=False, num_ends=0
+    )
     state = DecodeState.allocate(shape, drafter, num_layers=0, device=device)
     state.begin(prompts, max_new_tokens=64, eos=None, seeds=torch.zeros(batch, dtype=torch.int64))
     slots = torch.arange(context - 1, device=device).expand(batch, -1)

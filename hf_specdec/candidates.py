@@ -139,13 +139,12 @@ class DrafterCandidateGenerator(CandidateGenerator):
             batch=1,
             slots=len(tokens) + max_new_tokens + 1,
             num_draft_tokens=self._num_draft_tokens,
+            is_sampling=self._temperature is not None,
             draft_probs=self._draft_probs,
             num_ends=0,
         )
-        self._state = state = DecodeState.allocate(
-            shape, self._drafter, num_layers=0, device=tokens.device, temperature=self._temperature
-        )
-        state.begin([tokens], max_new_tokens, None, self._seeds, self._row_temperatures)
+        self._state = state = DecodeState.allocate(shape, self._drafter, num_layers=0, device=tokens.device)
+        state.begin([tokens], max_new_tokens, None, self._seeds, self._temperature, self._row_temperatures)
         state.live = state.slots
         self._start = time.perf_counter()
         self._drafter.prefill(state, taps, torch.arange(num_seen, device=tokens.device)[None])

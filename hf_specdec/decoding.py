@@ -185,7 +185,7 @@ def settle(state: DecodeState, drafter: Drafter, scores: torch.Tensor, taps: tor
 
 def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
     """Judge the state's proposal by `scores` `[B, K + 1, V]`."""
-    if state.temperature is None:
+    if not state.is_sampling:
         return verify_greedy(scores, state.proposal.tokens)
     scores = scores.float()
     if state.verification == "block" and state.proposal.probs is not None:
@@ -462,7 +462,7 @@ def decode(
         keep_scores=wants["scores"],
         keep_logits=wants["logits"],
     )
-    process = BlockProcessor(processors, input_ids, padding)
+    process = BlockProcessor(processors, input_ids, padding, temperature)
     prompts = [row[pad:].to(model.device) for row, pad in zip(input_ids, padding, strict=True)]
     longest = max(map(len, prompts))
     obstacle = why_not_captured(model, drafter, wants)
@@ -471,22 +471,23 @@ def decode(
         next_power_of_two(batch) if is_kept and process.key is not None else batch,
         slots_for(longest + max_new_tokens, is_kept),
         num_draft_tokens,
+        temperature is not None,
         draws_draft_probs(drafter, temperature, factors),
         next_power_of_two(max(0 if config._eos_token_tensor is None else config._eos_token_tensor.numel(), 8)),
         drafter.verification,
     )
 
     def allocate() -> DecodeState:
-        return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device, temperature)
+        return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device)
 
     def fill(session: Session) -> None:
-        session.state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, factors)
+        session.state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, temperature, factors)
         prefill(session.state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
         if is_kept and process.key not in session.rounds:
             session.rounds[process.key] = capture_round(session.state, target, drafter, process)
 
     with hosted(model, drafter, wants["hidden_states"]) as target, ExitStack() as stack:
-        key = (shape, temperature, drafter.compile_rounds, fingerprint(model, drafter)) if is_kept else None
+        key = (shape, drafter.compile_rounds, fingerprint(model, drafter)) if is_kept else None
         session = stack.enter_context(drafter.sessions.session(key, allocate, fill))
         state, captured = session.state, session.rounds.get(process.key)
         if captured is None:

@@ -29,6 +29,7 @@ __all__ = [
     "Verdict",
     "attention",
     "best_draft",
+    "divide",
     "draw_draft",
     "exponential",
     "has_kernels",
@@ -248,6 +249,14 @@ def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> 
 def draw_draft(logits: torch.Tensor, *law: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.reference.draw_draft`; on a GPU in Triton."""
     return (_draw_draft if _is_for_triton(logits) else reference.draw_draft)(logits, *law)
+
+
+def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """`values` of any shape over `by`, `[]` of the same dtype: bit for bit what torch makes of `values / float(by)`.
+
+    On a GPU torch multiplies by the reciprocal of a number (`div_true_kernel_cuda`).
+    """
+    return values * by.reciprocal() if values.is_cuda else values / by
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

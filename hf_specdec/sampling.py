@@ -26,7 +26,7 @@ from transformers.generation.logits_process import (
 )
 
 from .logits import MaskTokenLogitsProcessor, RowTemperature
-from .ops import Stream, Verdict, draw_draft, row_seeds, verify_block, verify_greedy, verify_sampling
+from .ops import Stream, Verdict, divide, draw_draft, row_seeds, verify_block, verify_greedy, verify_sampling
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -150,21 +150,30 @@ class BlockProcessor:
     out or that ends the row. Rows of the batch that do not ask are shown too, at another point of their text, and the
     answer for them is not used; `prefix_allowed_tokens_fn` is not asked about them.
 
-    Where no processor reads the text, all positions are processed at once, and a `RowTemperature` takes its
-    temperatures from the state, so that a captured round serves any.
+    Where no processor reads the text, all positions are processed at once, and temperatures, those of a
+    `RowTemperature` too, are read from the state, so that a captured round serves any.
 
     Args:
         processors: as prepared by `generate()`.
         prompts: `[B, P]` int64, left-padded.
         padding: padding tokens of each row.
+        temperature: of the call, which its states have too; None when decoding is greedy.
     """
 
-    def __init__(self, processors: LogitsProcessorList, prompts: torch.Tensor, padding: list[int]):
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        prompts: torch.Tensor,
+        padding: list[int],
+        temperature: float | None = None,
+    ):
         self._processors = LogitsProcessorList(map(self._asking_rows_only, processors))
         self._asking: set[int] = set()
         self._prompts = prompts
         self._padding = torch.tensor(padding, device=prompts.device)
         self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
+        # Told here, once: a compiled round that looked at the temperatures themselves would be compiled for each.
+        self._are_in_state = [self._is_in_state(processor, temperature) for processor in processors]
 
     @property
     def key(self) -> tuple | None:
@@ -172,8 +181,8 @@ class BlockProcessor:
         if not self._is_pointwise:
             return None
         return tuple(
-            (type(one), *(() if type(one) is RowTemperature else ((n, _frozen(v)) for n, v in vars(one).items())))
-            for one in self._processors
+            (type(one), *(() if is_in_state else ((n, _frozen(v)) for n, v in vars(one).items())))
+            for one, is_in_state in zip(self._processors, self._are_in_state, strict=True)
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
@@ -187,13 +196,21 @@ class BlockProcessor:
         if self._is_pointwise:
             tokens, shape = block.reshape(-1, 1), scores.shape
             scores = scores.clone()
-            for processor in self._processors:
+            for processor, is_in_state in zip(self._processors, self._are_in_state, strict=True):
                 if type(processor) is RowTemperature:
                     scores = scores / state.row_temperatures[:, None, None]
+                elif is_in_state:
+                    scores = divide(scores, state.temperature)
                 else:
                     scores = processor(tokens, scores.flatten(0, 1)).view(shape)
             return scores
         return self._one_length_at_a_time(scores.clone(), block, state)
+
+    @staticmethod
+    def _is_in_state(processor: LogitsProcessor, temperature: float | None) -> bool:
+        # A temperature that the caller hands over as a processor need not be the call's.
+        is_of_call = type(processor) is TemperatureLogitsWarper and processor.temperature == temperature
+        return is_of_call or type(processor) is RowTemperature
 
     def _asking_rows_only(self, processor: LogitsProcessor) -> LogitsProcessor:
         # A constraint may know nothing of texts outside its grammar, such as those of rows shown out of turn.

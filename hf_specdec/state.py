@@ -24,6 +24,7 @@ class Shape(NamedTuple):
         batch: rows.
         slots: of every cache, the last of them scrap.
         num_draft_tokens: K.
+        is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         num_ends: room for end-of-sequence tokens.
         verification: see `Drafter.configure`.
@@ -32,6 +33,7 @@ class Shape(NamedTuple):
     batch: int
     slots: int
     num_draft_tokens: int
+    is_sampling: bool
     draft_probs: bool
     num_ends: int
     verification: str = "token"
@@ -48,10 +50,11 @@ class DecodeState:
         finished: `[B]` bool; a finished row computes on the scrap slot and commits nothing.
         eos: `[E]` int64, tokens that end a row, and `NO_TOKEN`.
         seeds: `[B]` int64, keys of the rows' random numbers.
+        temperature: `[]` float32, of sampling, for all rows; 1 when decoding is greedy.
         row_temperatures: `[B]` float32, factors on `temperature`, 1 unless the call says otherwise of its rows.
         slots: slots of every cache, the last of them scrap.
         num_draft_tokens: K.
-        temperature: of sampling, for all rows; None when decoding is greedy.
+        is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         verification: see `Drafter.configure`.
         cache: the target's keys and values.
@@ -66,10 +69,11 @@ class DecodeState:
     finished: torch.Tensor
     eos: torch.Tensor
     seeds: torch.Tensor
+    temperature: torch.Tensor
     row_temperatures: torch.Tensor
     slots: int
     num_draft_tokens: int
-    temperature: float | None
+    is_sampling: bool
     draft_probs: bool
     verification: str
     cache: RaggedCache | None
@@ -78,9 +82,7 @@ class DecodeState:
     memory: Any = None
 
     @classmethod
-    def allocate(
-        cls, shape: Shape, drafter: Drafter, num_layers: int, device: torch.device, temperature: float | None = None
-    ) -> DecodeState:
+    def allocate(cls, shape: Shape, drafter: Drafter, num_layers: int, device: torch.device) -> DecodeState:
         """Buffers for generations of one shape. `num_layers` is the target's; 0 if it keeps its own cache."""
         batch = shape.batch
         state = cls(
@@ -90,10 +92,11 @@ class DecodeState:
             finished=torch.ones(batch, dtype=torch.bool, device=device),
             eos=torch.full((shape.num_ends,), NO_TOKEN, dtype=torch.int64, device=device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),
+            temperature=torch.ones((), dtype=torch.float32, device=device),
             row_temperatures=torch.ones(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
             num_draft_tokens=shape.num_draft_tokens,
-            temperature=temperature,
+            is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
             verification=shape.verification,
             cache=RaggedCache(num_layers, shape.slots) if num_layers else None,
@@ -108,6 +111,7 @@ class DecodeState:
         max_new_tokens: int,
         eos: torch.Tensor | None,
         seeds: torch.Tensor,
+        temperature: float | None = None,
         row_temperatures: torch.Tensor | None = None,
     ) -> None:
         """Make the buffers those of a batch whose prompts are about to be prefilled.
@@ -117,6 +121,7 @@ class DecodeState:
             max_new_tokens: room of every row.
             eos: `[E]` int64 or None.
             seeds: `[len(prompts)]` int64.
+            temperature: of sampling; None when decoding is greedy.
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
         """
         self.tokens.zero_()
@@ -133,6 +138,7 @@ class DecodeState:
         if eos is not None:
             self.eos[: len(eos)] = eos
         self.seeds[:count] = seeds.to(device)
+        self.temperature.fill_(1.0 if temperature is None else temperature)
         self.row_temperatures.fill_(1.0)
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures.to(device)

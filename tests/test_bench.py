@@ -329,6 +329,58 @@ def test_sampling(folders, capsys):
     assert case["speedup"] is None and case["round_over_dynamic"] is None and case["round_over_engine"] > 0
 
 
+def test_temperatures_and_draft_probs(folders, tmp_path, capsys):
+    """Every temperature has its baselines; where nothing is drawn, how drafts are drawn makes no further cases."""
+    options = ["--prompts", folders / "prompts.jsonl", "--max-new-tokens", 6, "--runs", 1, "--limit", 1, "-k", 2]
+    options += ["--temperature", 0, 0.7, 1.2, "--draft-probs", "on", "off", "--baselines", "dynamic", "engine"]
+    options += ["--output", tmp_path / "out.json", "--drafter", folders / "eagle3", folders / "missing"]
+    drawn, generate = {}, type(tiny_target(SPEC)).generate
+
+    def watched(self, *args, **kwargs):
+        out = generate(self, *args, **kwargs)
+        drafter = kwargs.get("assistant_model")
+        if drafter is not None and drafter.stats.num_assistant_tokens:
+            drawn[kwargs.get("temperature", 0), kwargs["do_sample"], drafter.draft_probs] = drafter.stats.draft_probs
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(tiny_target(SPEC)), "generate", watched)
+        assert bench(folders, *options) == 0
+    assert drawn == {
+        (0, False, "auto"): False,
+        (0.7, True, True): True,
+        (0.7, True, False): False,
+        (1.2, True, True): True,
+        (1.2, True, False): False,
+    }
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["arguments"]["temperature"] == [0, 0.7, 1.2] and report["arguments"]["draft_probs"] == ["on", "off"]
+    assert report["drift"]["case"] == "dynamic" and report["drift"]["temperature"] == 0
+    cases = [case for case in report["cases"] if case["error"] is None]
+    assert [(case["name"].rpartition("/")[2], case["temperature"], case["draft_probs"]) for case in cases] == [
+        ("dynamic", 0, None),
+        ("engine", 0, None),
+        ("eagle3", 0, None),
+        ("dynamic", 0.7, None),
+        ("engine", 0.7, None),
+        ("eagle3", 0.7, "on"),
+        ("eagle3", 0.7, "off"),
+        ("dynamic", 1.2, None),
+        ("engine", 1.2, None),
+        ("eagle3", 1.2, "on"),
+        ("eagle3", 1.2, "off"),
+    ]
+    engines = {case["temperature"]: case for case in cases if case["name"] == "engine"}
+    for case in cases:
+        engine = engines[case["temperature"]]["ms_per_round"]["median"]
+        assert case["round_over_engine"] == pytest.approx(case["ms_per_round"]["median"] / engine)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:6] == ["batch", "case", "T", "draft", "probs", "K"]
+    assert [line.split()[2:4] for line in lines[4:7]] == [["0.7", "-"], ["0.7", "on"], ["0.7", "off"]]
+    where = "batch 1, K = 2; batch 1, T = 0.7, draft probs on, K = 2; batch 1, T = 0.7, draft probs off, K = 2; "
+    assert lines[11].startswith(f"failed: missing ({where}")
+
+
 def test_failures_are_reported_and_the_others_go_on(folders, capsys, monkeypatch, tmp_path):
     options = ["--prompts", folders / "prompts.jsonl", "--max-new-tokens", 6, "--runs", 1, "--limit", 1]
     drafters = [folders / "eagle3", folders / "missing"]
@@ -371,7 +423,7 @@ def test_errors_are_one_line(folders, capsys, monkeypatch, tmp_path):
         (["--runs", 0], "--runs is 0; expected at least 1"),
         (["--max-new-tokens", 1], "expected at least 2"),
         (["--batch-size", 2, 0], "--batch-size is [2, 0]"),
-        (["--temperature", -1], "--temperature is -1.0"),
+        (["--temperature", 0, -1], "--temperature is -1.0"),
         (["--baselines"], "nothing to measure"),
         (["--random-weights", "--prompts", "x"], "drop --prompts"),
         (["--synthetic-acceptance", 0.5, 0.7], "never grow"),
@@ -447,6 +499,7 @@ def test_what_was_measured_outlives_the_process(folders, tmp_path, monkeypatch):
 def test_plots(folders, tmp_path):
     pytest.importorskip("matplotlib")
     options = ["--prompts", folders / "prompts.jsonl", "--max-new-tokens", 6, "--runs", 2, "--limit", 1]
+    options += ["--temperature", 0, 1, "--draft-probs", "on", "auto"]
     drafters = [folders / "eagle3", folders / "missing"]
     assert bench(folders, "--drafter", *drafters, "-k", 1, 2, *options, "--plots", tmp_path / "plots") == 0
     pictures = {path.name: path.read_bytes() for path in (tmp_path / "plots").iterdir()}

@@ -6,9 +6,13 @@ import pytest
 import torch
 from oracle import RANDOM_DRAFTERS
 from targets import PAD, STATIC_FAMILIES, padded_prompts, tiny_target
+from test_randomness import MODES as DRAWS
+from test_randomness import drafter_of, sample
+from test_sampling_law import Cells, p_value
 from test_smollm2 import DRAFTERS, chat_batches
+from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from hf_specdec import AutoDrafter, graphs
+from hf_specdec import AutoDrafter, graphs, ops
 from hf_specdec.sessions import MAX_SESSIONS
 
 pytestmark = [
@@ -93,6 +97,73 @@ def test_compiled_rounds_say_the_same(kind, mode, family):
         )
         assert drafter.stats.execution.endswith(", compiled" if is_compiled else "not compiled")
     assert torch.equal(*texts)
+
+
+def test_division_is_the_temperature_warpers_bit_for_bit():
+    scores = 20 * torch.randn(64, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    for temperature in torch.linspace(0.05, 2.5, 50).tolist():
+        out = ops.divide(scores, torch.tensor(temperature, device="cuda"))
+        assert torch.equal(out, TemperatureLogitsWarper(temperature)(None, scores))
+
+
+@pytest.mark.parametrize("mode", DRAWS)
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_a_seed_says_the_same_alone_in_a_batch_eager_and_captured(monkeypatch, kind, mode):
+    target, lengths = on_gpu("llama"), [9, 1, 5, 12, 3, 3, 8, 2]
+    inputs, seeds = prompts(lengths), torch.arange(8) * 7 + 2**40
+    texts = []
+    for capture in (graphs.CAPTURE, {}):
+        monkeypatch.setattr("hf_specdec.decoding.CAPTURE", capture)
+        drafter = drafter_of(target, kind, mode).configure(compile_rounds=False)
+        for _ in range(2):
+            texts.append(sample(target, inputs, drafter, seeds=seeds, temperature=1.2, top_k=0))
+        assert drafter.stats.execution.startswith("captured in one graph" if capture else "eager")
+        for row, length in enumerate(lengths):
+            some = {name: tensor[row : row + 1, -length:] for name, tensor in inputs.items()}
+            alone = sample(target, some, drafter, seeds=seeds[row : row + 1], temperature=1.2, top_k=0)
+            assert torch.equal(alone[0], texts[0][row]), (row, bool(capture))
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+@pytest.mark.parametrize("mode", DRAWS)
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_every_round_replay_and_row_draws_anew(kind, mode):
+    """A target to which all tokens are equally likely at every place: what is drawn twice is seen."""
+    target = on_gpu("llama")
+    target.lm_head.weight.data.zero_()
+    drafter = drafter_of(target, kind, mode).configure(compile_rounds=False)
+    options = {"top_k": 0, "max_new_tokens": 48, "num_return_sequences": 8}
+    calls = [sample(target, prompts([5]), drafter, seeds=seed, **options) for seed in (1, 2)]
+    assert drafter.stats.execution.startswith("captured in one graph") and len(drafter.sessions) == 1
+    texts = torch.cat(calls).tolist()
+    for index, text in enumerate(texts):
+        assert len(set(text)) > 25  # 38 of 96 tokens are expected, and 4 if rounds drew the same
+        for other in texts[:index]:
+            assert sum(one == two for one, two in zip(text, other, strict=True)) < 10  # 0.5 are expected
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_draws_have_the_law_of_a_real_target(verification):
+    from smollm2 import load_smollm2
+
+    model, tokenizer = load_smollm2(device="cuda")
+    model.generation_config.eos_token_id = None
+    drafter = AutoDrafter.from_pretrained(DRAFTERS[0], target=model, num_assistant_tokens=3, compile=False)
+    drafter.configure(draft_probs=True, verification=verification)
+    prompt = tokenizer("Once upon a time there was", return_tensors="pt").to("cuda")
+    rows, calls = 512, 391
+    cells = Cells(model, prompt["input_ids"], 3, least=20 / (rows * calls))
+    options = {"max_new_tokens": 3, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "num_return_sequences": rows}
+    counts = torch.zeros(len(cells.law), dtype=torch.int64)
+    for seed in range(calls):
+        counts += cells.count(sample(model, prompt, drafter, seeds=seed, **options))
+        assert drafter.stats.draft_probs and drafter.stats.execution.startswith("captured in one graph")
+    assert counts.sum() >= 200_000 and len(cells.law) > 500
+    assert drafter.stats.acceptance_per_position[0] > 0.1, "hardly anything was accepted, so little was shown"
+    found = p_value(counts, cells.law)
+    print(f"{verification}: {counts.sum()} draws in {len(cells.law)} cells, p-value {found:.3f}")
+    assert found > 1e-3
 
 
 def test_what_reads_the_host_runs_eagerly(caplog):

@@ -7,6 +7,7 @@ from oracle import RANDOM_DRAFTERS
 from targets import padded_prompts, tiny_target
 from test_capture import Replay
 from transformers import LogitsProcessorList, set_seed
+from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from hf_specdec import graphs
 from hf_specdec.logits import RowTemperature
@@ -84,6 +85,54 @@ def test_replayed_rounds_serve_rows_of_any_temperature(monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(texts(), eager, strict=True))
     assert Replay.count == 1
     assert not torch.equal(eager[0], eager[1]) and not torch.equal(eager[0], eager[2])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("options", "graphs_of_a_round"), [({}, 1), ({"repetition_penalty": 1.2}, 2)])
+def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monkeypatch):
+    target, inputs = tiny_target("llama"), padded_prompts([5, 9])
+
+    def texts():
+        drafter = drafter_of(target, "draft-model", "soft")
+        found = [
+            sample(target, inputs, drafter, seeds=3, temperature=temperature, **options)
+            for temperature in (0.6, 1.5, 0.9, 0.6)
+        ]
+        return found, len(drafter.sessions)
+
+    eager, _ = texts()
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+    monkeypatch.setattr(Replay, "count", 0)
+    replayed, num_sessions = texts()
+    assert all(torch.equal(*pair) for pair in zip(replayed, eager, strict=True))
+    assert (Replay.count, num_sessions) == (graphs_of_a_round, 1)
+    assert torch.equal(eager[0], eager[3]) and not torch.equal(eager[0], eager[1])
+
+
+@pytest.mark.core
+def test_a_temperature_that_is_not_the_calls_is_not_replayed_for_it(monkeypatch):
+    """A warper of the caller's takes the place of the one for `temperature=`, which the drafts are drawn at."""
+    target, inputs = tiny_target("llama"), padded_prompts([5, 9])
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+    for replayed in (True, False):
+        if not replayed:
+            monkeypatch.delitem(graphs.CAPTURE, "cpu")
+        drafter = drafter_of(target, "draft-model", "soft")
+        found = [
+            sample(
+                target,
+                inputs,
+                drafter,
+                seeds=3,
+                temperature=1.2,
+                logits_processor=LogitsProcessorList(map(TemperatureLogitsWarper, own)),
+            )
+            for own in ([0.3], [1.2], [2.5])
+        ]
+        if replayed:
+            texts = found
+    assert all(torch.equal(*pair) for pair in zip(texts, found, strict=True))
+    assert len(set(map(str, texts))) == 3
 
 
 @pytest.mark.core

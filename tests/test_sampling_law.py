@@ -174,18 +174,21 @@ class Text:
     def scores(self, drafts):
         """`[N, K + 1, V]` float32: what the engine's own processing gives for blocks with these drafts `[N, K]`."""
         num, width = drafts.shape
-        shape = Shape(num, slots=width + 5, num_draft_tokens=width, draft_probs=False, num_ends=0)
+        shape = Shape(num, width + 5, num_draft_tokens=width, is_sampling=True, draft_probs=False, num_ends=0)
         drafter = Silent(DrafterConfig(vocab_size=self.vocabulary))
-        state = DecodeState.allocate(shape, drafter, num_layers=1, device=torch.device("cpu"), temperature=1.0)
+        state = DecodeState.allocate(shape, drafter, num_layers=1, device=torch.device("cpu"))
         seeds = torch.zeros(num, dtype=torch.int64)
+        shared = [one.temperature for one in self.processors if isinstance(one, TemperatureLogitsWarper)]
+        temperature = shared[0] if shared else 1.0
         factors = [one.temperatures for one in self.processors if isinstance(one, RowTemperature)]
-        state.begin([self.prompt[0]] * num, width + 1, None, seeds, factors[0].expand(num) if factors else None)
+        factors = factors[0].expand(num) if factors else None
+        state.begin([self.prompt[0]] * num, width + 1, None, seeds, temperature, factors)
         state.proposal = Proposal(drafts, None)
         block, _ = state.block()
         logits = torch.stack(
             [torch.stack([self._logits[tuple(row[:step])] for step in range(width + 1)]) for row in drafts.tolist()]
         )
-        process = BlockProcessor(self.processors, self.prompt.expand(num, -1), [0] * num)
+        process = BlockProcessor(self.processors, self.prompt.expand(num, -1), [0] * num, temperature)
         return process(logits, block, state)
 
     def law_of_continuations(self):
@@ -230,6 +233,15 @@ PROCESSORS = {
     "no_repeat_ngram": [NoRepeatNGramLogitsProcessor(3)],
     "rows": [RowTemperature([1.4]), MinPLogitsWarper(0.1)],
 }
+
+
+@pytest.mark.core
+def test_a_temperature_out_of_the_state_is_the_warpers_bit_for_bit():
+    drafts = torch.zeros(1, 3, dtype=torch.int64)
+    for temperature in torch.linspace(0.05, 2.5, 50).tolist():
+        warper = TemperatureLogitsWarper(temperature)
+        text, plain = (Text(4, 3, processors, seed=0) for processors in ([warper], []))
+        assert torch.equal(text.scores(drafts), warper(None, plain.scores(drafts).float()))
 
 
 @pytest.mark.core
@@ -596,6 +608,87 @@ def test_draws_of_rows_with_temperatures_of_their_own(how):
         )
         counts = torch.cat([cell[half::2] for cell in cells]).bincount(minlength=len(law))
         assert p_value(counts, law) > 1e-4
+
+
+class Cells:
+    """Texts after a prompt, sorted into cells that are likely enough to be counted.
+
+    A cell is named by a beginning that is likely, down to whole texts, and holds the texts of which no longer beginning
+    is. So it works for vocabularies whose texts are too many to enumerate.
+
+    Args:
+        model: continues.
+        prompt: `[1, P]` int64.
+        length: tokens of a text.
+        least: probability from which a beginning is likely.
+
+    Attributes:
+        law: `[cells]` float64, their probabilities.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model, prompt, length, least):
+        self._cells = {(): 0}
+        law, beginnings, device = [1.0], [()], prompt.device
+        for _ in range(length):
+            longer = []
+            for start in range(0, len(beginnings), 256):
+                some = beginnings[start : start + 256]
+                texts = torch.cat([prompt.expand(len(some), -1), torch.tensor(some, device=device).long()], dim=1)
+                before = torch.tensor([law[self._cells[text]] for text in some], dtype=torch.float64, device=device)
+                joint = before[:, None] * model(texts, logits_to_keep=1).logits[:, 0].double().softmax(dim=-1)
+                rows, tokens = (joint >= least).nonzero(as_tuple=True)
+                for row, token, share in zip(rows.tolist(), tokens.tolist(), joint[rows, tokens].tolist(), strict=True):
+                    law[self._cells[some[row]]] -= share
+                    longer.append((*some[row], token))
+                    self._cells[longer[-1]] = len(law)
+                    law.append(share)
+            beginnings = longer
+        self.law = torch.tensor(law, dtype=torch.float64).clamp(min=0.0)
+
+    def count(self, texts):
+        """`[cells]` int64: how many of the texts `[N, length]` are in each."""
+        found = []
+        for text in map(tuple, texts.tolist()):
+            found.append(next(self._cells[text[:end]] for end in range(len(text), -1, -1) if text[:end] in self._cells))
+        return torch.tensor(found).bincount(minlength=len(self.law))
+
+
+@pytest.mark.core
+def test_cells_are_the_law_of_texts():
+    target = tiny_target()
+    exact = exact_law(target, PROMPT, LogitsProcessorList())
+    texts = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
+    for least in (0.0, 0.005, 0.05, 2.0):
+        cells = Cells(target, PROMPT, LENGTH, least)
+        members = torch.stack([cells.count(text[None]) for text in texts]).double()
+        torch.testing.assert_close(exact @ members, cells.law, rtol=0, atol=1e-6)
+        assert len(cells.law) > 1 or least > 1
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_draws_in_cells_notice_a_wrong_rule(is_right, verification, monkeypatch):
+    """Most likely drafts, judged as if they had been drawn from the law that is reported of them."""
+    if not is_right:
+        monkeypatch.setattr(
+            "hf_specdec.drafters.cached.draw_draft",
+            lambda logits, *law: (logits.argmax(dim=-1), draw_draft(logits, *law)[1]),
+        )
+    target, draws = tiny_target(), 4000
+    drafter = tiny_drafter("eagle3", target, 3, draft_probs=True).configure(verification=verification)
+    texts = target.generate(
+        PROMPT,
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=3,
+        num_return_sequences=draws,
+        assistant_model=drafter,
+        seeds=1,
+    )[:, PROMPT.shape[1] :]
+    cells = Cells(target, PROMPT, 3, least=20 / draws)
+    found = p_value(cells.count(texts), cells.law)
+    assert found > 1e-3 if is_right else found < 1e-6
 
 
 # ---- random numbers

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from transformers import PreTrainedModel
 from ..config import check_num_assistant_tokens
 from ..drafters import Drafter
 from ..drafters.none import NoDrafter
-from .measure import Bench, Case, compare
+from .measure import Bench, Case, Setting, compare
 from .models import load_drafter, load_target, load_tokenizer, settle_ends
 from .prompts import Batch, load_prompts, random_batches, text_batches
 from .report import check_matplotlib, draw, environment, short_name, table
@@ -24,6 +27,7 @@ from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
 from .traffic import copy_bandwidth
 
 BASELINES = ("dynamic", "static", "engine")
+DRAFT_PROBS = {"on": True, "off": False, "auto": "auto"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -43,7 +47,14 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     add("--prompts", help="jsonl file with `prompt`, or hub:NAME[:SPLIT[:COLUMN]]; 16 short ones of our own by default")
     add("--limit", type=int, help="only the first prompts; with --random-weights how many, by default one batch")
     add("--max-new-tokens", type=int, default=128)
-    add("--temperature", type=float, default=0.0, help="0 for greedy decoding")
+    add("--temperature", type=float, nargs="+", default=[0.0], help="0 for greedy decoding")
+    add(
+        "--draft-probs",
+        nargs="+",
+        choices=DRAFT_PROBS,
+        default=["auto"],
+        help="when sampling, draw drafts from the drafter's distribution, take its best, or decide by temperature",
+    )
     add("--eos-token", help="the token that ends an answer, where the checkpoint names a wrong one")
     add("--ignore-eos", action="store_true", help="let every answer become --max-new-tokens long")
     add("--dtype", choices=DTYPES, help="bfloat16 on a GPU, else float32, by default")
@@ -88,7 +99,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
     with progress_bar(count_passes(arguments)) as progress:
         bench = Bench(
             target=target,
-            options=decoding_options(arguments),
+            options={"max_new_tokens": arguments.max_new_tokens},
             runs=arguments.runs,
             bandwidth=bandwidth,
             gpu_time=arguments.gpu_time,
@@ -114,8 +125,8 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
 
 def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None:
-    """Put `cases`, by batch size and compared with each other, into `report`, and write that to `output`."""
-    cases.sort(key=lambda case: case.batch_size)
+    """Put `cases`, by setting and compared with each other, into `report`, and write that to `output`."""
+    cases.sort(key=lambda case: case.setting)
     compare(cases)
     report["cases"] = [case.to_dict() for case in cases]
     if output is not None:
@@ -131,8 +142,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if any(one < bound for one in (value if isinstance(value, list) else [value]) if one is not None):
             raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
-    if arguments.temperature < 0:
-        raise ValueError(f"--temperature is {arguments.temperature}; expected 0 for greedy decoding, or more.")
+    for temperature in arguments.temperature:
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"--temperature is {temperature}; expected 0 for greedy decoding, or more.")
     if not arguments.drafter and not arguments.baselines:
         raise ValueError("There is nothing to measure: no --drafter and no --baselines.")
     if arguments.random_weights and arguments.prompts is not None:
@@ -171,25 +183,32 @@ def batch_maker(
     return lambda size: text_batches(tokenizer, prompts, size, target.device)
 
 
-def decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
-    if arguments.temperature > 0:
-        options |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0}
-    return options
+def settings(arguments: argparse.Namespace) -> list[Setting]:
+    return list(starmap(Setting, product(arguments.batch_size, arguments.temperature)))
+
+
+def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
+    """Every case of the drafter called `name`; K is None for the drafter's own."""
+    return [
+        Case(name, k, *setting, draft_probs)
+        for setting in settings(arguments)
+        for draft_probs in (arguments.draft_probs if setting.temperature > 0 else [None])
+        for k in arguments.num_assistant_tokens or [None]
+    ]
 
 
 def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]) -> Iterator[Case]:
     """Every case that was asked for, as it is measured."""
-    for size in arguments.batch_size:
+    for setting in settings(arguments):
         for name in BASELINES:
             if name in arguments.baselines:
-                yield measure_baseline(bench, name, size, arguments, batches)
+                yield measure_baseline(bench, name, setting, arguments, batches)
     for name in arguments.drafter:
         yield from measure_drafter(bench, name, arguments, batches)
 
 
 def measure_baseline(
-    bench: Bench, name: str, size: int, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+    bench: Bench, name: str, setting: Setting, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
 ) -> Case:
     """Plain `generate()` with either cache, or the static engine without a drafter."""
     options = {
@@ -197,8 +216,8 @@ def measure_baseline(
         "static": {"cache_implementation": "static", "disable_compile": not arguments.compile},
         "engine": {"drafter": NoDrafter(bench.target).configure(compile_rounds=arguments.compile)},
     }
-    case = Case(name, 0 if name == "engine" else None, size)
-    return bench.measure(case, lambda: batches(size), **options[name])
+    case = Case(name, 0 if name == "engine" else None, *setting)
+    return bench.measure(case, lambda: batches(case.batch_size), **options[name])
 
 
 def measure_drift(
@@ -212,17 +231,17 @@ def measure_drift(
     first = next((case for case in cases if case.name in BASELINES and case.ms_per_round is not None), None)
     if first is None or len(cases) == 1:
         return None
-    again = measure_baseline(bench, first.name, first.batch_size, arguments, batches)
+    again = measure_baseline(bench, first.name, first.setting, arguments, batches)
     if again.ms_per_round is None:
         return None
     ratio = again.ms_per_round.median / first.ms_per_round.median
-    return {"case": first.name, "batch_size": first.batch_size, "ratio": ratio}
+    return {"case": first.name, **first.setting._asdict(), "ratio": ratio}
 
 
 def measure_drafter(
     bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
 ) -> Iterator[Case]:
-    """The drafter called `name` at every K and batch size; it is in memory only meanwhile."""
+    """The drafter called `name` at every K and setting; it is in memory only meanwhile."""
     try:
         drafter = load_drafter(name, bench.target, random_weights=arguments.random_weights)
         drafter.configure(compile_rounds=arguments.compile)
@@ -230,17 +249,18 @@ def measure_drafter(
             drafter.configure(engine="static")  # The other engine verifies by itself.
     except Exception as error:  # As for any case that fails: the others go on.
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        wanted = arguments.num_assistant_tokens or [None]
-        yield from (Case(name, k, size, error=message) for size in arguments.batch_size for k in wanted)
+        yield from (replace(case, error=message) for case in drafter_cases(name, arguments))
         return
-    for size in arguments.batch_size:
-        for k in arguments.num_assistant_tokens or [drafter.num_assistant_tokens]:
-            yield bench.measure(
-                Case(name, k, size),
-                lambda size=size: batches(size),
-                drafter,
-                lambda k=k: acceptance(arguments, drafter, k),
-            )
+    for case in drafter_cases(name, arguments):
+        case.k = case.k or drafter.num_assistant_tokens
+        if case.draft_probs is not None:
+            drafter.configure(draft_probs=DRAFT_PROBS[case.draft_probs])
+        yield bench.measure(
+            case,
+            lambda case=case: batches(case.batch_size),
+            drafter,
+            lambda case=case: acceptance(arguments, drafter, case.k),
+        )
 
 
 def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int) -> AbstractContextManager:
@@ -258,9 +278,9 @@ def caption(report: dict[str, Any]) -> str:
 
 
 def count_passes(arguments: argparse.Namespace) -> int:
-    cases = len(arguments.baselines) + len(arguments.drafter) * len(arguments.num_assistant_tokens or [None])
-    cases = cases * len(arguments.batch_size) + bool(arguments.baselines)
-    return cases * (arguments.runs + 1)
+    baselines = len(arguments.baselines) * len(settings(arguments)) + bool(arguments.baselines)
+    drafted = sum(len(drafter_cases(name, arguments)) for name in arguments.drafter)
+    return (baselines + drafted) * (arguments.runs + 1)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -38,6 +38,16 @@ class Spread:
         return cls(statistics.median(runs), min(runs), max(runs), list(runs))
 
 
+class Setting(NamedTuple):
+    """What cases have in common that are compared with each other; see `Case`."""
+
+    batch_size: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return f"batch {self.batch_size}" + (f", T = {self.temperature:g}" if self.temperature else "")
+
+
 @dataclass
 class Case:
     """What is measured, and what was found; figures are None where there are none, and all of them after an error.
@@ -49,6 +59,9 @@ class Case:
             without a drafter, else the drafter.
         k: draft tokens a round; None for plain `generate()`, 0 for the engine alone.
         batch_size: rows.
+        temperature: of sampling; 0 for greedy decoding.
+        draft_probs: of the drafter, `"on"`, `"off"` or `"auto"` (see `Drafter.configure`); None without a drafter, and
+            in greedy decoding, where it changes nothing.
         error: why it could not be measured.
         engine: of ours that ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
         tokens: new tokens of a run, of all rows, end-of-sequence tokens included and padding not.
@@ -70,6 +83,8 @@ class Case:
     name: str
     k: int | None
     batch_size: int
+    temperature: float = 0.0
+    draft_probs: str | None = None
     error: str | None = None
     engine: str | None = None
     tokens: int | None = None
@@ -87,6 +102,10 @@ class Case:
     peak_memory_bytes: int | None = None
     bytes_per_round: int | None = None
     bandwidth_share: float | None = None
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.batch_size, self.temperature)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,7 +131,7 @@ class Bench:
 
     Attributes:
         target: generates.
-        options: of every `generate()` call.
+        options: of every `generate()` call; a case adds those of sampling.
         runs: measured passes over the batches of a case; one more comes before them and is not counted.
         bandwidth: bytes a second of a copy on the target's device.
         gpu_time: whether the GPU's own time is recorded too, in a call of its own.
@@ -143,6 +162,9 @@ class Bench:
             context: every call runs in one; errors in making it are the case's too.
             options: of the case's `generate()` calls.
         """
+        options["do_sample"] = case.temperature > 0
+        if case.temperature > 0:
+            options |= {"temperature": case.temperature, "top_k": 0, "top_p": 1.0}
         if drafter is not None:
             options |= {"assistant_model": drafter, "num_assistant_tokens": case.k or None}
         try:
@@ -246,10 +268,10 @@ def _shares(stats: list[SpeculationStats]) -> list[float]:
 
 
 def compare(cases: list[Case]) -> None:
-    """Fill in what compares a case with the baselines of its batch size."""
-    plain = {(case.name, case.batch_size): case for case in cases if case.error is None}
+    """Fill in what compares a case with the baselines of its setting."""
+    plain = {(case.name, case.setting): case for case in cases if case.error is None}
     for case in cases:
-        engine, dynamic = (plain.get((name, case.batch_size)) for name in ("engine", "dynamic"))
+        engine, dynamic = (plain.get((name, case.setting)) for name in ("engine", "dynamic"))
         case.round_over_engine = _ratio(case, engine, "ms_per_round")
         case.round_over_dynamic = _ratio(case, dynamic, "ms_per_round")
         case.speedup = _ratio(case, dynamic, "tokens_per_second")

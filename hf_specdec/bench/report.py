@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .measure import Case, Spread
+from .measure import Case, Setting, Spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,9 +59,14 @@ def _stock_mark(case: Case) -> str:
     return " (stock engine)" if (case.engine or "").startswith("stock") else ""
 
 
+# What stands only where cases differ in it.
+VARIED = ("T", "draft probs")
+
 COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("batch", lambda case: str(case.batch_size)),
     ("case", lambda case: short_name(case.name) + _stock_mark(case)),
+    ("T", lambda case: f"{case.temperature:g}"),
+    ("draft probs", lambda case: case.draft_probs or MISSING),
     ("K", lambda case: MISSING if case.k is None else str(case.k)),
     ("accepted", lambda case: _number(case.acceptance_length)),
     ("ms/round", lambda case: _spread(case.ms_per_round)),
@@ -77,19 +82,35 @@ COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
 )
 
 
+def _draft_probs(case: Case) -> str:
+    return "" if case.draft_probs in (None, "auto") else f", draft probs {case.draft_probs}"
+
+
+def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
+    """The cases that a picture joins, by K, and what to call them."""
+    lines: dict[tuple[str, str | None], list[Case]] = {}
+    for case in sorted(drafted, key=lambda case: case.k):
+        lines.setdefault((case.name, case.draft_probs), []).append(case)
+    return [(short_name(line[0].name) + _draft_probs(line[0]), line) for line in lines.values()]
+
+
 def short_name(name: str) -> str:
     """The last part of a folder's or repository's name."""
     return Path(name).name
 
 
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
-    """The cases as aligned text, a line each; columns in which no case has a figure are left out.
+    """The cases as aligned text, a line each, without columns that have no figure, or nothing that varies.
 
     Below stand what failed, and how much slower the machine has become while measuring.
     """
     measured = [case for case in cases if case.error is None]
     rows = [[show(case) for _, show in COLUMNS] for case in measured]
-    kept = [index for index in range(len(COLUMNS)) if any(row[index] != MISSING for row in rows)]
+    kept = [
+        index
+        for index, (title, _) in enumerate(COLUMNS)
+        if len({row[index] for row in rows} - {MISSING}) > (title in VARIED)
+    ]
     lines = []
     if rows:
         grid = [[COLUMNS[index][0] for index in kept], *([row[index] for index in kept] for row in rows)]
@@ -105,10 +126,10 @@ def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
     for case in cases:
         if case.error is not None:
             number = "" if case.k is None else f", K = {case.k}"
-            failed.setdefault((case.name, case.error), []).append(f"batch {case.batch_size}{number}")
+            failed.setdefault((case.name, case.error), []).append(f"{case.setting}{_draft_probs(case)}{number}")
     lines += [f"failed: {short_name(name)} ({'; '.join(where)}): {error}" for (name, error), where in failed.items()]
     if drift is not None:
-        what = f"{drift['case']} at batch {drift['batch_size']}"
+        what = f"{drift['case']} at {Setting(drift['batch_size'], drift['temperature'])}"
         lines.append(f"drift: measured again at the end, a step of {what} takes {drift['ratio']:.2f} times as long")
     return "\n".join(lines)
 
@@ -139,34 +160,38 @@ def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
     return paths
 
 
-def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list]:
-    """A figure with a panel a batch size, and the sizes with their panels; pyplot would look for a display."""
-    from matplotlib.figure import Figure
+def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list[tuple[Setting, Any]]]:
+    """A figure with a panel a setting, batch sizes side by side, and the settings with their panels."""
+    from matplotlib.figure import Figure  # pyplot would look for a display
     from matplotlib.ticker import MaxNLocator
 
     sizes = sorted({case.batch_size for case in cases})
-    figure = Figure(figsize=(4.2 * len(sizes), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
-    for panel, size in zip(panels, sizes, strict=True):
-        panel.set(title=f"batch {size}", xlabel=xlabel)
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel(ylabel)
-    return figure, list(zip(sizes, panels, strict=True))
+    temperatures = sorted({case.temperature for case in cases})
+    figure = Figure(figsize=(4.2 * len(sizes), 3.4 * len(temperatures)), layout="constrained")
+    panels = figure.subplots(len(temperatures), len(sizes), squeeze=False)
+    found = []
+    for row, temperature in zip(panels, temperatures, strict=True):
+        row[0].set_ylabel(ylabel)
+        for panel, size in zip(row, sizes, strict=True):
+            setting = Setting(size, temperature)
+            panel.set(title=str(setting), xlabel=xlabel)
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+            panel.grid(alpha=0.3)
+            found.append((setting, panel))
+    return figure, found
 
 
 def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
     """A line a drafter, with the spread of the runs, and a level a baseline."""
     figure, panels = _panels(cases, ylabel, "K, draft tokens a round")
-    for size, panel in panels:
-        here = [case for case in cases if case.batch_size == size and getattr(case, figure_name) is not None]
+    for setting, panel in panels:
+        here = [case for case in cases if case.setting == setting and getattr(case, figure_name) is not None]
         drafted = [case for case in here if case.k]
-        for name in dict.fromkeys(case.name for case in drafted):
-            line = sorted((case for case in drafted if case.name == name), key=lambda case: case.k)
+        for label, line in _lines(drafted):
             values = [getattr(case, figure_name) for case in line]
             errors = [[one.median - one.low for one in values], [one.high - one.median for one in values]]
             medians = [one.median for one in values]
-            panel.errorbar([case.k for case in line], medians, errors, marker="o", capsize=2, label=short_name(name))
+            panel.errorbar([case.k for case in line], medians, errors, marker="o", capsize=2, label=label)
         for style, case in zip(("--", ":", "-."), (case for case in here if not case.k), strict=False):
             level = getattr(case, figure_name).median
             panel.axhline(level, linestyle=style, color="black", alpha=0.6, label=case.name)
@@ -178,13 +203,11 @@ def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
 def _over_positions(cases: list[Case]) -> Figure:
     """Acceptance at each position, of every drafter at its largest K."""
     figure, panels = _panels(cases, "share of drafts accepted", "position in the block")
-    for size, panel in panels:
-        drafted = [case for case in cases if case.batch_size == size and case.k]
-        for name in dict.fromkeys(case.name for case in drafted):
-            case = max((case for case in drafted if case.name == name), key=lambda case: case.k)
+    for setting, panel in panels:
+        drafted = [case for case in cases if case.setting == setting and case.k]
+        for label, (*_, case) in _lines(drafted):
             positions = range(1, case.k + 1)
-            label = f"{short_name(name)}, K = {case.k}"
-            panel.plot(positions, case.acceptance_per_position, marker="o", label=label)
+            panel.plot(positions, case.acceptance_per_position, marker="o", label=f"{label}, K = {case.k}")
         panel.set_ylim(0, 1)
         if drafted:
             panel.legend(fontsize=7)
