@@ -57,7 +57,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     add("--runs", type=int, default=3, help="measured runs of every case, after one that is not counted")
     add("--gpu-time", action="store_true", help="also record how long the GPU itself computes, in calls of their own")
     add("--random-weights", action="store_true", help="read config.json files only; prompts are random tokens")
-    add("--prompt-length", type=int, default=128, help="tokens of the prompts of --random-weights")
+    add("--prompt-length", type=int, nargs="+", default=[128], help="tokens of the prompts of --random-weights")
     add(
         "--synthetic-acceptance",
         type=float,
@@ -114,8 +114,8 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
 
 def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None:
-    """Put `cases`, by batch size and compared with each other, into `report`, and write that to `output`."""
-    cases.sort(key=lambda case: case.batch_size)
+    """Put `cases`, by setting and compared with each other, into `report`, and write that to `output`."""
+    cases.sort(key=lambda case: case.setting)
     compare(cases)
     report["cases"] = [case.to_dict() for case in cases]
     if output is not None:
@@ -159,16 +159,18 @@ def find_device(name: str | None) -> torch.device:
 
 def batch_maker(
     arguments: argparse.Namespace, prompts: list[str] | None, target: PreTrainedModel
-) -> Callable[[int], list[Batch]]:
-    """A function from a batch size to the batches of every case; also settles what ends a row of `target`."""
+) -> Callable[[Case], list[Batch]]:
+    """A function from a case to its batches; also settles what ends a row of `target`."""
     ignore_eos = arguments.ignore_eos or arguments.random_weights or arguments.synthetic_acceptance is not None
     if prompts is None:
         settle_ends(target, None, arguments.eos_token, ignore_eos)
-        vocab_size, length = target.config.get_text_config().vocab_size, arguments.prompt_length
-        return lambda size: random_batches(vocab_size, length, arguments.limit or size, size, target.device)
+        vocab_size, limit = target.config.get_text_config().vocab_size, arguments.limit
+        return lambda case: random_batches(
+            vocab_size, case.prompt_length, limit or case.batch_size, case.batch_size, target.device
+        )
     tokenizer = load_tokenizer(arguments.target)
     settle_ends(target, tokenizer, arguments.eos_token, ignore_eos)
-    return lambda size: text_batches(tokenizer, prompts, size, target.device)
+    return lambda case: text_batches(tokenizer, prompts, case.batch_size, target.device)
 
 
 def decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -178,18 +180,28 @@ def decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]) -> Iterator[Case]:
+def settings(arguments: argparse.Namespace) -> list[tuple[int, int | None]]:
+    """`Case.setting` of all cases: sizes of batches, and lengths of prompts if these are made up."""
+    lengths = arguments.prompt_length if arguments.random_weights else [None]
+    return [(size, length) for size in arguments.batch_size for length in lengths]
+
+
+def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]) -> Iterator[Case]:
     """Every case that was asked for, as it is measured."""
-    for size in arguments.batch_size:
+    for setting in settings(arguments):
         for name in BASELINES:
             if name in arguments.baselines:
-                yield measure_baseline(bench, name, size, arguments, batches)
+                yield measure_baseline(bench, name, setting, arguments, batches)
     for name in arguments.drafter:
         yield from measure_drafter(bench, name, arguments, batches)
 
 
 def measure_baseline(
-    bench: Bench, name: str, size: int, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+    bench: Bench,
+    name: str,
+    setting: tuple[int, int | None],
+    arguments: argparse.Namespace,
+    batches: Callable[[Case], list[Batch]],
 ) -> Case:
     """Plain `generate()` with either cache, or the static engine without a drafter."""
     options = {
@@ -197,12 +209,12 @@ def measure_baseline(
         "static": {"cache_implementation": "static", "disable_compile": not arguments.compile},
         "engine": {"drafter": NoDrafter(bench.target).configure(compile_rounds=arguments.compile)},
     }
-    case = Case(name, 0 if name == "engine" else None, size)
-    return bench.measure(case, lambda: batches(size), **options[name])
+    case = Case(name, 0 if name == "engine" else None, *setting)
+    return bench.measure(case, lambda: batches(case), **options[name])
 
 
 def measure_drift(
-    bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+    bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
 ) -> dict[str, Any] | None:
     """A baseline once more, after everything else: how much slower the machine has become meanwhile.
 
@@ -212,17 +224,18 @@ def measure_drift(
     first = next((case for case in cases if case.name in BASELINES and case.ms_per_round is not None), None)
     if first is None or len(cases) == 1:
         return None
-    again = measure_baseline(bench, first.name, first.batch_size, arguments, batches)
+    again = measure_baseline(bench, first.name, first.setting, arguments, batches)
     if again.ms_per_round is None:
         return None
     ratio = again.ms_per_round.median / first.ms_per_round.median
-    return {"case": first.name, "batch_size": first.batch_size, "ratio": ratio}
+    size, length = first.setting
+    return {"case": first.name, "batch_size": size, "prompt_length": length, "ratio": ratio}
 
 
 def measure_drafter(
-    bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+    bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
 ) -> Iterator[Case]:
-    """The drafter called `name` at every K and batch size; it is in memory only meanwhile."""
+    """The drafter called `name` at every K and setting; it is in memory only meanwhile."""
     try:
         drafter = load_drafter(name, bench.target, random_weights=arguments.random_weights)
         drafter.configure(compile_rounds=arguments.compile)
@@ -231,13 +244,14 @@ def measure_drafter(
     except Exception as error:  # As for any case that fails: the others go on.
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         wanted = arguments.num_assistant_tokens or [None]
-        yield from (Case(name, k, size, error=message) for size in arguments.batch_size for k in wanted)
+        yield from (Case(name, k, *setting, error=message) for setting in settings(arguments) for k in wanted)
         return
-    for size in arguments.batch_size:
+    for setting in settings(arguments):
         for k in arguments.num_assistant_tokens or [drafter.num_assistant_tokens]:
+            case = Case(name, k, *setting)
             yield bench.measure(
-                Case(name, k, size),
-                lambda size=size: batches(size),
+                case,
+                lambda case=case: batches(case),
                 drafter,
                 lambda k=k: acceptance(arguments, drafter, k),
             )
@@ -259,7 +273,7 @@ def caption(report: dict[str, Any]) -> str:
 
 def count_passes(arguments: argparse.Namespace) -> int:
     cases = len(arguments.baselines) + len(arguments.drafter) * len(arguments.num_assistant_tokens or [None])
-    cases = cases * len(arguments.batch_size) + bool(arguments.baselines)
+    cases = cases * len(settings(arguments)) + bool(arguments.baselines)
     return cases * (arguments.runs + 1)
 
 

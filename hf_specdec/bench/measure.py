@@ -49,6 +49,7 @@ class Case:
             without a drafter, else the drafter.
         k: draft tokens a round; None for plain `generate()`, 0 for the engine alone.
         batch_size: rows.
+        prompt_length: tokens of every prompt if they are random; None for texts.
         error: why it could not be measured.
         engine: of ours that ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
         tokens: new tokens of a run, of all rows, end-of-sequence tokens included and padding not.
@@ -70,6 +71,7 @@ class Case:
     name: str
     k: int | None
     batch_size: int
+    prompt_length: int | None = None
     error: str | None = None
     engine: str | None = None
     tokens: int | None = None
@@ -87,6 +89,11 @@ class Case:
     peak_memory_bytes: int | None = None
     bytes_per_round: int | None = None
     bandwidth_share: float | None = None
+
+    @property
+    def setting(self) -> tuple[int, int | None]:
+        """What cases must have in common to be compared."""
+        return self.batch_size, self.prompt_length
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -246,10 +253,10 @@ def _shares(stats: list[SpeculationStats]) -> list[float]:
 
 
 def compare(cases: list[Case]) -> None:
-    """Fill in what compares a case with the baselines of its batch size."""
-    plain = {(case.name, case.batch_size): case for case in cases if case.error is None}
+    """Fill in what compares a case with the baselines of its setting."""
+    plain = {(case.name, case.setting): case for case in cases if case.error is None}
     for case in cases:
-        engine, dynamic = (plain.get((name, case.batch_size)) for name in ("engine", "dynamic"))
+        engine, dynamic = (plain.get((name, case.setting)) for name in ("engine", "dynamic"))
         case.round_over_engine = _ratio(case, engine, "ms_per_round")
         case.round_over_dynamic = _ratio(case, dynamic, "ms_per_round")
         case.speedup = _ratio(case, dynamic, "tokens_per_second")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("hf-specdec", "torch", "transformers", "triton")
 MISSING = "-"
+PROMPT = "prompt"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def _stock_mark(case: Case) -> str:
 
 COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("batch", lambda case: str(case.batch_size)),
+    (PROMPT, lambda case: MISSING if case.prompt_length is None else str(case.prompt_length)),
     ("case", lambda case: short_name(case.name) + _stock_mark(case)),
     ("K", lambda case: MISSING if case.k is None else str(case.k)),
     ("accepted", lambda case: _number(case.acceptance_length)),
@@ -85,11 +87,15 @@ def short_name(name: str) -> str:
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
     """The cases as aligned text, a line each; columns in which no case has a figure are left out.
 
-    Below stand what failed, and how much slower the machine has become while measuring.
+    Lengths of prompts are left out, too, if all are the same. Below stand what failed, and how much slower the machine
+    has become while measuring.
     """
     measured = [case for case in cases if case.error is None]
     rows = [[show(case) for _, show in COLUMNS] for case in measured]
     kept = [index for index in range(len(COLUMNS)) if any(row[index] != MISSING for row in rows)]
+    has_lengths = _has_lengths(cases)
+    if not has_lengths:
+        kept = [index for index in kept if COLUMNS[index][0] != PROMPT]
     lines = []
     if rows:
         grid = [[COLUMNS[index][0] for index in kept], *([row[index] for index in kept] for row in rows)]
@@ -105,12 +111,24 @@ def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
     for case in cases:
         if case.error is not None:
             number = "" if case.k is None else f", K = {case.k}"
-            failed.setdefault((case.name, case.error), []).append(f"batch {case.batch_size}{number}")
+            failed.setdefault((case.name, case.error), []).append(f"{_setting_name(case.setting, has_lengths)}{number}")
     lines += [f"failed: {short_name(name)} ({'; '.join(where)}): {error}" for (name, error), where in failed.items()]
     if drift is not None:
-        what = f"{drift['case']} at batch {drift['batch_size']}"
+        at = _setting_name((drift["batch_size"], drift["prompt_length"]), has_lengths)
+        what = f"{drift['case']} at {at}"
         lines.append(f"drift: measured again at the end, a step of {what} takes {drift['ratio']:.2f} times as long")
     return "\n".join(lines)
+
+
+def _has_lengths(cases: list[Case]) -> bool:
+    """Whether cases differ in the lengths of their prompts."""
+    return len({case.prompt_length for case in cases}) > 1
+
+
+def _setting_name(setting: tuple[int, int | None], has_lengths: bool) -> str:
+    """What tells a `Case.setting` from others."""
+    size, length = setting
+    return f"batch {size}, prompt {length}" if has_lengths else f"batch {size}"
 
 
 def check_matplotlib() -> None:
@@ -140,26 +158,26 @@ def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
 
 
 def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list]:
-    """A figure with a panel a batch size, and the sizes with their panels; pyplot would look for a display."""
+    """A figure with a panel a setting, and the settings with their panels; pyplot would look for a display."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    sizes = sorted({case.batch_size for case in cases})
-    figure = Figure(figsize=(4.2 * len(sizes), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
-    for panel, size in zip(panels, sizes, strict=True):
-        panel.set(title=f"batch {size}", xlabel=xlabel)
+    settings, has_lengths = sorted({case.setting for case in cases}), _has_lengths(cases)
+    figure = Figure(figsize=(4.2 * len(settings), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(settings), squeeze=False)[0]
+    for panel, setting in zip(panels, settings, strict=True):
+        panel.set(title=_setting_name(setting, has_lengths), xlabel=xlabel)
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel(ylabel)
-    return figure, list(zip(sizes, panels, strict=True))
+    return figure, list(zip(settings, panels, strict=True))
 
 
 def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
     """A line a drafter, with the spread of the runs, and a level a baseline."""
     figure, panels = _panels(cases, ylabel, "K, draft tokens a round")
-    for size, panel in panels:
-        here = [case for case in cases if case.batch_size == size and getattr(case, figure_name) is not None]
+    for setting, panel in panels:
+        here = [case for case in cases if case.setting == setting and getattr(case, figure_name) is not None]
         drafted = [case for case in here if case.k]
         for name in dict.fromkeys(case.name for case in drafted):
             line = sorted((case for case in drafted if case.name == name), key=lambda case: case.k)
@@ -178,8 +196,8 @@ def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
 def _over_positions(cases: list[Case]) -> Figure:
     """Acceptance at each position, of every drafter at its largest K."""
     figure, panels = _panels(cases, "share of drafts accepted", "position in the block")
-    for size, panel in panels:
-        drafted = [case for case in cases if case.batch_size == size and case.k]
+    for setting, panel in panels:
+        drafted = [case for case in cases if case.setting == setting and case.k]
         for name in dict.fromkeys(case.name for case in drafted):
             case = max((case for case in drafted if case.name == name), key=lambda case: case.k)
             positions = range(1, case.k + 1)
