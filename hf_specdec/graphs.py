@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,15 @@ _OPTIONS = {"inductor": {"shape_padding": False, "combo_kernels": True, "benchma
 _MOST_COMPILATIONS = 4096
 
 
+@functools.cache
+def _warm_up_stream(device: int) -> torch.cuda.Stream:
+    """The stream on which functions run before they are captured.
+
+    One for all: torch's libraries keep a workspace for every stream that they ever ran on, and torch has 32 streams.
+    """
+    return torch.cuda.Stream(device)
+
+
 class CudaGraph:
     """A function of no arguments as a CUDA graph. It must read and write tensors that stay where they are.
 
@@ -43,7 +53,7 @@ class CudaGraph:
     """
 
     def __init__(self, function: Callable[[], Any]):
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream, current = _warm_up_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):

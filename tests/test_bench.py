@@ -20,6 +20,7 @@ from dialects import (
     write,
     write_draft_model,
 )
+from mtp import publish
 from oracle import RANDOM_DRAFTERS
 from targets import padded_prompts
 from targets import tiny_target as family_target
@@ -152,7 +153,67 @@ def test_no_scripted_acceptance_on_the_stock_engine(tmp_path, capsys):
     assert bench(tmp_path, *options) == 0
     assert "drafter (stock engine)" in capsys.readouterr().out
     assert bench(tmp_path, *options, "--synthetic-acceptance", 2) == 0
-    assert 'failed: drafter (batch 1, K = 2): ValueError: engine="static" was forced' in capsys.readouterr().out
+    assert 'failed: drafter (batch 1, prompt 4, K = 2): ValueError: engine="static" was forced' in capsys.readouterr().out
+
+
+def test_prompts_of_several_lengths(folders, tmp_path, capsys):
+    """A case each, compared with the baseline of the same length; what a round reads grows by the live K/V."""
+    output, lengths = tmp_path / "out.json", [4, 20]
+    options = ["--random-weights", "--max-new-tokens", 6, "--runs", 1, "--baselines", "engine", "--batch-size", 1, 2]
+    options += ["--drafter", folders / "eagle3", folders / "missing", "-k", 2]
+    assert bench(folders, *options, "--prompt-length", *lengths, "--output", output) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["batch", "prompt", "case"]
+    assert [line.split()[:3] for line in lines[1:9]] == [
+        [size, length, name] for size in "12" for length in ("4", "20") for name in ("engine", "eagle3")
+    ]
+    assert lines[9].startswith("failed: missing (batch 1, prompt 4, K = 2; batch 1, prompt 20, K = 2; batch 2, ")
+    assert "a step of engine at batch 1, prompt 4 takes" in lines[10]
+    report = json.loads(output.read_text())
+    assert report["drift"]["prompt_length"] == 4 and report["arguments"]["prompt_length"] == lengths
+    cases = {
+        (case["name"].rpartition("/")[2], case["batch_size"], case["prompt_length"]): case for case in report["cases"]
+    }
+    assert set(cases) == {
+        (name, size, n) for name in ("engine", "eagle3", "missing") for size in (1, 2) for n in lengths
+    }
+    cached = 2 * SPEC.num_kv_heads * SPEC.head_dim * 4  # a layer's keys and values of a token
+    # At K = 2 the drafter's layer runs twice a round.
+    for name, layers in (("engine", SPEC.target_layers), ("eagle3", SPEC.target_layers + 2 * SPEC.num_layers)):
+        for size in (1, 2):
+            short, long = (cases[name, size, length] for length in lengths)
+            assert long["bytes_per_round"] - short["bytes_per_round"] == size * 16 * layers * cached
+            for case in (short, long):
+                engine = cases["engine", size, case["prompt_length"]]
+                ratio = case["ms_per_round"]["median"] / engine["ms_per_round"]["median"]
+                assert case["round_over_engine"] == pytest.approx(ratio)
+    assert bench(folders, *options, "--prompt-length", 4) == 0
+    assert capsys.readouterr().out.split()[:2] == ["batch", "case"]
+
+
+@pytest.mark.parametrize("num_modules", [1, 3])
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5"])
+def test_modules_from_a_config(family, num_modules, tmp_path):
+    """A config.json is all that is needed to time its MTP modules: three in a row, or one three times."""
+    published = publish(family, tmp_path / "published", num_modules).folder
+    (tmp_path / "target").mkdir()
+    shutil.copy(published / "config.json", tmp_path / "target")
+    options = ["--random-weights", "--prompt-length", 5, "--max-new-tokens", 30, "--runs", 1, "--batch-size", 1, 3]
+    options += ["--baselines", "engine", "--drafter", tmp_path / "target", "--output", tmp_path / "out.json"]
+    assert bench(tmp_path, *options, "--synthetic-acceptance", 0.9, 0.9, 0.0) == 0
+    for case in json.loads((tmp_path / "out.json").read_text())["cases"]:
+        assert case["error"] is None and case["tokens"] == 30 * case["batch_size"]
+        if case["name"] != "engine":
+            assert case["k"] == 3 and case["engine"].startswith("static") and case["acceptance_length"] > 1.5
+    for dtype in (torch.float32, torch.bfloat16):
+        target = load_target(str(tmp_path / "target"), dtype, torch.device("cpu"), random_weights=True)
+        drafter = random_drafter(str(tmp_path / "target"), target)
+        assert len(drafter.frames) == len(drafter.decoder.layers) == num_modules
+        assert drafter.config.chaining == ("target" if num_modules == 1 else "modules")
+        for model in (target, drafter):
+            assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+            experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
+            assert experts and all(parameter.isfinite().all() and parameter.std() > 0 for parameter in experts)
 
 
 @pytest.mark.core

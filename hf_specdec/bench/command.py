@@ -68,7 +68,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     add("--runs", type=int, default=3, help="measured runs of every case, after one that is not counted")
     add("--gpu-time", action="store_true", help="also record how long the GPU itself computes, in calls of their own")
     add("--random-weights", action="store_true", help="read config.json files only; prompts are random tokens")
-    add("--prompt-length", type=int, default=128, help="tokens of the prompts of --random-weights")
+    add("--prompt-length", type=int, nargs="+", default=[128], help="tokens of the prompts of --random-weights")
     add(
         "--synthetic-acceptance",
         type=float,
@@ -171,20 +171,24 @@ def find_device(name: str | None) -> torch.device:
 
 def batch_maker(
     arguments: argparse.Namespace, prompts: list[str] | None, target: PreTrainedModel
-) -> Callable[[int], list[Batch]]:
-    """A function from a batch size to the batches of every case; also settles what ends a row of `target`."""
+) -> Callable[[Case], list[Batch]]:
+    """A function from a case to its batches; also settles what ends a row of `target`."""
     ignore_eos = arguments.ignore_eos or arguments.random_weights or arguments.synthetic_acceptance is not None
     if prompts is None:
         settle_ends(target, None, arguments.eos_token, ignore_eos)
-        vocab_size, length = target.config.get_text_config().vocab_size, arguments.prompt_length
-        return lambda size: random_batches(vocab_size, length, arguments.limit or size, size, target.device)
+        vocab_size, limit = target.config.get_text_config().vocab_size, arguments.limit
+        return lambda case: random_batches(
+            vocab_size, case.prompt_length, limit or case.batch_size, case.batch_size, target.device
+        )
     tokenizer = load_tokenizer(arguments.target)
     settle_ends(target, tokenizer, arguments.eos_token, ignore_eos)
-    return lambda size: text_batches(tokenizer, prompts, size, target.device)
+    return lambda case: text_batches(tokenizer, prompts, case.batch_size, target.device)
 
 
 def settings(arguments: argparse.Namespace) -> list[Setting]:
-    return list(starmap(Setting, product(arguments.batch_size, arguments.temperature)))
+    """Of all cases; prompts have lengths if they are made up."""
+    lengths = arguments.prompt_length if arguments.random_weights else [None]
+    return list(starmap(Setting, product(arguments.batch_size, arguments.temperature, lengths)))
 
 
 def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
@@ -197,7 +201,7 @@ def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]) -> Iterator[Case]:
+def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]) -> Iterator[Case]:
     """Every case that was asked for, as it is measured."""
     for setting in settings(arguments):
         for name in BASELINES:
@@ -208,7 +212,7 @@ def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[
 
 
 def measure_baseline(
-    bench: Bench, name: str, setting: Setting, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+    bench: Bench, name: str, setting: Setting, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
 ) -> Case:
     """Plain `generate()` with either cache, or the static engine without a drafter."""
     options = {
@@ -217,11 +221,11 @@ def measure_baseline(
         "engine": {"drafter": NoDrafter(bench.target).configure(compile_rounds=arguments.compile)},
     }
     case = Case(name, 0 if name == "engine" else None, *setting)
-    return bench.measure(case, lambda: batches(case.batch_size), **options[name])
+    return bench.measure(case, lambda: batches(case), **options[name])
 
 
 def measure_drift(
-    bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+    bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
 ) -> dict[str, Any] | None:
     """A baseline once more, after everything else: how much slower the machine has become meanwhile.
 
@@ -239,7 +243,7 @@ def measure_drift(
 
 
 def measure_drafter(
-    bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[int], list[Batch]]
+    bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
 ) -> Iterator[Case]:
     """The drafter called `name` at every K and setting; it is in memory only meanwhile."""
     try:
@@ -257,7 +261,7 @@ def measure_drafter(
             drafter.configure(draft_probs=DRAFT_PROBS[case.draft_probs])
         yield bench.measure(
             case,
-            lambda case=case: batches(case.batch_size),
+            lambda case=case: batches(case),
             drafter,
             lambda case=case: acceptance(arguments, drafter, case.k),
         )

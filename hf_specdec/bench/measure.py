@@ -43,9 +43,15 @@ class Setting(NamedTuple):
 
     batch_size: int
     temperature: float
+    prompt_length: int | None
 
     def __str__(self) -> str:
-        return f"batch {self.batch_size}" + (f", T = {self.temperature:g}" if self.temperature else "")
+        parts = [f"batch {self.batch_size}"]
+        if self.temperature:
+            parts.append(f"T = {self.temperature:g}")
+        if self.prompt_length is not None:
+            parts.append(f"prompt {self.prompt_length}")
+        return ", ".join(parts)
 
 
 @dataclass
@@ -60,6 +66,7 @@ class Case:
         k: draft tokens a round; None for plain `generate()`, 0 for the engine alone.
         batch_size: rows.
         temperature: of sampling; 0 for greedy decoding.
+        prompt_length: tokens of every prompt if they are random; None for texts.
         draft_probs: of the drafter, `"on"`, `"off"` or `"auto"` (see `Drafter.configure`); None without a drafter, and
             in greedy decoding, where it changes nothing.
         error: why it could not be measured.
@@ -84,6 +91,7 @@ class Case:
     k: int | None
     batch_size: int
     temperature: float = 0.0
+    prompt_length: int | None = None
     draft_probs: str | None = None
     error: str | None = None
     engine: str | None = None
@@ -105,7 +113,7 @@ class Case:
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.batch_size, self.temperature)
+        return Setting(self.batch_size, self.temperature, self.prompt_length)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

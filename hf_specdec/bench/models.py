@@ -113,7 +113,8 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
         tensors = _implied_tensors(settings, target.config.get_text_config())
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
     with torch.device(target.device):
-        drafter = found.family(found.config).to(target.device, target.dtype).eval()
+        # In the target's type from the start: stacked experts are gigabytes, and twice as many in float32.
+        drafter = found.family._from_config(found.config, dtype=target.dtype).to(target.dtype).eval()
     drafter.requires_grad_(False)
     drafter.bind(target)
     return drafter

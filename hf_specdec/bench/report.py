@@ -60,10 +60,11 @@ def _stock_mark(case: Case) -> str:
 
 
 # What stands only where cases differ in it.
-VARIED = ("T", "draft probs")
+VARIED = ("prompt", "T", "draft probs")
 
 COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("batch", lambda case: str(case.batch_size)),
+    ("prompt", lambda case: MISSING if case.prompt_length is None else str(case.prompt_length)),
     ("case", lambda case: short_name(case.name) + _stock_mark(case)),
     ("T", lambda case: f"{case.temperature:g}"),
     ("draft probs", lambda case: case.draft_probs or MISSING),
@@ -129,7 +130,7 @@ def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
             failed.setdefault((case.name, case.error), []).append(f"{case.setting}{_draft_probs(case)}{number}")
     lines += [f"failed: {short_name(name)} ({'; '.join(where)}): {error}" for (name, error), where in failed.items()]
     if drift is not None:
-        what = f"{drift['case']} at {Setting(drift['batch_size'], drift['temperature'])}"
+        what = f"{drift['case']} at {Setting(**{name: drift[name] for name in Setting._fields})}"
         lines.append(f"drift: measured again at the end, a step of {what} takes {drift['ratio']:.2f} times as long")
     return "\n".join(lines)
 
@@ -161,19 +162,19 @@ def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
 
 
 def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list[tuple[Setting, Any]]]:
-    """A figure with a panel a setting, batch sizes side by side, and the settings with their panels."""
+    """A figure with a panel a setting, those of a temperature side by side, and the settings with their panels."""
     from matplotlib.figure import Figure  # pyplot would look for a display
     from matplotlib.ticker import MaxNLocator
 
-    sizes = sorted({case.batch_size for case in cases})
+    sizes = sorted({(case.batch_size, case.prompt_length) for case in cases})
     temperatures = sorted({case.temperature for case in cases})
     figure = Figure(figsize=(4.2 * len(sizes), 3.4 * len(temperatures)), layout="constrained")
     panels = figure.subplots(len(temperatures), len(sizes), squeeze=False)
     found = []
     for row, temperature in zip(panels, temperatures, strict=True):
         row[0].set_ylabel(ylabel)
-        for panel, size in zip(row, sizes, strict=True):
-            setting = Setting(size, temperature)
+        for panel, (size, length) in zip(row, sizes, strict=True):
+            setting = Setting(size, temperature, length)
             panel.set(title=str(setting), xlabel=xlabel)
             panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.grid(alpha=0.3)
