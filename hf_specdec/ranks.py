@@ -58,8 +58,8 @@ def from_first_rank(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tenso
 def local_products(model: PreTrainedModel) -> Iterator[None]:
     """Context in which split linear layers of `model` hold this process's part of their weights as plain parameters.
 
-    transformers computes with these parts where no gradients are asked for, and takes them out of the `DTensor`s at
-    every call. Once for all calls costs the host less, and a compiler does not have to follow it layer by layer.
+    transformers computes with these parts where no gradients are asked for, but takes them out of the `DTensor`s at
+    every call. That is work for the host, and a compiler, which sees other parameters each time, compiles each time.
     """
     split: list[tuple[nn.Linear, str, nn.Parameter]] = []
     try:

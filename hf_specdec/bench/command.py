@@ -84,10 +84,11 @@ def run_bench(arguments: argparse.Namespace) -> None:
         OSError, ValueError: something is wrong with what was asked for, or no case could be measured.
     """
     check_arguments(arguments)
+    was_initialized = dist.is_initialized()
     try:
         measure(arguments)
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not was_initialized:
             dist.destroy_process_group()
 
 
