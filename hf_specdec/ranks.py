@@ -59,7 +59,7 @@ def local_products(model: PreTrainedModel) -> Iterator[None]:
     """Context in which split linear layers of `model` hold this process's part of their weights as plain parameters.
 
     transformers computes with these parts where no gradients are asked for, but takes them out of the `DTensor`s at
-    every call. That is work for the host, and a compiler, which sees other parameters each time, compiles each time.
+    every call of a layer. That is work for the host, and more for a compiler, which has to follow it layer by layer.
     """
     split: list[tuple[nn.Linear, str, nn.Parameter]] = []
     try:

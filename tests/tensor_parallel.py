@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from oracle import RANDOM_DRAFTERS, OracleDrafter
 from targets import padded_prompts
+from test_capture import Replay
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.distributed import DistributedConfig
 
-from hf_specdec import Drafter, cli
+from hf_specdec import Drafter, cli, graphs
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.sessions import fingerprint
@@ -145,6 +146,15 @@ def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
     }
 
 
+def say_again_and_again(target: PreTrainedModel) -> list:
+    """`say`, sampling, in rounds that a stand-in for the CUDA graph replays."""
+    graphs.CAPTURE["cpu"] = Replay
+    try:
+        return say(target, uncompiled(target, "borrower"), **SAMPLING)
+    finally:
+        del graphs.CAPTURE["cpu"]
+
+
 def bench(folder: Path, output: Path) -> dict[str, Any]:
     """What the command prints and writes in this process, and what it measured."""
     drafters = [folder / "eagle3", folder / "p-eagle"]
@@ -161,7 +171,7 @@ def bench(folder: Path, output: Path) -> dict[str, Any]:
         "-k",
         3,
     ]
-    options += ["--baselines", "dynamic", "engine", "--synthetic-acceptance", 2.0, "--output", output]
+    options += ["--baselines", "dynamic", "engine", "--synthetic-acceptance", 2.0, "--no-compile", "--output", output]
     command = ["bench", "--tensor-parallel", "--target", folder / "target", "--drafter", *drafters, *options]
     traffic.COPY_BYTES = 2**20
     with redirect_stdout(io.StringIO()) as printed:
@@ -181,6 +191,7 @@ def main(folder: str, answers: str, device: str) -> None:
     }
     said |= {family: say_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
     if device == "cpu":
+        said["replayed"] = say_again_and_again(target)
         said |= say_what_is_wrong(target)
         check_weights(target)
     said["bench"] = bench(Path(folder) / "bench", Path(answers) / f"figures-{rank}.json")

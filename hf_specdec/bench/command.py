@@ -195,7 +195,7 @@ def find_device(name: str | None, tensor_parallel: bool = False) -> torch.device
         ValueError: there is no such device, or processes cannot have it.
     """
     if tensor_parallel:
-        kind = torch.accelerator.current_accelerator() or torch.device("cpu")
+        kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         if name not in (None, kind.type):
             raise ValueError(
                 f"--device is {name!r}, but transformers splits a target over devices of type {kind.type} here; "
