@@ -22,7 +22,7 @@ from .attention import ragged_attention
 from .drafters.base import Drafter
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, experts_without_host, first_line
-from .ranks import from_first_rank
+from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
     BlockProcessor,
     Randomness,
@@ -199,6 +199,7 @@ def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(ragged_attention(model))
+        stack.enter_context(local_products(model))
         stack.enter_context(ops.narrow_products(model, drafter))
         stack.enter_context(fused_products(model, drafter))
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
@@ -347,7 +348,8 @@ def capture_round(
     state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
 ) -> CapturedRound | None:
     """`step`, captured; None, and a warning, if it does something that cannot be."""
-    capture = Capture(target.model.device, drafter.compile_rounds)
+    is_shared = tensor_parallel_group(target.model) is not None
+    capture = Capture(target.model.device, drafter.compile_rounds, same_everywhere=is_shared)
     try:
         with experts_without_host(target.model, drafter):
             return CapturedRound(capture, state, target, drafter, process)

@@ -69,9 +69,20 @@ class CudaGraph:
         return self.result
 
 
-def compiled(function: Callable[[], Any], backend: str) -> Callable[[], Any]:
-    """`function` as one graph of `torch.compile`; it is compiled when it first runs."""
-    optimized = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=_OPTIONS.get(backend))
+def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = False) -> Callable[[], Any]:
+    """`function` as one graph of `torch.compile`; it is compiled when it first runs.
+
+    Args:
+        function: to compile.
+        backend: of `torch.compile`.
+        same_everywhere: whether other processes must come to the same kernels.
+    """
+    options = dict(_OPTIONS.get(backend, {}))
+    if same_everywhere and backend == "inductor" and "deterministic" in torch._inductor.list_options():  # not in 2.9
+        # Sums are not tuned by measuring: another order of summation could draft another token. Combined kernels have
+        # not been tried under this option.
+        options |= {"deterministic": True, "combo_kernels": False}
+    optimized = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options or None)
 
     def run() -> Any:
         limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}
@@ -98,12 +109,14 @@ class Capture:
     Args:
         device: that they run on.
         is_compiled: whether to compile them.
+        same_everywhere: whether other processes must come to the same kernels.
 
     Attributes:
         has_compiled: whether everything so far was compiled.
     """
 
-    def __init__(self, device: torch.device, is_compiled: bool):
+    def __init__(self, device: torch.device, is_compiled: bool, same_everywhere: bool = False):
+        self._same_everywhere = same_everywhere
         self._graph = CAPTURE[device.type]
         self._backend = COMPILERS.get(device.type) if is_compiled else None
         self.has_compiled = self._backend is not None
@@ -112,7 +125,7 @@ class Capture:
         """`function` as a graph: called, it is replayed; `result` is what every replay overwrites."""
         if self._backend is not None:
             try:
-                return self._graph(compiled(function, self._backend))
+                return self._graph(compiled(function, self._backend, self._same_everywhere))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a compiler may raise; what is wrong with the function shows below

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
+
+
+def num_processes() -> int:
+    """How many processes torchrun, or accelerate, has started together with this one; 1 if nobody has."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for those that were started together with it."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def local_rank() -> int:
+    """Number of this process among those on its host, and of the device that it has there."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of `tensor`, sharing its memory; `tensor` itself if that is not split."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def tensor_parallel_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
@@ -27,6 +52,28 @@ def from_first_rank(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tenso
     shared = tensor.to(model.device, copy=True)
     dist.broadcast(shared, group=group, group_src=0)
     return shared.to(tensor.device)
+
+
+@contextmanager
+def local_products(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which split linear layers of `model` hold this process's part of their weights as plain parameters.
+
+    transformers computes with these parts where no gradients are asked for, but takes them out of the `DTensor`s at
+    every call of a layer. That is work for the host, and more for a compiler, which has to follow it layer by layer.
+    """
+    split: list[tuple[nn.Linear, str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):
+                    split.append((module, name, parameter))
+                    module._parameters[name] = nn.Parameter(local_part(parameter.detach()), requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in split:
+            module._parameters[name] = parameter
 
 
 def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from .ranks import local_part
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -110,6 +111,4 @@ def fingerprint(*models: nn.Module) -> int:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().data_ptr()
-    return tensor.data_ptr() or id(tensor)  # a quantised weight has no memory but that of its parts
+    return local_part(tensor).data_ptr() or id(tensor)  # a quantised weight has no memory but that of its parts

@@ -8,11 +8,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def launch(program: str | Path, *arguments: object, processes: int = 2) -> subprocess.Popen:
-    """Start `program` under torchrun on CPUs, where there are GPUs too; its output is in `stdout`."""
+def launch(program: str | Path, *arguments: object, processes: int = 2, on_gpus: bool = False) -> subprocess.Popen:
+    """Start `program` under torchrun, on CPUs also where there are GPUs; its output is in `stdout`."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     folders = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
-    settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    if not on_gpus:
+        settings["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.Popen(
         [sys.executable, *torchrun, str(program), *map(str, arguments)],
         env={**os.environ, **settings},

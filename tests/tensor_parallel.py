@@ -1,14 +1,16 @@
 """What every process of `test_tensor_parallel.py` runs: a target split with a `tp_plan`, and drafters on it.
 
-    torchrun --nproc-per-node 2 tests/tensor_parallel.py <folder of the targets> <folder for the answers>
+    torchrun --nproc-per-node 2 tests/tensor_parallel.py <folder of the targets> <folder for the answers> cpu|cuda
 
-Writes `<rank>.json`: what was said, by the name of the case.
+Writes `<rank>.json`: what was said, by the name of the case. On GPUs that is what is said in captured rounds.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ import torch
 import torch.distributed as dist
 from oracle import RANDOM_DRAFTERS, OracleDrafter
 from targets import padded_prompts
+from test_capture import Replay
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.distributed import DistributedConfig
 
-from hf_specdec import Drafter
+from hf_specdec import Drafter, cli, graphs
+from hf_specdec.bench import traffic
+from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.sessions import fingerprint
 
 PROMPT_LENGTHS = [2, 13, 7]
@@ -33,26 +38,37 @@ def borrower(target: PreTrainedModel) -> Drafter:
     return RANDOM_DRAFTERS["eagle3"](target, own_embedding=False, own_head=False)
 
 
+def uncompiled(target: PreTrainedModel, name: str) -> Drafter:
+    """A drafter of `DRAFTERS`; compiling takes far longer than what it is to say."""
+    return DRAFTERS[name](target).configure(compile_rounds=False)
+
+
 DRAFTERS = {"borrower": borrower, "p-eagle": RANDOM_DRAFTERS["p-eagle"], "draft-model": RANDOM_DRAFTERS["draft-model"]}
 
 
 def say(target: PreTrainedModel, drafter: Drafter | None, seed: int = 3, lengths=PROMPT_LENGTHS, **options) -> list:
-    """Tokens that are generated, and how many drafts each row had accepted by position."""
+    """Tokens that are generated, how many drafts each row had accepted by position, and how rounds were run."""
     set_seed(seed)
     if drafter is not None:
         options |= {"assistant_model": drafter, "num_assistant_tokens": 3}
-    out = target.generate(**padded_prompts(lengths), **{"do_sample": False, "max_new_tokens": NEW_TOKENS, **options})
-    return [out.tolist(), None if drafter is None else [row.accepted_per_position for row in drafter.stats.rows]]
+    prompts = {name: tensor.to(target.device) for name, tensor in padded_prompts(lengths).items()}
+    out = target.generate(**prompts, **{"do_sample": False, "max_new_tokens": NEW_TOKENS, **options})
+    if drafter is None:
+        return [out.tolist(), None, None]
+    stats = drafter.stats
+    drafter.release()  # A process group cannot end before the graphs that hold its collectives.
+    return [out.tolist(), [row.accepted_per_position for row in stats.rows], stats.execution]
 
 
 def say_all(target: PreTrainedModel) -> dict[str, Any]:
     """What `target` says with every drafter; the same wherever its weights are."""
     said = {"plain": say(target, None)}
-    for name, make in DRAFTERS.items():
-        drafter = make(target)
+    for name in DRAFTERS:
+        drafter = uncompiled(target, name)
         said[f"{name}, greedy"] = say(target, drafter)
         said[f"{name}, sampling"] = say(target, drafter, **SAMPLING)
-    said["row seeds"] = say(target, borrower(target), **SAMPLING, seeds=[5, 6, 7])
+    said["row seeds"] = say(target, uncompiled(target, "borrower"), **SAMPLING, seeds=[5, 6, 7])
+    said["compiled, sampling"] = say(target, borrower(target), **SAMPLING)
     stock = borrower(target).configure(engine="stock")
     said["stock, greedy"] = say(target, stock, lengths=[9])
     said["stock, sampling"] = say(target, stock, lengths=[9], **SAMPLING)
@@ -90,7 +106,7 @@ def error_of(call) -> str:
 
 def say_briefly(target: PreTrainedModel) -> list:
     """What `target` says with a drafter that it lends its embedding and head."""
-    drafter = borrower(target)
+    drafter = uncompiled(target, "borrower")
     return [say(target, drafter), say(target, drafter, **SAMPLING)]
 
 
@@ -99,11 +115,8 @@ def load_split(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=split).eval()
 
 
-def main(folder: str, answers: str) -> None:
-    target = load_split(Path(folder) / "llama")
-    rank = dist.get_rank()
-    said = say_all(target)
-    said |= {family: say_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
+def check_weights(target: PreTrainedModel) -> None:
+    """A drafter's borrowed weights are whole and plain; a change of any part of the target's is noticed."""
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
     assert type(drafter._borrowed["embedding"]) in (torch.Tensor, torch.nn.Parameter)
@@ -112,12 +125,15 @@ def main(folder: str, answers: str) -> None:
     head = target.lm_head.weight
     target.lm_head.weight = torch.nn.Parameter(torch.empty_like(head).copy_(head), requires_grad=False)
     assert fingerprint(target, drafter) != before, "a part of a weight moved unnoticed"
-    own_seed = say(target, drafter, seed=rank, **SAMPLING)
+
+
+def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
+    """The errors of processes that disagree, by what they disagree about."""
+    rank, drafter = dist.get_rank(), borrower(target)
     texts = torch.tensor([[2] * NEW_TOKENS])
     oracle = OracleDrafter(target, texts, [9], accuracy=1.0)
     last = LogitsProcessorList([Willful(9 + NEW_TOKENS - 1)])
-    said |= {
-        "seeds of their own": own_seed,
+    return {
         "other prompts": error_of(lambda: say(target, drafter, lengths=[5 + rank])),
         "other settings": error_of(lambda: say(target, drafter, max_new_tokens=4 + rank)),
         "other row seeds": error_of(lambda: say(target, drafter, **SAMPLING, seeds=[1, 2, rank])),
@@ -127,10 +143,58 @@ def main(folder: str, answers: str) -> None:
         "max_time": error_of(lambda: say(target, drafter, max_time=100.0)),
         "other tokens": error_of(lambda: say(target, oracle, lengths=[9], logits_processor=last)),
         "fsdp": error_of(lambda: managed_by_fsdp(target, drafter)),
-        "sharded": [
-            str(type(parameter).__name__) for name, parameter in target.named_parameters() if "lm_head" in name
-        ],
     }
+
+
+def say_again_and_again(target: PreTrainedModel) -> list:
+    """`say`, sampling, in rounds that a stand-in for the CUDA graph replays."""
+    graphs.CAPTURE["cpu"] = Replay
+    try:
+        return say(target, uncompiled(target, "borrower"), **SAMPLING)
+    finally:
+        del graphs.CAPTURE["cpu"]
+
+
+def bench(folder: Path, output: Path) -> dict[str, Any]:
+    """What the command prints and writes in this process, and what it measured."""
+    drafters = [folder / "eagle3", folder / "p-eagle"]
+    options = [
+        "--random-weights",
+        "--prompt-length",
+        5,
+        "--max-new-tokens",
+        24,
+        "--runs",
+        1,
+        "--batch-size",
+        2,
+        "-k",
+        3,
+    ]
+    options += ["--baselines", "dynamic", "engine", "--synthetic-acceptance", 2.0, "--no-compile", "--output", output]
+    command = ["bench", "--tensor-parallel", "--target", folder / "target", "--drafter", *drafters, *options]
+    traffic.COPY_BYTES = 2**20
+    with redirect_stdout(io.StringIO()) as printed:
+        status = cli.main([str(argument) for argument in command])
+    return {"status": status, "printed": printed.getvalue(), "wrote": output.exists()}
+
+
+def main(folder: str, answers: str, device: str) -> None:
+    target = load_split(Path(folder) / "llama")
+    assert target.device.type == device
+    rank = dist.get_rank()
+    head = target.lm_head.weight
+    said = say_all(target) | {
+        "sharded": [type(head).__name__, *head.to_local().shape],
+        "seeds of their own": say(target, uncompiled(target, "borrower"), seed=rank, **SAMPLING),
+        "bytes": round_bytes(target, None, 0, batch=3, length=10),
+    }
+    said |= {family: say_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
+    if device == "cpu":
+        said["replayed"] = say_again_and_again(target)
+        said |= say_what_is_wrong(target)
+        check_weights(target)
+    said["bench"] = bench(Path(folder) / "bench", Path(answers) / f"figures-{rank}.json")
     (Path(answers) / f"{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()

@@ -153,7 +153,8 @@ def test_no_scripted_acceptance_on_the_stock_engine(tmp_path, capsys):
     assert bench(tmp_path, *options) == 0
     assert "drafter (stock engine)" in capsys.readouterr().out
     assert bench(tmp_path, *options, "--synthetic-acceptance", 2) == 0
-    assert 'failed: drafter (batch 1, prompt 4, K = 2): ValueError: engine="static" was forced' in capsys.readouterr().out
+    failed = 'failed: drafter (batch 1, prompt 4, K = 2): ValueError: engine="static" was forced'
+    assert failed in capsys.readouterr().out
 
 
 def test_prompts_of_several_lengths(folders, tmp_path, capsys):

@@ -195,6 +195,16 @@ def test_what_cannot_be_compiled_is_captured_all_the_same(capture, monkeypatch, 
     assert "torch.compile" not in caplog.text
 
 
+def test_processes_that_share_a_target_compile_alike(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, options, **settings: asked.append(options))
+    for same_everywhere in (False, True):
+        graphs.compiled(lambda: None, "inductor", same_everywhere)
+    alone, together = asked
+    assert alone["combo_kernels"] and "deterministic" not in alone
+    assert together.get("deterministic", False) == ("deterministic" in torch._inductor.list_options())
+
+
 def refuse(function):
     raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -1,28 +1,45 @@
 """A target split over two processes says what it says in one, and processes that disagree are told so."""
 
+import copy
 import json
 import re
 
 import pytest
+import torch
 from launch import ROOT, finish, launch
+from oracle import eagle_options
 from targets import tiny_target
 from tensor_parallel import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly
+
+from hf_specdec.bench.traffic import round_bytes
+from hf_specdec.cli import main
+from hf_specdec.config import Eagle3Config, PEagleConfig
+
+
+def ask_two(folder, device):
+    """What two processes said on devices of the type `device`, each by the name of the case."""
+    for family in ("llama", *OTHER_FAMILIES):
+        tiny_target(family).save_pretrained(folder / family)
+    target = tiny_target("llama")
+    target.config.save_pretrained(folder / "bench" / "target")
+    Eagle3Config(**eagle_options(target)).save_pretrained(folder / "bench" / "eagle3")
+    PEagleConfig(**eagle_options(target), mask_token_id=2).save_pretrained(folder / "bench" / "p-eagle")
+    finish(launch(ROOT / "tests" / "tensor_parallel.py", folder, folder, device, on_gpus=device != "cpu"))
+    answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    answers[0]["figures"] = json.loads((folder / "figures-0.json").read_text())
+    return answers
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """What the two processes said, each by the name of the case."""
-    folder = tmp_path_factory.mktemp("tensor_parallel")
-    for family in ("llama", *OTHER_FAMILIES):
-        tiny_target(family).save_pretrained(folder / family)
-    finish(launch(ROOT / "tests" / "tensor_parallel.py", folder, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    """What the two processes said on CPUs, each by the name of the case."""
+    return ask_two(tmp_path_factory.mktemp("tensor_parallel"), "cpu")
 
 
 @pytest.mark.core
 def test_one_process_and_two_say_the_same(answers):
     expected = json.loads(json.dumps(say_all(tiny_target("llama"))))
-    assert answers[0]["sharded"] == ["DTensor"], "the target was not split"
+    assert answers[0]["sharded"] == ["DTensor", 48, 32], "the target was not split"
     for rank, said in enumerate(answers):
         different = [name for name in expected if said[name] != expected[name]]
         assert not different, f"process {rank} says something else: {different}"
@@ -61,3 +78,82 @@ def test_seeds_are_those_of_the_first_process(answers):
 def test_processes_that_disagree(answers, case, words):
     for said in answers:
         assert re.match(words, said[case]), said[case]
+
+
+@pytest.mark.core
+def test_split_rounds_are_captured(answers):
+    """What transformers wraps around split layers is no obstacle."""
+    for said in answers:
+        assert said["replayed"] == [*said["borrower, sampling"][:2], "captured in one graph, not compiled"]
+
+
+def check_bench(answers):
+    """Both processes measured, of a target drawn in two parts, and the first one alone spoke."""
+    first, second = (said["bench"] for said in answers)
+    assert second == {"status": 0, "printed": "", "wrote": False}
+    assert first["status"] == 0 and first["wrote"]
+    assert first["printed"].splitlines()[0].startswith("batch  case") and "drift: " in first["printed"]
+    figures = answers[0]["figures"]
+    assert figures["environment"]["processes"] == 2
+    cases = {case["name"].rpartition("/")[2]: case for case in figures["cases"]}
+    assert set(cases) == {"dynamic", "engine", "eagle3", "p-eagle"}
+    assert [case["error"] for case in cases.values()] == [None] * 4
+    for name in ("eagle3", "p-eagle"):
+        case = cases[name]
+        assert case["tokens"] == 2 * 24 and 1.0 < case["acceptance_length"] < 4.0
+        assert case["bytes_per_round"] > cases["engine"]["bytes_per_round"]
+    return cases
+
+
+@pytest.mark.core
+def test_bench(answers):
+    cases = check_bench(answers)
+    assert "on a device of type cpu" in cases["engine"]["engine"]
+
+
+@pytest.mark.core
+def test_bytes_are_those_of_one_process(answers):
+    """Half of everything but the norms, of which every process has its own."""
+    whole = round_bytes(tiny_target("llama"), None, 0, batch=3, length=10)
+    norms = 4 * (6 * 2 * 32 + 32)
+    assert [2 * said["bytes"] - whole for said in answers] == [norms, norms]
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "words"),
+    [
+        (["--tensor-parallel"], 1, "this is the only one; expected several. Start it with torchrun"),
+        ([], 2, "This is one of 2 processes, .* or --tensor-parallel"),
+        (["--tensor-parallel"], 2, r"GGUF file target\.gguf, .*; expected a folder or Hub repository"),
+        (
+            ["--tensor-parallel", "--target", "folder", "--device", "meta"],
+            2,
+            "--device is 'meta', .* expected no --device",
+        ),
+    ],
+)
+def test_processes_that_cannot_measure_together(monkeypatch, capsys, options, processes, words):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert main(["bench", "--target", "target.gguf", *options]) == 1
+    assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_one_gpu_and_two_say_the_same(tmp_path):
+    """In captured rounds, which hold the processes' collectives too."""
+    answers = ask_two(tmp_path, "cuda")
+    expected = say_all(copy.deepcopy(tiny_target("llama")).to("cuda"))
+    expected |= {family: say_briefly(copy.deepcopy(tiny_target(family)).to("cuda")) for family in OTHER_FAMILIES}
+    expected = json.loads(json.dumps(expected))
+    executions = {name: expected[name][2] for name in ("borrower, greedy", "p-eagle, sampling", "compiled, sampling")}
+    assert executions == {
+        "borrower, greedy": "captured in one graph, not compiled",
+        "p-eagle, sampling": "captured in one graph, not compiled",
+        "compiled, sampling": "captured in one graph, compiled",
+    }
+    for rank, said in enumerate(answers):
+        different = [name for name in expected if said[name] != expected[name]]
+        assert not different, f"process {rank} says something else: {different}"
+    for case in check_bench(answers).values():
+        assert case["name"] == "dynamic" or case["engine"].endswith("captured in one graph, not compiled")

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..config import check_num_assistant_tokens
 from ..drafters import Drafter
 from ..drafters.none import NoDrafter
+from ..ranks import is_first_process, local_rank, num_processes
 from .measure import Bench, Case, Setting, compare
-from .models import load_drafter, load_target, load_tokenizer, settle_ends
+from .models import GGUF_SUFFIX, load_drafter, load_target, load_tokenizer, settle_ends
 from .prompts import Batch, load_prompts, random_batches, text_batches
 from .report import check_matplotlib, draw, environment, short_name, table
 from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
@@ -70,6 +72,11 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     add("--random-weights", action="store_true", help="read config.json files only; prompts are random tokens")
     add("--prompt-length", type=int, nargs="+", default=[128], help="tokens of the prompts of --random-weights")
     add(
+        "--tensor-parallel",
+        action="store_true",
+        help="split the target over the processes of torchrun, with which this is to be started",
+    )
+    add(
         "--synthetic-acceptance",
         type=float,
         nargs="+",
@@ -88,13 +95,25 @@ def run_bench(arguments: argparse.Namespace) -> None:
         OSError, ValueError: something is wrong with what was asked for, or no case could be measured.
     """
     check_arguments(arguments)
-    device = find_device(arguments.device)
+    was_initialized = dist.is_initialized()
+    try:
+        measure(arguments)
+    finally:
+        if dist.is_initialized() and not was_initialized:
+            dist.destroy_process_group()
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """`run_bench` in one of the processes that run it together; the first one alone writes and prints."""
+    device = find_device(arguments.device, arguments.tensor_parallel)
+    if not is_first_process():
+        arguments.output = arguments.plots = None
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     prompts = None if arguments.random_weights else load_prompts(arguments.prompts, arguments.limit)
     bandwidth = copy_bandwidth(device)  # before memory is full
-    target = load_target(arguments.target, dtype, device, arguments.random_weights)
+    target = load_target(arguments.target, dtype, device, arguments.random_weights, arguments.tensor_parallel)
     batches = batch_maker(arguments, prompts, target)
     with progress_bar(count_passes(arguments)) as progress:
         bench = Bench(
@@ -106,7 +125,8 @@ def run_bench(arguments: argparse.Namespace) -> None:
             progress=progress,
         )
         report = {
-            "environment": environment(device) | {"dtype": str(dtype).removeprefix("torch.")},
+            "environment": environment(device)
+            | {"dtype": str(dtype).removeprefix("torch."), "processes": num_processes()},
             "arguments": stated_arguments(arguments),
             "copy_bandwidth": bandwidth,
             "drift": None,
@@ -117,7 +137,8 @@ def run_bench(arguments: argparse.Namespace) -> None:
             save(report, cases, arguments.output)  # What comes next may take the process down.
         report["drift"] = drift = measure_drift(bench, cases, arguments, batches)
     save(report, cases, arguments.output)
-    print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
+    if is_first_process():
+        print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
     if all(case.error is not None for case in cases):
         raise ValueError("No case could be measured.")
     if arguments.plots is not None:
@@ -153,14 +174,49 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_acceptance(arguments.synthetic_acceptance)
     if arguments.plots is not None:
         check_matplotlib()
+    check_processes(arguments)
 
 
-def find_device(name: str | None) -> torch.device:
+def check_processes(arguments: argparse.Namespace) -> None:
+    """Raise `ValueError` unless there are several processes if and only if the target is split over them."""
+    if arguments.tensor_parallel and num_processes() == 1:
+        raise ValueError(
+            "--tensor-parallel splits the target over processes, but this is the only one; expected several. Start it "
+            "with torchrun --nproc-per-node 2 -m hf_specdec.cli bench ..."
+        )
+    if not arguments.tensor_parallel and num_processes() > 1:
+        raise ValueError(
+            f"This is one of {num_processes()} processes, which would disturb each other; expected one, or "
+            "--tensor-parallel for a target that is split over them."
+        )
+    if arguments.tensor_parallel and Path(arguments.target).suffix == GGUF_SUFFIX:
+        raise ValueError(
+            f"--target is the GGUF file {arguments.target}, which transformers reads whole; expected a folder or Hub "
+            "repository with --tensor-parallel."
+        )
+
+
+def find_device(name: str | None, tensor_parallel: bool = False) -> torch.device:
     """The device called `name`; a GPU if there is one and no name.
 
+    Args:
+        name: of a device.
+        tensor_parallel: whether each process has one of its own, chosen as transformers does.
+
     Raises:
-        ValueError: there is no such device.
+        ValueError: there is no such device, or processes cannot have it.
     """
+    if tensor_parallel:
+        kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        if name not in (None, kind.type):
+            raise ValueError(
+                f"--device is {name!r}, but transformers splits a target over devices of type {kind.type} here; "
+                "expected no --device with --tensor-parallel. To compute on CPUs set CUDA_VISIBLE_DEVICES to nothing."
+            )
+        if kind.type == "cpu":
+            return kind
+        torch.accelerator.set_device_index(local_rank())
+        name = f"{kind.type}:{local_rank()}"
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
@@ -295,7 +351,8 @@ def progress_bar(total: int) -> Iterator[Callable[[], None]]:
     except ImportError:
         yield lambda: None
         return
-    with tqdm(total=total, desc="bench", unit="run", file=sys.stderr, disable=None, leave=False) as bar:
+    hidden = None if is_first_process() else True
+    with tqdm(total=total, desc="bench", unit="run", file=sys.stderr, disable=hidden, leave=False) as bar:
         yield bar.update
 
 

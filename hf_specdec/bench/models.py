@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
 
 from ..drafters import Drafter
 from ..drafters.auto import AutoDrafter, read_config
@@ -27,12 +30,23 @@ from ..drafters.mtp_layouts import implied_names
 GGUF_SUFFIX = ".gguf"
 
 
-def load_target(name: str, dtype: torch.dtype, device: torch.device, random_weights: bool = False) -> PreTrainedModel:
+def load_target(
+    name: str, dtype: torch.dtype, device: torch.device, random_weights: bool = False, tensor_parallel: bool = False
+) -> PreTrainedModel:
     """The target in evaluation mode; `name` is a folder, a Hub repository or a GGUF file.
 
     Its generation settings are reduced to its special tokens, so that decoding is what the benchmark says it is.
+
+    Args:
+        name: of the target.
+        dtype, device: of its weights.
+        random_weights: whether only its config.json is read.
+        tensor_parallel: whether it is split over the processes that torchrun has started, each of which reads or
+            draws its part only; `device` is then this process's own.
     """
-    if random_weights:
+    if tensor_parallel:
+        model = _split_target(name, dtype, random_weights)
+    elif random_weights:
         config = AutoConfig.from_pretrained(name)
         torch.manual_seed(0)
         with torch.device(device):
@@ -49,6 +63,30 @@ def load_target(name: str, dtype: torch.dtype, device: torch.device, random_weig
         eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id, pad_token_id=own.pad_token_id
     )
     return model.requires_grad_(False).eval()
+
+
+def _split_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreTrainedModel:
+    split = DistributedConfig(tp_plan="auto")
+    if not random_weights:
+        return AutoModelForCausalLM.from_pretrained(**_located(name), dtype=dtype, distributed_config=split)
+    config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        family = type(AutoModelForCausalLM.from_config(config))
+    torch.manual_seed(0)
+    # A checkpoint of no tensors, all of which are then drawn as those are that a checkpoint lacks: in parts.
+    with _without_warnings():
+        return family.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=split)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Context in which transformers does not report what a checkpoint lacks."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -112,6 +150,7 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     elif kind in (EAGLE3, P_EAGLE):
         tensors = _implied_tensors(settings, target.config.get_text_config())
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
+    torch.manual_seed(0)  # Of processes that run the target together, each draws the same.
     with torch.device(target.device):
         # In the target's type from the start: stacked experts are gigabytes, and twice as many in float32.
         drafter = found.family._from_config(found.config, dtype=target.dtype).to(target.dtype).eval()

@@ -1,4 +1,7 @@
-"""Bytes that a round reads at least, and how fast the device copies: the share of its memory bandwidth in use."""
+"""Bytes that a round reads at least, and how fast the device copies: the share of its memory bandwidth in use.
+
+Of a target that is split over processes, that is what one of them reads.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..drafters import Drafter, DraftModelDrafter, Eagle3Drafter
 from ..drafters.cached import CachedDrafter
+from ..ranks import local_part, tensor_parallel_group
 from .clock import synchronize
 
 # More than the caches of most devices hold.
@@ -43,12 +47,15 @@ def round_bytes(
     """Bytes of weights, keys and values that a round must read if `batch` rows are `length` tokens long on average.
 
     The target's weights count once, the drafter's once a pass; embeddings do not, of which single rows are read. None
-    if that cannot be told: which experts a mixture of them reads is settled as it runs.
+    if that cannot be told: which experts a mixture of them reads is settled as it runs. Of a split target, this
+    process's parts of the weights count, and its share of the heads that have keys and values.
     """
     text = target.config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
         return None
-    total = _model_bytes(target) + _kv_bytes(text, batch, length, target.dtype.itemsize)
+    group = tensor_parallel_group(target)
+    cached = _kv_bytes(text, batch, length, target.dtype.itemsize)
+    total = _model_bytes(target) + (cached if group is None else cached // group.size())
     if drafter is None or num_draft_tokens == 0:
         return total
     if not isinstance(drafter, CachedDrafter):
@@ -73,14 +80,16 @@ def _parameters(*modules: torch.nn.Module | None) -> list[torch.Tensor]:
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of `tensors`, each storage counted once."""
+    """Bytes that this process has of `tensors`, each storage counted once."""
+    tensors = map(local_part, tensors)
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def _model_bytes(model: PreTrainedModel) -> int:
     """Bytes of the decoder and the head, which may be the embedding; an embedding besides the head is left out."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    others = [one for one in model.get_decoder().parameters() if one.data_ptr() != embedding.data_ptr()]
+    place = local_part(embedding).data_ptr()
+    others = [one for one in model.get_decoder().parameters() if local_part(one).data_ptr() != place]
     return _size([*others, head])
 
 
