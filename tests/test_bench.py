@@ -6,6 +6,8 @@ import importlib.util
 import json
 import shutil
 import sys
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,7 @@ from dialects import (
 )
 from mtp import publish
 from oracle import RANDOM_DRAFTERS
-from targets import padded_prompts
+from targets import VOCAB, padded_prompts
 from targets import tiny_target as family_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -30,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_specdec import AutoDrafter, decoding, ops
 from hf_specdec.bench.clock import busy_time
 from hf_specdec.bench.command import measure_all
-from hf_specdec.bench.measure import count_tokens
+from hf_specdec.bench.measure import Bench, Case, count_tokens
 from hf_specdec.bench.models import load_target, random_drafter
 from hf_specdec.bench.prompts import PROMPTS, load_prompts, random_batches, read_prompts, text_batches
 from hf_specdec.bench.synthetic import acceptance_rates, scripted_acceptance
@@ -82,9 +84,9 @@ def test_every_family(folders, tmp_path, capsys):
     options += ["--limit", 2]
     assert bench(folders, "--drafter", *drafters, "-k", 3, *options, "--output", output) == 0
     printed = capsys.readouterr().out
-    header = ["batch", "case", "K", "accepted", "ms/round", "/engine", "/dynamic", "tokens/s", "speedup", "first", "ms"]
+    header = "batch case K same text accepted ms/round /engine /dynamic tokens/s speedup first ms"
     lines = printed.splitlines()
-    assert lines[0].split() == [*header, "bandwidth", "per", "position"]
+    assert lines[0].split() == f"{header} bandwidth per position".split()
     assert len(lines) == 1 + 2 * (3 + len(FAMILIES)) + 1
 
     report = json.loads(output.read_text())
@@ -109,6 +111,7 @@ def test_every_family(folders, tmp_path, capsys):
         share = case["bytes_per_round"] / (time["median"] / 1e3) / report["copy_bandwidth"]
         assert case["bandwidth_share"] == pytest.approx(share)
         assert case["peak_memory_bytes"] is None and case["gpu_ms_per_round"] is None
+        assert case["same_texts"] == (None if name == "dynamic" else 1.0)
         if name in ("dynamic", "static"):
             assert case["k"] is None and case["acceptance_length"] is None and case["engine"] is None
             assert case["rounds"] == 8 * (2 if size == 1 else 1)
@@ -140,6 +143,19 @@ def test_synthetic_acceptance(folders, tmp_path):
             # Some 280 rounds of a row, with a standard deviation of 1.4; the last one may be cut short.
             assert case["acceptance_length"] == pytest.approx(asked, abs=0.3)
             assert case["acceptance_per_position"] == pytest.approx(rates, abs=0.1)
+
+
+def test_texts_are_compared():
+    target = family_target("llama")
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    everything = partial(scripted_acceptance, [1.0] * 3, target.device)
+    for is_scripted, texts in ((False, [1.0, 0.0]), (True, [None, None])):
+        bench = Bench(target, {"max_new_tokens": 8}, runs=1, bandwidth=1.0, is_scripted=is_scripted)
+        bench.measure(Case("dynamic", None, 2), lambda: random_batches(VOCAB, 5, 2, 2, target.device))
+        for context, expected in zip((nullcontext, everything), texts, strict=True):
+            case = Case("eagle3", 3, 2)
+            bench.measure(case, lambda: random_batches(VOCAB, 5, 2, 2, target.device), drafter, context)
+            assert case.error is None and case.same_texts == expected
 
 
 def test_no_scripted_acceptance_on_the_stock_engine(tmp_path, capsys):

@@ -122,6 +122,7 @@ def measure(arguments: argparse.Namespace) -> None:
             runs=arguments.runs,
             bandwidth=bandwidth,
             gpu_time=arguments.gpu_time,
+            is_scripted=arguments.synthetic_acceptance is not None,
             progress=progress,
         )
         report = {

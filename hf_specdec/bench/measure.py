@@ -73,6 +73,8 @@ class Case:
         engine: of ours that ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
         tokens: new tokens of a run, of all rows, end-of-sequence tokens included and padding not.
         rounds: of a run, over all batches.
+        same_texts: share of the rows whose text is that of plain `generate()` with the dynamic cache; only of greedy
+            decoding. In types narrower than float32 ties are decided by rounding, so that less than 1 is no error.
         acceptance_length: tokens that a row commits a round.
         acceptance_per_position: share of the drafts at each position that were accepted.
         ms_per_round: wall time from the first tokens of a call to its last, over the rounds after the first.
@@ -97,6 +99,7 @@ class Case:
     engine: str | None = None
     tokens: int | None = None
     rounds: int | None = None
+    same_texts: float | None = None
     acceptance_length: float | None = None
     acceptance_per_position: list[float] = field(default_factory=list)
     ms_per_round: Spread | None = None
@@ -129,6 +132,7 @@ class Run:
     timed_rounds: int = 0
     timed_seconds: float = 0.0
     to_first: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     stats: list[SpeculationStats] = field(default_factory=list)
 
@@ -143,7 +147,9 @@ class Bench:
         runs: measured passes over the batches of a case; one more comes before them and is not counted.
         bandwidth: bytes a second of a copy on the target's device.
         gpu_time: whether the GPU's own time is recorded too, in a call of its own.
+        is_scripted: whether drafts are accepted by chance, so that texts mean nothing.
         progress: called after every pass.
+        plain_texts: what plain `generate()` has said, by setting.
     """
 
     target: PreTrainedModel
@@ -151,7 +157,9 @@ class Bench:
     runs: int
     bandwidth: float
     gpu_time: bool = False
+    is_scripted: bool = False
     progress: Callable[[], None] = lambda: None
+    plain_texts: dict[Setting, list[list[int]]] = field(default_factory=dict)
 
     def measure(
         self,
@@ -198,6 +206,7 @@ class Bench:
         if device.type == "cuda":
             case.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
         self._fill(case, found)
+        self._compare_texts(case, found[0].texts)
         length = statistics.fmean(found[0].lengths)
         case.bytes_per_round = round_bytes(self.target, drafter, case.k or 0, case.batch_size, length)
         if case.bytes_per_round is not None and case.ms_per_round is not None:
@@ -217,7 +226,9 @@ class Bench:
             synchronize(device)
             run.seconds += time.perf_counter() - start
             prompt = inputs["input_ids"].shape[1]
-            counts = count_tokens(out[:, prompt:], self.target.generation_config.eos_token_id)
+            new = out[:, prompt:].cpu()
+            counts = count_tokens(new, self.target.generation_config.eos_token_id)
+            run.texts += [row[:count] for row, count in zip(new.tolist(), counts, strict=True)]
             rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - prompt
             run.tokens += sum(counts)
             run.rounds += rounds
@@ -243,6 +254,15 @@ class Bench:
             case.acceptance_length = sum(one.committed for one in stats) / sum(one.rounds for one in stats)
             case.acceptance_per_position = _shares(stats)
 
+    def _compare_texts(self, case: Case, texts: list[list[int]]) -> None:
+        if case.temperature > 0 or self.is_scripted:
+            return
+        if case.name == "dynamic":
+            self.plain_texts[case.setting] = texts
+        elif case.setting in self.plain_texts:
+            plain = self.plain_texts[case.setting]
+            case.same_texts = statistics.fmean(mine == theirs for mine, theirs in zip(texts, plain, strict=True))
+
     def _record(self, inputs: Batch, drafter: Drafter | None, options: dict[str, Any]) -> float | None:
         clock = GpuClock()
         limits = {"max_new_tokens": min(RECORDED_TOKENS, self.options["max_new_tokens"])}
@@ -264,7 +284,7 @@ class Bench:
 def count_tokens(new: torch.Tensor, eos: int | list[int] | None) -> list[int]:
     """Tokens of each row of `[B, n]` int64 up to its first end-of-sequence token, that one included."""
     ends = torch.tensor([] if eos is None else eos, dtype=torch.int64).reshape(-1)
-    is_end = torch.isin(new.cpu(), ends)
+    is_end = torch.isin(new, ends)
     lengths = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1) + 1, new.shape[1])
     return lengths.tolist()
 

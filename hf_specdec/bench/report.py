@@ -69,6 +69,7 @@ COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("T", lambda case: f"{case.temperature:g}"),
     ("draft probs", lambda case: case.draft_probs or MISSING),
     ("K", lambda case: MISSING if case.k is None else str(case.k)),
+    ("same text", lambda case: _share(case.same_texts)),
     ("accepted", lambda case: _number(case.acceptance_length)),
     ("ms/round", lambda case: _spread(case.ms_per_round)),
     ("GPU ms", lambda case: _number(case.gpu_ms_per_round)),
