@@ -545,6 +545,15 @@ def test_training_begins_with_a_trained_drafter():
     drafters.start_from(narrower, trained)
     torch.testing.assert_close(narrower(input_ids, taps)[0], trained(input_ids, taps)[0])
 
+    again = new_eagle(target, "p-eagle", "--layers", "3")
+    deeper.mask_hidden.data.normal_()
+    drafters.start_from(again, deeper)
+    for found, expected in zip(again.unroll(input_ids, taps, 3), deeper.unroll(input_ids, taps, 3), strict=True):
+        assert torch.equal(found, expected)
+    again.config.mask_token_id -= 1
+    with pytest.raises(ValueError, match=f"trained with mask token {MASK}, but the new drafter has {MASK - 1};"):
+        drafters.start_from(again, deeper)
+
     wider = new_eagle(target, "p-eagle", "--intermediate-size", "64")
     with pytest.raises(
         ValueError, match=r"has \[48, 32\] for layers.0.mlp.gate_proj.weight, but the new .* \[64, 32\]"

@@ -148,11 +148,17 @@ def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
     """Let `drafter` begin where `trained`, with fewer layers or wider MLPs, has ended.
 
     Of a wider MLP the units with the largest weights are kept. Layers that `trained` lacks add nothing at first, so
-    the drafter drafts a token as `trained` does.
+    the drafter drafts a token as `trained` does. What stands for masks is taken over where `trained` has it.
 
     Raises:
         ValueError: the two differ in something else.
     """
+    is_parallel = isinstance(drafter, PEagleDrafter) and isinstance(trained, PEagleDrafter)
+    if is_parallel and trained.config.mask_token_id != drafter.config.mask_token_id:
+        raise ValueError(
+            f"--init-from was trained with mask token {trained.config.mask_token_id}, but the new drafter has "
+            f"{drafter.config.mask_token_id}; expected the same one. Pass --mask-token-id."
+        )
     source = trained.state_dict()
     for index, layer in enumerate(drafter.layers):
         if index >= len(trained.layers):
@@ -167,7 +173,7 @@ def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
             source[f"layers.{index}.mlp.{name}.weight"] = part[units].T if name == "down_proj" else part[units]
     own = drafter.state_dict()
     for name, tensor in own.items():
-        if name == "d2t" or name == "mask_hidden" or _layer_of(name) >= len(trained.layers):
+        if name == "d2t" or _layer_of(name) >= len(trained.layers) or (name == "mask_hidden" and not is_parallel):
             continue
         if name not in source or source[name].shape != tensor.shape:
             found = list(source[name].shape) if name in source else "nothing"
