@@ -21,7 +21,15 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
 from tqdm import tqdm
 from training.card import write_card
-from training.data import Documents, WriteOptions, Writer, draft_vocabulary, shard_counts, write_data
+from training.data import (
+    Documents,
+    WriteOptions,
+    Writer,
+    draft_vocabulary,
+    shard_counts,
+    write_data,
+    written_options,
+)
 from training.drafters import DEFAULTS, choose_mask_token, new_drafter, start_from
 from training.objective import DraftObjective, Teacher, compile_elementwise, summarize
 from training.prompts import PromptFilter
@@ -310,6 +318,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.write_only:
         return
     documents = Documents.load(args.data, args.max_length)
+    written = written_options(args.data)
+    vars(args).update({name: value for name, value in written.items() if name != "seed" and hasattr(args, name)})
     vocab_size = target.config.get_text_config().vocab_size
     stop_ids = [tokenizer.eos_token_id]
     draft_size = min(args.draft_vocab_size or vocab_size, vocab_size)

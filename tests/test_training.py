@@ -123,8 +123,10 @@ def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> P
         "prompt_lengths": torch.full((rows,), 4, dtype=torch.int32),
     }
     folder.mkdir()
-    counts = json.dumps({"prompts": rows, "held_out_overlap": 0})
-    data.save_file(tensors, folder / "shard-000-00000.safetensors", metadata={"counts": counts})
+    options = data.WriteOptions(max_answer_tokens=16, answer_temperatures=(0.0, 1.0), min_p=0.0)
+    about = {"counts": {"prompts": rows, "held_out_overlap": 0}, "options": vars(options)}
+    metadata = {name: json.dumps(value) for name, value in about.items()}
+    data.save_file(tensors, folder / "shard-000-00000.safetensors", metadata=metadata)
     return folder
 
 
@@ -174,7 +176,8 @@ def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp
     train(monkeypatch, target, folder, out, "--steps", "20", "--max-shard-size", "8KB", family=family)
     shards = list(out.glob("model-*.safetensors"))
     assert len(shards) > 1 and not (out / "model.safetensors").exists()
-    assert "No weights" not in (out / "README.md").read_text()
+    text = (out / "README.md").read_text()
+    assert "No weights" not in text and "0.0, 1.0, at most 16 tokens" in text and "Training began" not in text
     drafter = AutoDrafter.from_pretrained(out, target=target)
     assert drafter.config.parallel_drafting == (family in IN_PARALLEL)
     assert drafter.config.mask_token_id == (MASK if family in IN_PARALLEL else None)
@@ -212,10 +215,29 @@ def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
     assert "base_model:" in (out / "README.md").read_text()
     assert 'DEFAULT_DRAFTER = "someone/tiny"' in (out / "custom_generate" / "generate.py").read_text()
     assert (out / "custom_generate" / "requirements.txt").read_text() == "hf-specdec\n"
+    report = json.loads((out / "training.json").read_text())
+    report["arguments"]["init_from"] = "runs/before"
+    (out / "training.json").write_text(json.dumps(report))
+    card.write_card(out)
+    assert "Training began\nwith the weights of `before`." in (out / "README.md").read_text()
     drafter = Eagle3Drafter.from_pretrained(out)
     drafter.bind(target)
     ids = drafter.target_ids
     assert len(ids) == 48 and STOP in ids and bool((ids.diff() > 0).all())
+
+
+def test_shards_say_how_they_were_written(tmp_path):
+    class Author:
+        options = data.WriteOptions(max_answer_tokens=7)
+
+        def write_shard(self, seed):
+            return {"tokens": torch.tensor([seed] * 5)}, {"prompts": seed}
+
+    data.write_data(tmp_path, Author(), 10, 60.0, process=0, log=lambda line: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-000-0000{n}.safetensors" for n in range(2)]
+    assert data.shard_counts(tmp_path) == {"prompts": 0 + 1}
+    written = data.written_options(tmp_path)
+    assert written == {**vars(Author.options), "answer_temperatures": list(Author.options.answer_temperatures)}
 
 
 def test_custom_generate_runs_generate_with_the_drafter(monkeypatch, tmp_path):

@@ -60,7 +60,7 @@ completed by the target at temperature {prompt_temperature}); answers: each at a
 dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
 Training-time test over {num_steps} steps with weights {step_decay}^step; cross-entropy against the target's
-distribution over {vocabulary}. {masks}{samples}{steps:,} steps in {minutes:.0f} minutes,
+distribution over {vocabulary}. {masks}{samples}{began}{steps:,} steps in {minutes:.0f} minutes,
 {tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr}, cosine schedule.
 
 Top-1 agreement with the target on held-out documents of the same kind, by step, after correct drafts of greedy text:
@@ -108,6 +108,9 @@ SAMPLES = """Step s
 ran on {depth_ratio}^s of the documents; places after the end of a greedy chain of right drafts weighed
 {survival_floor}, others 1. """
 
+BEGAN = """Training began
+with the weights of `{init_from}`. """
+
 NO_WEIGHTS = """
 No weights are included. To train them, in a checkout of `hf-specdec`:
 
@@ -121,7 +124,16 @@ Then load the folder `{out}` instead of `{repo_id}`.
 
 # What a training run must be told to be repeated, where it was told.
 REPEATED = (
-    *("family", "layers", "draft_vocab_size", "intermediate_size", "mask_token_id", "num_steps", "step_decay"),
+    *(
+        "family",
+        "init_from",
+        "layers",
+        "draft_vocab_size",
+        "intermediate_size",
+        "mask_token_id",
+        "num_steps",
+        "step_decay",
+    ),
     *("depth_ratio", "survival_floor", "tokens_per_batch", "max_length", "lr", "weight_decay", "minutes", "steps"),
 )
 
@@ -157,6 +169,7 @@ def write_card(folder: Path) -> None:
         vocabulary="its whole vocabulary" if arguments["draft_vocab_size"] is None else VOCABULARY.format(**details),
         masks=MASKS if details["mask_token_id"] is not None else "",
         samples=SAMPLES.format(**details) if (details["depth_ratio"], details["survival_floor"]) != (1.0, 1.0) else "",
+        began=BEGAN.format(init_from=Path(arguments["init_from"]).name) if arguments.get("init_from") else "",
         steps=last["step"],
         minutes=last["seconds"] / 60,
         tokens_seen=last["tokens"] / 1e6,

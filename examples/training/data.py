@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -274,7 +274,8 @@ def write_data(
             return
         tensors, counts = writer.write_shard(seed=writer.options.seed + 1_000_003 * process + number)
         partial = path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"counts": json.dumps(counts)})
+        about = {"counts": counts, "options": asdict(writer.options)}
+        save_file(tensors, partial, metadata={name: json.dumps(value) for name, value in about.items()})
         partial.rename(path)
         total += len(tensors["tokens"])
         log(f"{path.name}: {total / 1e6:.2f}M tokens so far, {time.monotonic() - start:.0f} s, {counts}")
@@ -390,6 +391,12 @@ def shard_counts(folder: Path) -> dict[str, int]:
             for key, count in json.loads(shard.metadata()["counts"]).items():
                 total[key] = total.get(key, 0) + count
     return total
+
+
+def written_options(folder: Path) -> dict:
+    """How the target wrote the first shard of `folder`, by the names of `WriteOptions`."""
+    with safe_open(min(folder.glob("shard-*.safetensors")), framework="pt") as shard:
+        return json.loads(shard.metadata()["options"])
 
 
 def draft_vocabulary(counts: torch.Tensor, size: int, always: list[int]) -> tuple[torch.Tensor, float]:
