@@ -31,7 +31,7 @@ from training.data import (
     written_options,
 )
 from training.drafters import DEFAULTS, choose_mask_token, new_drafter, start_from
-from training.objective import DraftObjective, Teacher, compile_elementwise, summarize
+from training.objective import DraftObjective, Teacher, compile_layers, summarize
 from training.prompts import PromptFilter
 from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--max-shard-size", default="50GB", help="of the drafter's files, such as 15MB; no tensor is split")
-    add("--compile", action="store_true", help="compile norms, MLPs and the loss")
+    add("--compile", action="store_true", help="compile layers and the loss")
     args = parser.parse_args(arguments)
     if (args.minutes is None) == (args.steps is None) and not args.write_only:
         parser.error("give either --minutes or --steps")
@@ -190,7 +190,7 @@ class Trainer:
         objective = DraftObjective(drafter, args.num_steps, args.step_decay, args.depth_ratio, args.survival_floor)
         if args.compile:
             objective.compile_parts()
-            compile_elementwise(target)
+            compile_layers(target)
         optimizer = torch.optim.AdamW(
             drafter.parameters(),
             lr=args.lr,

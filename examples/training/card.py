@@ -124,17 +124,9 @@ Then load the folder `{out}` instead of `{repo_id}`.
 
 # What a training run must be told to be repeated, where it was told.
 REPEATED = (
-    *(
-        "family",
-        "init_from",
-        "layers",
-        "draft_vocab_size",
-        "intermediate_size",
-        "mask_token_id",
-        "num_steps",
-        "step_decay",
-    ),
-    *("depth_ratio", "survival_floor", "tokens_per_batch", "max_length", "lr", "weight_decay", "minutes", "steps"),
+    *("family", "init_from", "layers", "draft_vocab_size", "intermediate_size", "mask_token_id", "num_steps"),
+    *("step_decay", "depth_ratio", "survival_floor", "tokens_per_batch", "max_length", "lr", "weight_decay"),
+    *("minutes", "steps"),
 )
 
 MEASURED = """Greedy, {max_new_tokens} new tokens, {dtype}, prompts that training never saw. Acceptance length: tokens

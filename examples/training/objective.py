@@ -113,9 +113,9 @@ class DraftObjective(nn.Module):
         self.row_losses = _row_losses
 
     def compile_parts(self) -> None:
-        """Compile the elementwise work, for whatever shapes come."""
+        """Compile the layers and the loss, for whatever shapes come."""
         self.row_losses = torch.compile(_row_losses, dynamic=True)
-        compile_elementwise(self.drafter)
+        compile_layers(self.drafter)
 
     def forward(self, lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and `[num_steps, 6]` float64 counts that `summarize` reads.
@@ -182,7 +182,7 @@ def summarize(counts: torch.Tensor) -> dict:
     }
 
 
-def compile_elementwise(model: nn.Module) -> None:
+def compile_layers(model: nn.Module) -> None:
     """Compile the decoder layers of `model` in place, and its norms elsewhere: eager mode is slow at small things."""
     # One function serves the layers of both models, in every data type and layout, with and without gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

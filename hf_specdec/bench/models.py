@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging
 
 from ..drafters import Drafter
 from ..drafters.auto import AutoDrafter, read_config
 from ..drafters.base import registered_drafters
-from ..drafters.checkpoints import Checkpoint, StoredTensor, read_config_file
+from ..drafters.checkpoints import Checkpoint, StoredTensor, quiet_loading, read_config_file
 from ..drafters.families import EAGLE3, MTP, P_EAGLE, check_family
 from ..drafters.mtp_layouts import implied_names
 
@@ -74,19 +72,8 @@ def _split_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreTra
         family = type(AutoModelForCausalLM.from_config(config))
     torch.manual_seed(0)
     # A checkpoint of no tensors, all of which are then drawn as those are that a checkpoint lacks: in parts.
-    with _without_warnings():
+    with quiet_loading():
         return family.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=split)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Context in which transformers does not report what a checkpoint lacks."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
