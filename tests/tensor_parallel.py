@@ -14,15 +14,16 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from oracle import RANDOM_DRAFTERS, OracleDrafter
+from replay import replay_on_cpu
 from targets import padded_prompts
-from test_capture import Replay
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.distributed import DistributedConfig
 
-from hf_specdec import Drafter, cli, graphs
+from hf_specdec import Drafter, cli
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.sessions import fingerprint
@@ -148,11 +149,9 @@ def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
 
 def say_again_and_again(target: PreTrainedModel) -> list:
     """`say`, sampling, in rounds that a stand-in for the CUDA graph replays."""
-    graphs.CAPTURE["cpu"] = Replay
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        replay_on_cpu(patch)
         return say(target, uncompiled(target, "borrower"), **SAMPLING)
-    finally:
-        del graphs.CAPTURE["cpu"]
 
 
 def bench(folder: Path, output: Path) -> dict[str, Any]:
