@@ -31,10 +31,10 @@ from .sampling import (
     verify_greedy,
     verify_sampling,
 )
-from .sessions import Session, fingerprint, modules_of
+from .sessions import Session, fingerprint
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
-from .taps import TapRecorder, decoder_layers
+from .taps import TapRecorder, decoder_layers, modules_of
 from .transcript import Transcript
 
 if TYPE_CHECKING:

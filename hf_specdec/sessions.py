@@ -14,6 +14,7 @@ from torch import nn
 
 from .graphs import GraphMemory
 from .ranks import local_part
+from .taps import modules_of
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -111,18 +112,6 @@ class SessionPool:
         """Free everything that no call is using."""
         with self._lock:
             self._idle.clear()
-
-
-def modules_of(*models: nn.Module) -> list[nn.Module]:
-    """All modules of `models`, each once; torch's own way through a model takes several times as long."""
-    found = dict.fromkeys(models)
-    waiting = list(found)
-    while waiting:
-        for module in waiting.pop()._modules.values():
-            if module is not None and module not in found:
-                found[module] = None
-                waiting.append(module)
-    return list(found)
 
 
 def fingerprint(*models: nn.Module) -> int:

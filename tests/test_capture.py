@@ -12,7 +12,7 @@ from targets import PAD, padded_prompts, tiny_target
 
 from hf_specdec import decoding, fusing, graphs, ops
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.sessions import modules_of
+from hf_specdec.taps import modules_of
 
 
 @pytest.fixture
