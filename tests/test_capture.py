@@ -138,19 +138,23 @@ def test_a_session_left_by_an_error_is_dropped(capture, monkeypatch):
 @pytest.mark.parametrize(("kind", "option"), [("eagle3", "greedy"), ("pard", "sampling"), ("mtp", "end of sequence")])
 def test_a_round_as_on_a_gpu(monkeypatch, kind, option):
     """Kernels (in the interpreter), fused products, one graph of the compiler's, replayed: what a GPU runs."""
-    target = tiny_target("llama")
+    target = copy.deepcopy(tiny_target("llama"))
     inputs = padded_prompts([5, 1])
     options = {"max_new_tokens": 5, "num_assistant_tokens": 3, "seeds": 5, **OPTIONS[option]}
     expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target))
 
     monkeypatch.setattr(ops, "TRITON_DEVICES", {"cpu"})
     monkeypatch.setattr(ops, "_NARROW_ROWS", 0)
+    monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
     monkeypatch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
     replay_on_cpu(monkeypatch)
     monkeypatch.setitem(graphs.COMPILERS, "cpu", "aot_eager")
     drafter = RANDOM_DRAFTERS[kind](target)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
     assert drafter.stats.execution == "captured in one graph, compiled"
+    attention = target.model.layers[0].self_attn
+    query, key = (layer.weight.untyped_storage().data_ptr() for layer in (attention.q_proj, attention.k_proj))
+    assert query == key, "products were not fused"
 
 
 @pytest.mark.core
