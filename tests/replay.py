@@ -4,10 +4,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import nn
 
 from hf_specdec import decoding, graphs
-from hf_specdec.attention import ATTENTION_NAME, submodel_configs
+from hf_specdec.attention import submodel_configs
 
 _hosted = decoding.hosted
 
@@ -30,7 +29,7 @@ class Replay:
     Attributes:
         count: how many were made.
         hostings: how often a call hosted its target; those that only replay do not.
-        host: target and drafter as the call hosts them at the moment, and what ran on them; None if it does not.
+        host: target and drafter that the call hosts at the moment, as what, and their `traces` before; or None.
     """
 
     count = 0
@@ -49,28 +48,28 @@ class Replay:
         if Replay.host is self._host:
             in_place(self.result, self._function())
             return self.result
-        model, drafter, target = self._host
-        if Replay.host is None:
-            assert_untouched(model, drafter)
+        model, drafter, target, before = self._host
+        assert Replay.host is not None or traces(model, drafter) == before, "modules were changed for a replay"
         with _hosted(model, drafter, False) as again:
             target.recorder = again.recorder
             in_place(self.result, self._function())
         return self.result
 
 
-def assert_untouched(model, drafter):
-    """No module of `model` or `drafter` is patched or listened to, and attention is the model's own."""
-    assert not decoding.has_hooks(model, drafter)
-    assert all(config._attn_implementation != ATTENTION_NAME for config in submodel_configs(model))
-    for module in (*model.modules(), *drafter.modules()):
-        assert not (isinstance(module, nn.Linear) and "forward" in vars(module)), module
+def traces(*models):
+    """What hosting changes of `models`: how modules compute, who listens to them, what attention they run."""
+    modules = [module for model in models for module in model.modules()]
+    listening = [(list(module._forward_hooks), list(module._forward_pre_hooks)) for module in modules]
+    attention = [config._attn_implementation for model in models for config in submodel_configs(model)]
+    return [vars(module).get("forward") for module in modules], listening, attention
 
 
 @contextmanager
 def _watched(model, drafter, keep_hidden_states):
+    untouched = traces(model, drafter)
     with _hosted(model, drafter, keep_hidden_states) as target:
         Replay.hostings += 1
-        before, Replay.host = Replay.host, (model, drafter, target)
+        before, Replay.host = Replay.host, (model, drafter, target, untouched)
         try:
             yield target
         finally:
