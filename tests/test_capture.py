@@ -9,6 +9,7 @@ from contract import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp, random_peagle
 from replay import Replay, replay_on_cpu
 from targets import PAD, padded_prompts, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec import decoding, fusing, graphs, ops
 from hf_specdec.drafters.none import NoDrafter
@@ -272,6 +273,57 @@ def test_calls_that_only_replay_say_what_eager_ones_say(kind, option, monkeypatc
     assert say(target, drafter, batches, **OPTIONS[option]) == eager
     assert drafter.stats.execution.startswith("captured in")
     assert (capture.count, capture.hostings, len(drafter.sessions)) == (3 if option == "penalty" else 2, 1, 1)
+
+
+aten = torch.ops.aten
+HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.masked_select.default, aten.nonzero.default}
+
+
+class NoHostReads(TorchDispatchMode):
+    """Context in which nothing waits for a value or a shape that is known on the device only."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in HOST_READS, f"{function} reads on the host"
+        if function in (aten.index.Tensor, aten.index_put_.default):
+            assert all(index is None or index.dtype == torch.int64 for index in args[1]), "indices found by the host"
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
+def test_what_is_captured_reads_nothing_on_the_host(kind, monkeypatch):
+    def watched(function, memory):
+        with NoHostReads():
+            return Replay(function, memory)
+
+    target = tiny_target("llama")
+    capture = replay_on_cpu(monkeypatch, watched)
+    drafter = RANDOM_DRAFTERS.get(kind, NoDrafter)(target)
+    for option in ("greedy", "penalty", "sampling"):
+        say(target, drafter, [[9, 1, 5]], **OPTIONS[option])
+    assert capture.count == 7
+    with pytest.raises(AssertionError, match="reads on the host"), NoHostReads():
+        torch.arange(3).sum().item()
+    with pytest.raises(AssertionError, match="found by the host"), NoHostReads():
+        torch.arange(3)[torch.arange(3) > 1]
+
+
+@pytest.mark.core
+def test_graphs_of_one_session_share_memory(monkeypatch):
+    memories = []
+
+    def noting(function, memory):
+        memories.append(memory)
+        return Replay(function, memory)
+
+    replay_on_cpu(monkeypatch, noting)
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    say(target, drafter, [[9, 1], [17, 30]])
+    say(target, drafter, [[9, 1]], repetition_penalty=1.3)
+    say(target, drafter, [[9]])
+    first, *_, last = memories
+    assert [memory is first for memory in memories] == 5 * [True] + 2 * [False] and memories[-2] is last
 
 
 @pytest.mark.core
