@@ -216,6 +216,27 @@ def test_what_reads_the_host_runs_eagerly(caplog):
     assert torch.equal(out, target.generate(**options))
 
 
+def test_graphs_share_memory_until_a_capture_fails():
+    memory, current = graphs.GraphMemory(), torch.cuda.current_stream()
+    buffer = torch.zeros(2**20, device="cuda")
+
+    def of_its_own():
+        return (buffer + 1).sqrt().sum()
+
+    count = graphs.CudaGraph(lambda: buffer.add_(1), memory)
+    others = [graphs.CudaGraph(of_its_own, memory) for _ in range(2)]
+    pool = memory.owner.pool()
+    with pytest.raises(RuntimeError):
+        graphs.CudaGraph(lambda: of_its_own().item(), memory)
+    assert memory.owner is None and torch.cuda.current_stream() == current
+    others += [graphs.CudaGraph(of_its_own, memory) for _ in range(2)]
+    assert memory.owner.pool() != pool
+    for number in range(1, 4):
+        count()
+        assert [float(graph()) for graph in others] == [float(of_its_own())] * 4
+        assert float(buffer[0]) == number + graphs.WARM_UPS
+
+
 def test_many_calls_leave_no_memory_behind(monkeypatch):
     """A thousand calls of random shapes, in which rounds are captured, replayed and given up again and again."""
     target = on_gpu("llama")
