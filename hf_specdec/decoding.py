@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
@@ -21,7 +20,7 @@ from . import ops
 from .attention import ragged_attention
 from .drafters.base import Drafter
 from .fusing import fused_products
-from .graphs import CAPTURE, Capture, experts_without_host, first_line
+from .graphs import CAPTURE, Capture, copies_experts, experts_without_host, first_line
 from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
     BlockProcessor,
@@ -35,7 +34,7 @@ from .sampling import (
 from .sessions import Session, fingerprint
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
-from .taps import TapRecorder, decoder_layers
+from .taps import TapRecorder, decoder_layers, modules_of
 from .transcript import Transcript
 
 if TYPE_CHECKING:
@@ -43,7 +42,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 PREFILL_CHUNK_SIZE = 2048
+
+# Captured prefills have a power of two of columns, at least the first; rows times columns are at most the second. Of so
+# few tokens a GPU is done before the host has launched them one operation after the other (one H200, 128 tokens of an
+# 8B target: 15 of 52 ms); with more it is the columns beyond the prompts that cost time.
+FEWEST_COLUMNS, MOST_CAPTURED_TOKENS = 16, 1024
 
 # Buffers that are kept for other calls have a power of two of slots between these two, or a multiple of the second.
 FEWEST_SLOTS, SLOT_STEP = 512, 4096
@@ -129,15 +135,14 @@ class Target:
         return out.logits, self.recorder.taps
 
 
-def prefill(state: DecodeState, target: Target, drafter: Drafter, longest: int, chunk_size: int) -> None:
-    """Run the prompts, the longest of which has `longest` tokens, but for their last tokens; and draft.
+def prefill(state: DecodeState, target: Target, drafter: Drafter, width: int, chunk_size: int) -> None:
+    """Run the prompts but for their last tokens, in `width` columns, which may be more than they need; and draft.
 
     Afterwards the state is as if a round had just committed the last token of each prompt: that token has not passed
-    through the target, and the drafter has proposed what follows it.
+    through the target, and the drafter has proposed what follows it. It is the same if prefill is run again.
     """
     batch = state.tokens.shape[0]
     prompt_end = state.lengths - 1
-    width = max(longest - 1, 1)
     rows = torch.arange(batch, device=state.tokens.device)
     columns = torch.arange(width, device=state.tokens.device)
     last_taps = None
@@ -197,7 +202,6 @@ def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
 def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -> Iterator[Target]:
     """Context in which `model` runs on a ragged cache; on exit, also by an error, it is as it was."""
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
         stack.enter_context(ragged_attention(model))
         stack.enter_context(local_products(model))
         stack.enter_context(ops.narrow_products(model, drafter))
@@ -260,14 +264,15 @@ class Report:
         return [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
 
 
-def has_hooks(model: nn.Module) -> bool:
-    """Whether somebody listens to modules of `model`, who would hear nothing of a replay.
+def has_hooks(*models: PreTrainedModel) -> bool:
+    """Whether somebody listens to modules of `models`, who would hear nothing of a replay.
 
     transformers' own hooks, which stay once a call has asked for hidden states, sleep until the next that does.
     """
     return any(
         getattr(hook, "__module__", None) != output_capturing.__name__
-        for module in model.modules()
+        for module in modules_of(*models)
+        if module._forward_hooks or module._forward_pre_hooks
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
 
@@ -284,6 +289,12 @@ def slots_for(tokens: int, is_kept: bool) -> int:
     if slots <= SLOT_STEP:
         return max(FEWEST_SLOTS, next_power_of_two(slots))
     return SLOT_STEP * -(-slots // SLOT_STEP)
+
+
+def captured_width(longest: int, batch: int, chunk_size: int) -> int | None:
+    """Columns of the captured prefill of `batch` rows, up to `longest` tokens long; None if it is not captured."""
+    width = max(FEWEST_COLUMNS, next_power_of_two(max(longest - 1, 1)))
+    return width if batch * width <= MOST_CAPTURED_TOKENS and width <= chunk_size else None
 
 
 def _flat(verdict: Verdict, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -339,25 +350,46 @@ def why_not_captured(model: PreTrainedModel, drafter: Drafter, wants: dict[str, 
     wanted = [name for name, is_wanted in wants.items() if is_wanted]
     if wanted:
         return f"{', '.join(wanted)} of every round are kept for the caller"
-    if has_hooks(model) or has_hooks(drafter):
+    if has_hooks(model, drafter):
         return "modules have hooks, which would hear nothing of a replay"
     return None
 
 
-def capture_round(
-    state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
-) -> CapturedRound | None:
+def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
     """`step`, captured; None, and a warning, if it does something that cannot be."""
     is_shared = tensor_parallel_group(target.model) is not None
-    capture = Capture(target.model.device, drafter.compile_rounds, same_everywhere=is_shared)
+    capture = Capture(target.model.device, session.graph_memory, drafter.compile_rounds, same_everywhere=is_shared)
+    return _if_possible(
+        "A round", target, drafter, lambda: CapturedRound(capture, session.state, target, drafter, process)
+    )
+
+
+def capture_prefill(session: Session, target: Target, drafter: Drafter, width: int) -> Callable[[], None] | None:
+    """`prefill` of `width` columns, captured and not compiled, which would take as long for each width as for a round.
+
+    None, and a warning, if it does something that cannot be captured; None also for mixtures of experts that would
+    copy weights for every token. Afterwards the session is to be prefilled again: an attempt may stop half way.
+    """
+    if copies_experts(target.model, drafter):
+        return None
+    capture = Capture(target.model.device, session.graph_memory, is_compiled=False)
+    return _if_possible(
+        "The prefill",
+        target,
+        drafter,
+        lambda: capture(lambda: prefill(session.state, target, drafter, width, chunk_size=width)),
+    )
+
+
+def _if_possible(what: str, target: Target, drafter: Drafter, capture: Callable[[], _T]) -> _T | None:
     try:
         with experts_without_host(target.model, drafter):
-            return CapturedRound(capture, state, target, drafter, process)
+            return capture()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         name = type(target.model).__name__
-        logger.warning(f"A round of {name} cannot be captured and runs eagerly: {first_line(error)}")
+        logger.warning(f"{what} of {name} cannot be captured and runs eagerly: {first_line(error)}")
         return None
 
 
@@ -467,6 +499,7 @@ def decode(
     process = BlockProcessor(processors, input_ids, padding, temperature)
     prompts = [row[pad:].to(model.device) for row, pad in zip(input_ids, padding, strict=True)]
     longest = max(map(len, prompts))
+    chunk_size = config.prefill_chunk_size or PREFILL_CHUNK_SIZE
     obstacle = why_not_captured(model, drafter, wants)
     is_kept = obstacle is None
     shape = Shape(
@@ -479,21 +512,47 @@ def decode(
         drafter.verification,
     )
 
+    width = captured_width(longest, shape.batch, chunk_size) if is_kept else None
+    stack = ExitStack()
+
+    @functools.cache
+    def host() -> Target:
+        """What runs eagerly or is captured runs on this; modules are left alone in calls that only replay."""
+        return stack.enter_context(hosted(model, drafter, wants["hidden_states"]))
+
+    def session_key() -> tuple | None:
+        return (shape, drafter.compile_rounds, fingerprint(model, drafter)) if is_kept else None
+
     def allocate() -> DecodeState:
         return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device)
 
     def fill(session: Session) -> None:
         session.state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, temperature, factors)
-        prefill(session.state, target, drafter, longest, config.prefill_chunk_size or PREFILL_CHUNK_SIZE)
-        if is_kept and process.key not in session.rounds:
-            session.rounds[process.key] = capture_round(session.state, target, drafter, process)
+        prefill_session(session)
+        if not is_kept:
+            return
+        if process.key not in session.rounds:
+            session.rounds[process.key] = capture_round(session, host(), drafter, process)
+        if width is not None and width not in session.prefills and session.rounds[process.key] is not None:
+            session.prefills[width] = capture_prefill(session, host(), drafter, width)
+            prefill_session(session)
 
-    with hosted(model, drafter, wants["hidden_states"]) as target, ExitStack() as stack:
-        key = (shape, drafter.compile_rounds, fingerprint(model, drafter)) if is_kept else None
+    def prefill_session(session: Session) -> None:
+        replay = session.prefills.get(width)
+        if replay is None:
+            prefill(session.state, host(), drafter, max(longest - 1, 1), chunk_size)
+        else:
+            replay()
+
+    with torch.no_grad(), stack:
+        key = session_key()
+        if key not in drafter.sessions:
+            host()  # which may move weights
+            key = session_key()
         session = stack.enter_context(drafter.sessions.session(key, allocate, fill))
         state, captured = session.state, session.rounds.get(process.key)
         if captured is None:
-            next_round = functools.partial(step, state, target, drafter, process)
+            next_round = functools.partial(step, state, host(), drafter, process)
         else:
             next_round = functools.partial(captured, process)
         start = time.perf_counter()
@@ -517,7 +576,9 @@ def decode(
         scores=transcript.scores,
         logits=transcript.logits,
         hidden_states=(
-            target.hidden_states.steps(padding, input_ids.shape[1], transcript.steps) if target.hidden_states else None
+            host().hidden_states.steps(padding, input_ids.shape[1], transcript.steps)
+            if wants["hidden_states"]
+            else None
         ),
         speculation=drafter.stats,
     )

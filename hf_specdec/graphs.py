@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,20 @@ def _warm_up_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@dataclass
+class GraphMemory:
+    """Memory that several graphs use, one after the other: what one of them needs in passing the next may have, too.
+
+    They must not run at the same time, and what a replay returns must have been read when another graph is replayed.
+    What is to last longer is written to tensors that were there before the capture.
+
+    Attributes:
+        owner: a graph that was captured in it, and keeps it; None before the first.
+    """
+
+    owner: torch.cuda.CUDAGraph | None = None
+
+
 class CudaGraph:
     """A function of no arguments as a CUDA graph. It must read and write tensors that stay where they are.
 
@@ -47,12 +62,14 @@ class CudaGraph:
 
     Args:
         function: reads nothing on the host.
+        memory: that it shares with others; its own if None.
 
     Attributes:
         result: what the function returned when it was captured; every replay overwrites its tensors.
     """
 
-    def __init__(self, function: Callable[[], Any]):
+    def __init__(self, function: Callable[[], Any], memory: GraphMemory | None = None):
+        memory = memory or GraphMemory()
         stream, current = _warm_up_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -60,9 +77,17 @@ class CudaGraph:
                 function()
         current.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating and synchronising while this one captures.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        # torch takes the memory of a capture that failed to be in use for good: the next one begins with its own.
+        owner, memory.owner = memory.owner, None
+        pool = None if owner is None else owner.pool()
+        # Other threads may go on allocating and synchronising while this one captures. torch stays on the stream of a
+        # capture that failed.
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             self.result = function()
+        memory.owner = owner or self._graph
 
     def __call__(self) -> Any:
         self._graph.replay()
@@ -108,14 +133,16 @@ class Capture:
 
     Args:
         device: that they run on.
-        is_compiled: whether to compile them.
+        memory: of the graphs.
+        is_compiled: whether to compile the functions.
         same_everywhere: whether other processes must come to the same kernels.
 
     Attributes:
         has_compiled: whether everything so far was compiled.
     """
 
-    def __init__(self, device: torch.device, is_compiled: bool, same_everywhere: bool = False):
+    def __init__(self, device: torch.device, memory: GraphMemory, is_compiled: bool, same_everywhere: bool = False):
+        self._memory = memory
         self._same_everywhere = same_everywhere
         self._graph = CAPTURE[device.type]
         self._backend = COMPILERS.get(device.type) if is_compiled else None
@@ -125,7 +152,7 @@ class Capture:
         """`function` as a graph: called, it is replayed; `result` is what every replay overwrites."""
         if self._backend is not None:
             try:
-                return self._graph(compiled(function, self._backend, self._same_everywhere))
+                return self._graph(compiled(function, self._backend, self._same_everywhere), self._memory)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a compiler may raise; what is wrong with the function shows below
@@ -134,7 +161,19 @@ class Capture:
                     f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
                     "captured without being compiled. compile=False avoids the attempt."
                 )
-        return self._graph(function)
+        return self._graph(function, self._memory)
+
+
+def _expert_products(model: PreTrainedModel) -> str:
+    """How mixtures of experts in `model` can compute without reading the host."""
+    # Weights of experts are stacked, [experts, out, in]; a mask's hidden state, [1, 1, width], is none.
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dim() == 3 and len(parameter) > 1}
+    return "grouped_mm" if dtypes <= {torch.bfloat16} else "batched_mm"
+
+
+def copies_experts(*models: PreTrainedModel) -> bool:
+    """Whether, within `experts_without_host`, `models` copy weights of experts for every token."""
+    return any(_expert_products(model) == "batched_mm" for model in models)
 
 
 @contextmanager
@@ -147,9 +186,7 @@ def experts_without_host(*models: PreTrainedModel) -> Iterator[None]:
     before: list[tuple[PreTrainedConfig, str | None]] = []
     try:
         for model in models:
-            # Weights of experts are stacked, [experts, out, in].
-            dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dim() == 3}
-            suitable = "grouped_mm" if dtypes <= {torch.bfloat16} else "batched_mm"
+            suitable = _expert_products(model)
             for config in submodel_configs(model):
                 before.append((config, config._experts_implementation_internal))
                 if config._experts_implementation_internal in ("eager", "grouped_mm"):

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from .taps import find_decoder_layers
+from .taps import find_decoder_layers, modules_of
 
 HOSTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -57,7 +57,7 @@ def why_not_hosted(model: PreTrainedModel, role: str = "the target") -> str | No
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
-    if any(hasattr(module, "_hf_hook") for module in layers.modules()):
+    if any("_hf_hook" in vars(module) for module in modules_of(layers)):
         return f"{role}'s layers run under accelerate hooks"
     if has_recurrent_layers(model):
         return f"{role} has linear-attention layers, whose state cannot be indexed by position"

@@ -1,4 +1,4 @@
-"""Generations of one shape: their buffers, and the rounds captured over them, kept from one call to the next."""
+"""Generations of one shape: their buffers, and what was captured over them, kept from one call to the next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .graphs import GraphMemory
 from .ranks import local_part
+from .taps import modules_of
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -27,11 +29,15 @@ class Session:
 
     Attributes:
         state: their buffers.
-        rounds: captured rounds over these buffers, by what they depend on besides.
+        rounds: captured rounds over these buffers, by what they depend on besides; None for what cannot be captured.
+        prefills: captured prefills, by their width; likewise.
+        graph_memory: of all these graphs.
     """
 
     state: DecodeState
     rounds: dict[Hashable, Any] = field(default_factory=dict)
+    prefills: dict[int, Any] = field(default_factory=dict)
+    graph_memory: GraphMemory = field(default_factory=GraphMemory)
 
 
 class SessionPool:
@@ -50,6 +56,10 @@ class SessionPool:
 
     def __len__(self) -> int:
         return sum(map(len, self._idle.values()))
+
+    def __contains__(self, key: Hashable) -> bool:
+        with self._lock:
+            return bool(self._idle.get(key))
 
     @contextmanager
     def session(
@@ -106,8 +116,9 @@ class SessionPool:
 
 def fingerprint(*models: nn.Module) -> int:
     """A number that changes when weights of `models` move or are replaced, so that captured work would read others."""
-    tensors = itertools.chain(*((*model.parameters(), *model.buffers()) for model in models))
-    return hash(tuple(map(_place, tensors)))
+    modules = modules_of(*models)
+    tensors = itertools.chain.from_iterable((*one._parameters.values(), *one._buffers.values()) for one in modules)
+    return hash(tuple(_place(tensor) for tensor in tensors if tensor is not None))
 
 
 def _place(tensor: torch.Tensor) -> int:

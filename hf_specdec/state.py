@@ -127,9 +127,9 @@ class DecodeState:
         self.tokens.zero_()
         for row, prompt in enumerate(prompts):
             self.tokens[row, : len(prompt)] = prompt
-        count, device = len(prompts), self.tokens.device
+        count = len(prompts)
         self.lengths.fill_(1)
-        self.lengths[:count] = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.lengths[:count] = torch.tensor([len(prompt) for prompt in prompts])
         self.limits.fill_(1)
         self.limits[:count] = self.lengths[:count] + max_new_tokens
         self.finished.fill_(True)
@@ -137,11 +137,11 @@ class DecodeState:
         self.eos.fill_(NO_TOKEN)
         if eos is not None:
             self.eos[: len(eos)] = eos
-        self.seeds[:count] = seeds.to(device)
+        self.seeds[:count] = seeds
         self.temperature.fill_(1.0 if temperature is None else temperature)
         self.row_temperatures.fill_(1.0)
         if row_temperatures is not None:
-            self.row_temperatures[:count] = row_temperatures.to(device)
+            self.row_temperatures[:count] = row_temperatures
         self.live = max(map(len, prompts)) + self.num_draft_tokens
 
     @contextmanager

@@ -7,6 +7,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
+def modules_of(*models: nn.Module) -> list[nn.Module]:
+    """All modules of `models`, each once; torch's own way through a model takes several times as long."""
+    found = dict.fromkeys(models)
+    waiting = list(found)
+    while waiting:
+        for module in waiting.pop()._modules.values():
+            if module is not None and module not in found:
+                found[module] = None
+                waiting.append(module)
+    return list(found)
+
+
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The decoder layers of `model`, first to last; None if they are not in `get_decoder().layers`."""
     layers = getattr(model.get_decoder(), "layers", None)

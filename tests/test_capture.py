@@ -1,48 +1,25 @@
-"""Rounds that are captured and replayed over kept buffers: same texts; on a CPU with a stand-in for the CUDA graph."""
+"""What is captured and replayed over kept buffers: same texts; on a CPU with a stand-in for the CUDA graph."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from contract import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp, random_peagle
+from replay import Replay, replay_on_cpu
 from targets import PAD, padded_prompts, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec import fusing, graphs, ops
+from hf_specdec import decoding, fusing, graphs, ops
+from hf_specdec.drafters import Proposal
 from hf_specdec.drafters.none import NoDrafter
-
-
-def in_place(result, new):
-    """Copy the tensors of `new` into those of `result`, as a replay overwrites what was captured."""
-    if isinstance(result, torch.Tensor):
-        result.copy_(new)
-    elif isinstance(result, tuple):
-        for pair in zip(result, new, strict=True):
-            in_place(*pair)
-
-
-class Replay:
-    """Runs a function again and again, with its results in one place."""
-
-    count = 0
-
-    def __init__(self, function):
-        type(self).count += 1
-        for _ in range(graphs.WARM_UPS):
-            function()
-        self._function = function
-        self.result = function()
-
-    def __call__(self):
-        in_place(self.result, self._function())
-        return self.result
+from hf_specdec.taps import modules_of
 
 
 @pytest.fixture
 def capture(monkeypatch):
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
-    monkeypatch.setattr(Replay, "count", 0)
-    return Replay
+    return replay_on_cpu(monkeypatch)
 
 
 def drafters(target, inputs, free):
@@ -73,7 +50,7 @@ def test_captured_rounds_say_the_same(monkeypatch, option, batch):
         texts, rows = [], []
         for replayed in (False, True):
             if replayed:
-                monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+                replay_on_cpu(monkeypatch)
             drafter = list(drafters(target, inputs, free))[which]
             if isinstance(drafter, OracleDrafter) and replayed and batch == 3:
                 continue  # it knows the rows of the batch only, not those that fill up a bucket
@@ -105,7 +82,7 @@ def test_sessions_are_used_again_and_freed(capture):
         again.append(target.generate(**inputs, **options, assistant_model=drafter))
         assert drafter.stats.acceptance_length > 4
     assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
-    assert capture.count == 1 and len(drafter.sessions) == 1
+    assert capture.count == 2 and len(drafter.sessions) == 1
     drafter.release()
     assert len(drafter.sessions) == 0
 
@@ -145,7 +122,7 @@ def test_moved_weights_are_captured_anew(capture):
     head = drafter.model.lm_head
     head.weight = torch.nn.Parameter(head.weight.clone())
     target.generate(**padded_prompts([5]), **options)
-    assert capture.count == 2
+    assert capture.count == 4
 
 
 @pytest.mark.core
@@ -163,19 +140,23 @@ def test_a_session_left_by_an_error_is_dropped(capture, monkeypatch):
 @pytest.mark.parametrize(("kind", "option"), [("eagle3", "greedy"), ("pard", "sampling"), ("mtp", "end of sequence")])
 def test_a_round_as_on_a_gpu(monkeypatch, kind, option):
     """Kernels (in the interpreter), fused products, one graph of the compiler's, replayed: what a GPU runs."""
-    target = tiny_target("llama")
+    target = copy.deepcopy(tiny_target("llama"))
     inputs = padded_prompts([5, 1])
     options = {"max_new_tokens": 5, "num_assistant_tokens": 3, "seeds": 5, **OPTIONS[option]}
     expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target))
 
     monkeypatch.setattr(ops, "TRITON_DEVICES", {"cpu"})
     monkeypatch.setattr(ops, "_NARROW_ROWS", 0)
+    monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
     monkeypatch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+    replay_on_cpu(monkeypatch)
     monkeypatch.setitem(graphs.COMPILERS, "cpu", "aot_eager")
     drafter = RANDOM_DRAFTERS[kind](target)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
     assert drafter.stats.execution == "captured in one graph, compiled"
+    attention = target.model.layers[0].self_attn
+    query, key = (layer.weight.untyped_storage().data_ptr() for layer in (attention.q_proj, attention.k_proj))
+    assert query == key, "products were not fused"
 
 
 @pytest.mark.core
@@ -205,7 +186,7 @@ def test_processes_that_share_a_target_compile_alike(monkeypatch):
     assert together.get("deterministic", False) == ("deterministic" in torch._inductor.list_options())
 
 
-def refuse(function):
+def refuse(function, memory):
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
@@ -265,6 +246,201 @@ def test_what_is_kept_makes_room_for_a_call(monkeypatch):
     failures[:] = ["for good"]
     with pytest.raises(torch.OutOfMemoryError):
         target.generate(**short, **options, assistant_model=drafter)
+
+
+def say(target, drafter, batches, **options):
+    """What `target` says to batches of prompts, one call each, and how the drafts fared."""
+    said = []
+    for seed, lengths in enumerate(batches):
+        out = target.generate(
+            **padded_prompts(lengths, seed=seed),
+            **{"max_new_tokens": 8, "num_assistant_tokens": 3, "seeds": seed, "do_sample": False, **options},
+            assistant_model=drafter,
+        )
+        said.append((out.tolist(), drafter.stats.rows))
+    return said
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
+def test_calls_that_only_replay_say_what_eager_ones_say(kind, option, monkeypatch):
+    """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts."""
+    target = tiny_target("llama")
+    batches = [[9, 1, 5], [1, 1, 1], [17, 16, 2], [3, 12, 4]]
+    make = RANDOM_DRAFTERS.get(kind, NoDrafter)
+    eager = say(target, make(target), batches, **OPTIONS[option])
+    capture, drafter = replay_on_cpu(monkeypatch), make(target)
+    assert say(target, drafter, batches, **OPTIONS[option]) == eager
+    assert drafter.stats.execution.startswith("captured in")
+    assert (capture.count, capture.hostings, len(drafter.sessions)) == (3 if option == "penalty" else 2, 1, 1)
+
+
+aten = torch.ops.aten
+HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.masked_select.default, aten.nonzero.default}
+
+
+class NoHostReads(TorchDispatchMode):
+    """Context in which nothing waits for a value or a shape that is known on the device only."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in HOST_READS, f"{function} reads on the host"
+        if function in (aten.index.Tensor, aten.index_put_.default):
+            assert all(index is None or index.dtype == torch.int64 for index in args[1]), "indices found by the host"
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
+def test_what_is_captured_reads_nothing_on_the_host(kind, monkeypatch):
+    def watched(function, memory):
+        with NoHostReads():
+            return Replay(function, memory)
+
+    target = tiny_target("llama")
+    capture = replay_on_cpu(monkeypatch, watched)
+    drafter = RANDOM_DRAFTERS.get(kind, NoDrafter)(target)
+    for option in ("greedy", "penalty", "sampling"):
+        say(target, drafter, [[9, 1, 5]], **OPTIONS[option])
+    assert capture.count == 7
+    with pytest.raises(AssertionError, match="reads on the host"), NoHostReads():
+        torch.arange(3).sum().item()
+    with pytest.raises(AssertionError, match="found by the host"), NoHostReads():
+        torch.arange(3)[torch.arange(3) > 1]
+
+
+@pytest.mark.core
+def test_graphs_of_one_session_share_memory(monkeypatch):
+    memories = []
+
+    def noting(function, memory):
+        memories.append(memory)
+        return Replay(function, memory)
+
+    replay_on_cpu(monkeypatch, noting)
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    say(target, drafter, [[9, 1], [17, 30]])
+    say(target, drafter, [[9, 1]], repetition_penalty=1.3)
+    say(target, drafter, [[9]])
+    first, *_, last = memories
+    assert [memory is first for memory in memories] == 5 * [True] + 2 * [False] and memories[-2] is last
+
+
+@pytest.mark.core
+def test_every_bucket_of_lengths_has_a_prefill_up_to_a_limit(capture, monkeypatch):
+    monkeypatch.setattr(decoding, "MOST_CAPTURED_TOKENS", 32)
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+
+    def call(length, **settings):
+        options = {**padded_prompts([length], seed=length), "do_sample": False, "max_new_tokens": 6}
+        plain = target.generate(**options)
+        assert torch.equal(target.generate(**options, **settings, assistant_model=drafter), plain)
+        return capture.count, capture.hostings
+
+    assert [call(length) for length in (5, 33, 17, 18)] == [(2, 1), (3, 2), (3, 2), (3, 2)]
+    assert call(34) == call(17) == (3, 3)  # too long: as it comes, every time, and the round is replayed all the same
+    assert call(17, prefill_chunk_size=7) == (3, 4)
+    assert len(drafter.sessions) == 1
+
+
+@pytest.mark.core
+def test_a_prefill_that_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
+    """Nothing is left of what the attempt did to the state: drafts that are all right would be wrong once."""
+    target, batches = tiny_target("llama"), [[9, 1, 5], [3, 12, 4]]
+    drafter = copy_of(target)
+    eager = say(target, drafter, batches)
+    assert drafter.stats.acceptance_length == 4
+
+    def picky(function, memory):
+        if Replay.count == 0:
+            return Replay(function, memory)
+        with monkeypatch.context() as patch:
+            propose = drafter.propose
+            patch.setattr(drafter, "propose", lambda *args: Proposal(propose(*args).tokens.fill_(2), None))
+            function()
+        refuse(function, memory)
+
+    capture = replay_on_cpu(monkeypatch, picky)
+    refused = "cannot be captured and runs eagerly: operation not permitted"
+    assert say(target, drafter, batches) == eager
+    assert caplog.text.count(f"The prefill of LlamaForCausalLM {refused}") == caplog.text.count(refused) == 1
+    assert drafter.stats.execution.startswith("captured in one graph")
+    assert (capture.count, capture.hostings) == (1, 2)
+
+
+@pytest.mark.core
+def test_memory_that_a_prefill_needs_is_made(monkeypatch):
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    failures = []
+
+    def scarce(function, memory):
+        if Replay.count >= 3 and len(drafter.sessions):
+            failures.append("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return Replay(function, memory)
+
+    capture = replay_on_cpu(monkeypatch, scarce)
+    say(target, drafter, [[5]])
+    options = {**padded_prompts([600]), "do_sample": False, "max_new_tokens": 6}
+    plain = target.generate(**options)
+    assert torch.equal(target.generate(**options, assistant_model=drafter), plain)
+    assert failures == ["out of memory"] and len(drafter.sessions) == 1
+    assert capture.count == 5  # both prefills, both rounds, the second of which was captured twice
+
+
+@pytest.mark.core
+def test_weights_that_a_call_moves_are_captured_once(capture, monkeypatch):
+    monkeypatch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
+    monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
+    target = copy.deepcopy(tiny_target("llama"))
+    weight = target.model.layers[0].self_attn.k_proj.weight
+    before = weight.data_ptr()
+    drafter, batches = random_eagle3(target), [[9, 1, 5], [3, 12, 4]]
+    replayed = say(target, drafter, batches)
+    assert weight.data_ptr() != before
+    assert (capture.count, capture.hostings, len(drafter.sessions)) == (2, 1, 1)
+    monkeypatch.delitem(graphs.CAPTURE, "cpu")
+    assert say(target, random_eagle3(target), batches) == replayed
+
+
+@pytest.mark.core
+def test_replaced_weights_are_read(capture):
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = random_eagle3(target)
+    said = []
+    for _ in range(2):
+        said.append(say(target, drafter, [[9, 1, 5]]))
+        plain = target.generate(**padded_prompts([9, 1, 5]), do_sample=False, max_new_tokens=8)
+        assert said[-1][0][0] == plain.tolist()
+        norm = target.model.layers[0].input_layernorm
+        norm.weight = torch.nn.Parameter(norm.weight + torch.arange(len(norm.weight)) % 3)
+    assert said[0] != said[1] and capture.count == 4
+
+
+@pytest.mark.core
+def test_prefills_that_would_copy_experts_are_not_captured(capture):
+    target, batches = tiny_target("qwen3-moe"), [[9, 1, 5], [3, 12, 4]]
+    drafter = random_eagle3(target)
+    for lengths, (text, _) in zip(batches, say(target, drafter, batches), strict=True):
+        seed = batches.index(lengths)
+        plain = target.generate(**padded_prompts(lengths, seed=seed), do_sample=False, max_new_tokens=8)
+        assert text == plain.tolist()
+    assert (capture.count, capture.hostings) == (1, 2)
+    assert graphs.copies_experts(target, drafter)
+    assert not graphs.copies_experts(copy.deepcopy(target).to(torch.bfloat16), drafter)
+    assert not graphs.copies_experts(tiny_target("llama"), drafter)
+
+
+@pytest.mark.core
+def test_all_modules_are_found_once():
+    target = tiny_target("deepseek-v3")
+    drafter = random_mtp(tiny_target("llama"))
+    drafter.frames.append(drafter.frames[0])
+    found = modules_of(target, drafter, target)
+    assert len(found) == len(set(found)) and set(found) == {*target.modules(), *drafter.modules()}
 
 
 @pytest.mark.core

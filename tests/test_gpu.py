@@ -14,7 +14,7 @@ from test_smollm2 import DRAFTERS, chat_batches
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from hf_specdec import AutoDrafter, graphs, ops
-from hf_specdec.decoding import capture_round
+from hf_specdec.decoding import capture_prefill, capture_round
 from hf_specdec.sessions import MAX_SESSIONS
 
 pytestmark = [
@@ -60,6 +60,37 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
         assert len(drafter.sessions) == len(capture)
     assert all(torch.equal(text, texts[0]) for text in texts)
     assert all(row == rows[0] for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "penalty", "hot sampling"])
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
+    """Prompts of several lengths in one session, in one bucket and in others; the longest are not captured."""
+    target, widths = on_gpu("llama"), []
+    lengths = [[9, 1, 5], [17, 3, 1], [1, 1, 1], [40, 2, 30], [300, 200, 9], [12, 33, 8], [9, 1, 5]]
+
+    def counted(session, target, drafter, width):
+        widths.append(width)
+        return capture_prefill(session, target, drafter, width)
+
+    monkeypatch.setattr("hf_specdec.decoding.capture_prefill", counted)
+    said = []
+    for capture in (graphs.CAPTURE, {}):
+        monkeypatch.setattr("hf_specdec.decoding.CAPTURE", capture)
+        drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
+        for seed, some in enumerate(lengths):
+            torch.manual_seed(seed)
+            out = target.generate(
+                **prompts(some, seed=seed),
+                max_new_tokens=24,
+                assistant_model=drafter,
+                num_assistant_tokens=4,
+                **MODES[mode],
+            )
+            said.append((out.tolist(), drafter.stats.rows))
+        assert len(drafter.sessions) == len(capture)
+    assert said[: len(lengths)] == said[len(lengths) :]
+    assert widths == [16, 64, 32]
 
 
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
@@ -183,6 +214,27 @@ def test_what_reads_the_host_runs_eagerly(caplog):
     assert drafter.stats.execution == "eager: a round cannot be captured"
     assert "cannot be captured and runs eagerly" in caplog.text
     assert torch.equal(out, target.generate(**options))
+
+
+def test_graphs_share_memory_until_a_capture_fails():
+    memory, current = graphs.GraphMemory(), torch.cuda.current_stream()
+    buffer = torch.zeros(2**20, device="cuda")
+
+    def of_its_own():
+        return (buffer + 1).sqrt().sum()
+
+    count = graphs.CudaGraph(lambda: buffer.add_(1), memory)
+    others = [graphs.CudaGraph(of_its_own, memory) for _ in range(2)]
+    pool = memory.owner.pool()
+    with pytest.raises(RuntimeError):
+        graphs.CudaGraph(lambda: of_its_own().item(), memory)
+    assert memory.owner is None and torch.cuda.current_stream() == current
+    others += [graphs.CudaGraph(of_its_own, memory) for _ in range(2)]
+    assert memory.owner.pool() != pool
+    for number in range(1, 4):
+        count()
+        assert [float(graph()) for graph in others] == [float(of_its_own())] * 4
+        assert float(buffer[0]) == number + graphs.WARM_UPS
 
 
 def test_many_calls_leave_no_memory_behind(monkeypatch):

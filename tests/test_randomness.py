@@ -4,8 +4,8 @@ import pytest
 import torch
 from contract import PROMPTS
 from oracle import RANDOM_DRAFTERS
+from replay import replay_on_cpu
 from targets import padded_prompts, tiny_target
-from test_capture import Replay
 from transformers import LogitsProcessorList, set_seed
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
@@ -55,7 +55,7 @@ def test_a_row_says_the_same_alone_in_a_batch_and_captured(mode, kind, monkeypat
     assert len(set(map(tuple, together.tolist()))) == 8
     for rows in ([5], [6, 1, 3]):
         assert torch.equal(texts_of(rows), together[rows])
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+    replay_on_cpu(monkeypatch)
     for rows in ([5], [6, 1, 3, 7, 4]):
         assert torch.equal(texts_of(rows), together[rows])
 
@@ -80,10 +80,9 @@ def test_replayed_rounds_serve_rows_of_any_temperature(monkeypatch):
         ]
 
     eager = texts()
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
-    monkeypatch.setattr(Replay, "count", 0)
+    capture = replay_on_cpu(monkeypatch)
     assert all(torch.equal(*pair) for pair in zip(texts(), eager, strict=True))
-    assert Replay.count == 1
+    assert capture.count == 2  # a prefill and a round
     assert not torch.equal(eager[0], eager[1]) and not torch.equal(eager[0], eager[2])
 
 
@@ -101,11 +100,10 @@ def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monk
         return found, len(drafter.sessions)
 
     eager, _ = texts()
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
-    monkeypatch.setattr(Replay, "count", 0)
+    capture = replay_on_cpu(monkeypatch)
     replayed, num_sessions = texts()
     assert all(torch.equal(*pair) for pair in zip(replayed, eager, strict=True))
-    assert (Replay.count, num_sessions) == (graphs_of_a_round, 1)
+    assert (capture.count, num_sessions) == (1 + graphs_of_a_round, 1)
     assert torch.equal(eager[0], eager[3]) and not torch.equal(eager[0], eager[1])
 
 
@@ -113,7 +111,7 @@ def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monk
 def test_a_temperature_that_is_not_the_calls_is_not_replayed_for_it(monkeypatch):
     """A warper of the caller's takes the place of the one for `temperature=`, which the drafts are drawn at."""
     target, inputs = tiny_target("llama"), padded_prompts([5, 9])
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", Replay)
+    replay_on_cpu(monkeypatch)
     for replayed in (True, False):
         if not replayed:
             monkeypatch.delitem(graphs.CAPTURE, "cpu")

@@ -79,7 +79,7 @@ class Drafter(PreTrainedModel):
         return self._last_stats
 
     def release(self) -> None:
-        """Free the buffers and captured rounds that are kept for further `generate()` calls on a GPU."""
+        """Free the buffers and graphs that are kept for further `generate()` calls on a GPU."""
         self.sessions.clear()
 
     @property

@@ -1,0 +1,85 @@
+"""A stand-in for the CUDA graph on a CPU: what was captured is run again."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hf_specdec import decoding, graphs
+from hf_specdec.attention import submodel_configs
+
+_hosted = decoding.hosted
+
+
+def in_place(result, new):
+    """Copy the tensors of `new` into those of `result`, as a replay overwrites what was captured."""
+    if isinstance(result, torch.Tensor):
+        result.copy_(new)
+    elif isinstance(result, tuple):
+        for pair in zip(result, new, strict=True):
+            in_place(*pair)
+
+
+class Replay:
+    """Runs a function again and again, with its results in one place.
+
+    A graph needs no modules, but this does: it hosts the target that it was made on while it runs, unless the call does
+    so already.
+
+    Attributes:
+        count: how many were made.
+        hostings: how often a call hosted its target; those that only replay do not.
+        host: target and drafter that the call hosts at the moment, as what, and their `traces` before; or None.
+    """
+
+    count = 0
+    hostings = 0
+    host = None
+
+    def __init__(self, function, memory=None):
+        assert Replay.host is not None, "what is captured needs a host: see `replay_on_cpu`"
+        type(self).count += 1
+        for _ in range(graphs.WARM_UPS):
+            function()
+        self._function, self._host = function, Replay.host
+        self.result = function()
+
+    def __call__(self):
+        if Replay.host is self._host:
+            in_place(self.result, self._function())
+            return self.result
+        model, drafter, target, before = self._host
+        assert Replay.host is not None or traces(model, drafter) == before, "modules were changed for a replay"
+        with _hosted(model, drafter, False) as again:
+            target.recorder = again.recorder
+            in_place(self.result, self._function())
+        return self.result
+
+
+def traces(*models):
+    """What hosting changes of `models`: how modules compute, who listens to them, what attention they run."""
+    modules = [module for model in models for module in model.modules()]
+    listening = [(list(module._forward_hooks), list(module._forward_pre_hooks)) for module in modules]
+    attention = [config._attn_implementation for model in models for config in submodel_configs(model)]
+    return [vars(module).get("forward") for module in modules], listening, attention
+
+
+@contextmanager
+def _watched(model, drafter, keep_hidden_states):
+    untouched = traces(model, drafter)
+    with _hosted(model, drafter, keep_hidden_states) as target:
+        Replay.hostings += 1
+        before, Replay.host = Replay.host, (model, drafter, target, untouched)
+        try:
+            yield target
+        finally:
+            Replay.host = before
+
+
+def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Replay]:
+    """Let calls on a CPU capture and replay; returns `Replay`, whose counts begin anew."""
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", stand_in)
+    monkeypatch.setattr(decoding, "hosted", _watched)
+    monkeypatch.setattr(Replay, "count", 0)
+    monkeypatch.setattr(Replay, "hostings", 0)
+    return Replay
