@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList, set_seed
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from hf_specdec import graphs
+from hf_specdec.decoding import DRAFT_PROBS_TEMPERATURE
 from hf_specdec.logits import RowTemperature
 
 # Name: drafts are drawn from the drafter's distribution, how they are judged.
@@ -105,6 +106,26 @@ def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monk
     assert all(torch.equal(*pair) for pair in zip(replayed, eager, strict=True))
     assert (capture.count, num_sessions) == (1 + graphs_of_a_round, 1)
     assert torch.equal(eager[0], eager[3]) and not torch.equal(eager[0], eager[1])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_drafts_are_drawn_from_a_temperature_up(engine):
+    """Where nothing else was asked for; of rows with temperatures of their own the hottest decides."""
+    target, inputs = tiny_target("llama"), padded_prompts([5])
+    drafter = RANDOM_DRAFTERS["eagle3"](target).configure(engine=engine)
+    coldest = DRAFT_PROBS_TEMPERATURE
+    for temperature, is_drawn in ((coldest - 0.01, False), (coldest, True), (1.0, True)):
+        sample(target, inputs, drafter, temperature=temperature)
+        assert drafter.stats.draft_probs == is_drawn
+    sample(target, inputs, drafter, do_sample=False, temperature=None, top_k=None)
+    assert not drafter.stats.draft_probs
+    rows = 2 if engine == "static" else 1
+    for hottest, is_drawn in ((0.9, False), (1.1, True)):
+        factors = LogitsProcessorList([RowTemperature([0.5, hottest][-rows:])])
+        options = {"num_return_sequences": rows, "temperature": coldest, "logits_processor": factors}
+        sample(target, inputs, drafter, **options)
+        assert drafter.stats.draft_probs == is_drawn
 
 
 @pytest.mark.core

@@ -220,6 +220,9 @@ def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
     (out / "training.json").write_text(json.dumps(report))
     card.write_card(out)
     assert "Training began\nwith the weights of `before`." in (out / "README.md").read_text()
+    (out / "remarks.md").write_text("Less than others have.\n")
+    card.write_card(out)
+    assert "section.\n\nLess than others have.\n\n## Training" in (out / "README.md").read_text()
     drafter = Eagle3Drafter.from_pretrained(out)
     drafter.bind(target)
     ids = drafter.target_ids

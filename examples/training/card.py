@@ -51,7 +51,7 @@ output = model.generate(**inputs, custom_generate="{repo_id}", trust_remote_code
 ## Acceptance
 
 {acceptance}
-
+{remarks}
 ## Training
 
 The target wrote its own prompts and answers; no data set was used. Prompts: {prompts:,} (openings of many kinds,
@@ -136,7 +136,10 @@ committed a round, drafts and the target's own. "Without repetition" leaves out 
 
 
 def write_card(folder: Path) -> None:
-    """(Re)write README.md and `custom_generate/` of `folder` from its training.json and, if there, acceptance.json."""
+    """(Re)write README.md and `custom_generate/` of `folder` from its training.json and, if there, acceptance.json.
+
+    What is to be said of the acceptance besides is in remarks.md, which the card takes over.
+    """
     training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     arguments, data, last = training["arguments"], training["data"], training["curve"][-1]
     shares = last["held_out"]["acceptance"]
@@ -150,6 +153,7 @@ def write_card(folder: Path) -> None:
         parameters=training["parameters"] / 1e6,
         weights="" if any(folder.glob("*.safetensors")) else missing_weights(training),
         acceptance=acceptance_section(folder / "acceptance.json"),
+        remarks=f"\n{remarks.read_text(encoding='utf-8')}" if (remarks := folder / "remarks.md").exists() else "",
         prompts=data["prompts"],
         prompt_temperature=arguments["prompt_temperature"],
         answer_temperatures=", ".join(map(str, arguments["answer_temperatures"])),
