@@ -424,9 +424,8 @@ def test_replaced_weights_are_read(capture):
 def test_prefills_that_would_copy_experts_are_not_captured(capture):
     target, batches = tiny_target("qwen3-moe"), [[9, 1, 5], [3, 12, 4]]
     drafter = random_eagle3(target)
-    for lengths, (text, _) in zip(batches, say(target, drafter, batches), strict=True):
-        seed = batches.index(lengths)
-        plain = target.generate(**padded_prompts(lengths, seed=seed), do_sample=False, max_new_tokens=8)
+    for seed, (text, _) in enumerate(say(target, drafter, batches)):
+        plain = target.generate(**padded_prompts(batches[seed], seed=seed), do_sample=False, max_new_tokens=8)
         assert text == plain.tolist()
     assert (capture.count, capture.hostings) == (1, 2)
     assert graphs.copies_experts(target, drafter)
