@@ -24,6 +24,7 @@ ORDER = [
     "attention",
     "taps",
     "hosting",
+    "pieces",
     "graphs",
     "sessions",
     "drafters",
