@@ -113,9 +113,8 @@ def local_products(model: PreTrainedModel) -> Iterator[None]:
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):
                     split.append((module, name, parameter))
-                    # The tensor that `parameter` has, so that it follows when its memory is moved.
-                    with torch.no_grad():
-                        module._parameters[name] = local_part(parameter)
+                    # Not a view of it, as `to_local` gives: where it is moved, `parameter` must follow.
+                    module._parameters[name] = parameter._local_tensor
             if _only_splits(module):
                 wrapped.append((module, vars(module).pop("forward")))
         yield
