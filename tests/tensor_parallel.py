@@ -244,6 +244,7 @@ def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     peers.logger.addHandler(handler)
+    peers.logger.setLevel(logging.INFO)
     try:
         with peer_memory_on_cpu() as patch, watched_sums() as shapes:
             if failing == "host":
@@ -253,6 +254,7 @@ def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
             target = load_split(folder / "llama")
             said = say_briefly(target)
     finally:
+        peers.logger.setLevel(logging.NOTSET)
         peers.logger.removeHandler(handler)
     return {"said": said, "logged": logged, "sums": sorted(set(shapes))}
 

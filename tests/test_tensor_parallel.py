@@ -97,7 +97,7 @@ def test_small_sums_go_through_memory(answers):
         in_memory = said["in memory"]
         assert {family: in_memory[family] for family in expected} == expected
         assert in_memory["llama, sums"] == [sums, check]
-        assert in_memory["qwen3-moe, sums"] == [sums, flat, check]
+        assert in_memory["qwen3-moe, sums"] == [sums, flat], "memory is made once for the same processes"
         assert said["sums in memory"] == [], "there is no such memory on a CPU"
 
 
