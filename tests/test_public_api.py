@@ -25,6 +25,7 @@ ORDER = [
     "taps",
     "hosting",
     "graphs",
+    "peers",
     "sessions",
     "drafters",
     "state",
