@@ -26,6 +26,7 @@ ORDER = [
     "hosting",
     "pieces",
     "graphs",
+    "peers",
     "sessions",
     "drafters",
     "state",
