@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import MoeExpertsParallel, RowwiseParallel
 
 from .graphs import first_line
 from .ops import PLAIN_WEIGHTS
@@ -235,6 +234,8 @@ def _experts(module: nn.Module, wrapper: Wrapper, group_name: str) -> Callable[.
 
 def _summing_forward(module: nn.Module, group_name: str) -> Callable[..., torch.Tensor] | None:
     """What computes as `module` does now, with small sums in memory; None for modules that sum nothing or otherwise."""
+    from transformers.distributed.tensor_parallel import MoeExpertsParallel, RowwiseParallel
+
     wrapper = wrapper_of(module)
     if wrapper is None:
         return None

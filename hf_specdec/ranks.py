@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel, StoppingCriteriaList
-from transformers.distributed.tensor_parallel import ColwiseParallel, TensorParallelLayer
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from .ops import PLAIN_WEIGHTS
+
+if TYPE_CHECKING:
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 
 def num_processes() -> int:
@@ -77,6 +79,8 @@ class Wrapper(NamedTuple):
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
     """What transformers has wrapped around `module`; None if there is nothing, or something that others wrapped."""
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
+
     forward = vars(module).get("forward")
     if not inspect.isfunction(forward):
         return None
@@ -88,6 +92,8 @@ def wrapper_of(module: nn.Module) -> Wrapper | None:
 
 def _only_splits(module: nn.Module) -> bool:
     """Whether what is wrapped around `module` does nothing once its weights are local: it has rows of a weight."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel
+
     wrapper = wrapper_of(module)
     if wrapper is None or type(wrapper.style) is not ColwiseParallel or type(module) is not nn.Linear:
         return False
