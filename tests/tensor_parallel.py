@@ -26,7 +26,7 @@ from targets import padded_prompts
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.distributed import DistributedConfig
 
-from hf_specdec import Drafter, cli, fusing, graphs, ops, peers
+from hf_specdec import Drafter, cli, fusing, graphs, ops, peers, pieces
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
@@ -219,6 +219,7 @@ def say_in_memory_as_on_a_gpu(folder: Path) -> list:
         expected = attention.k_proj.weight.full_tensor()
         replay_on_cpu(patch)
         patch.setitem(graphs.COMPILERS, "cpu", "eager")
+        patch.setattr(pieces, "_LAST_OF_A_PIECE", {str(torch.nn.functional.scaled_dot_product_attention)})
         patch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
         patch.setattr(ops, "narrow_products", lambda *models: nullcontext())
         drafter = NoDrafter(target)
