@@ -21,6 +21,7 @@ from .attention import ragged_attention
 from .drafters.base import Drafter
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, copies_experts, experts_without_host, first_line
+from .peers import sums_over_peers
 from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
     BlockProcessor,
@@ -205,6 +206,7 @@ def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -
     with ExitStack() as stack:
         stack.enter_context(ragged_attention(model))
         stack.enter_context(local_products(model))
+        stack.enter_context(sums_over_peers(model))
         stack.enter_context(ops.narrow_products(model, drafter))
         stack.enter_context(fused_products(model, drafter))
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))

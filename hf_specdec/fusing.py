@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .ops import PLAIN_WEIGHTS
+
 # Children of one module that are called with the same input, the first one first.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -28,7 +30,7 @@ class FusedLinear:
     def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor, bias: torch.Tensor | None):
         self._layers = layers
         self._weight, self._bias = weight, bias
-        self._sizes = [layer.out_features for layer in layers]
+        self._sizes = [len(layer.weight) for layer in layers]  # of a split layer, its part
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
@@ -73,7 +75,7 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
     """Plain linear layers of one width, data type and device that nothing wraps, quantises or listens to."""
-    if not all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in layers):
+    if not all(type(layer) is nn.Linear and type(layer.weight) in PLAIN_WEIGHTS for layer in layers):
         return False
     if any("forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return False

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import submodel_configs
+from .pieces import in_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,10 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
         # Sums are not tuned by measuring: another order of summation could draft another token. Combined kernels have
         # not been tried under this option.
         options |= {"deterministic": True, "combo_kernels": False}
-    optimized = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options or None)
+    compiler = torch._dynamo.lookup_backend(backend)
+    if options:
+        compiler = functools.partial(compiler, config_patches=options)
+    optimized = torch.compile(function, backend=in_pieces(compiler), fullgraph=True, dynamic=False)
 
     def run() -> Any:
         limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}

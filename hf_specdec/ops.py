@@ -24,6 +24,7 @@ from .kernels.reference import (
 )
 
 __all__ = [
+    "PLAIN_WEIGHTS",
     "DraftInputs",
     "Stream",
     "Verdict",
@@ -49,6 +50,8 @@ __all__ = [
 
 _NARROW_ROWS = 16
 
+# Weights that are neither quantised nor split: parameters, and the parts that `local_products` takes out of those.
+PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
 
 # Devices whose rounds run the Triton kernels; elsewhere, and in float64, their references.
 TRITON_DEVICES = {"cuda"}
@@ -292,7 +295,7 @@ def narrow_products(*models: nn.Module) -> Iterator[None]:
         for model in models
         for module in model.modules()
         if type(module) is nn.Linear
-        and type(module.weight) is nn.Parameter
+        and type(module.weight) in PLAIN_WEIGHTS
         and "forward" not in vars(module)
         and module.weight.device.type == "cpu"
     ]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
+
+from .ops import PLAIN_WEIGHTS
+
+if TYPE_CHECKING:
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 
 def num_processes() -> int:
@@ -54,14 +61,57 @@ def from_first_rank(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tenso
     return shared.to(tensor.device)
 
 
+class Wrapper(NamedTuple):
+    """What transformers has wrapped around a module of a split model.
+
+    Attributes:
+        forward: what is called now.
+        style: how the module is split.
+        mesh: over what.
+        wrapped: the module's own `forward`.
+    """
+
+    forward: Callable
+    style: TensorParallelLayer
+    mesh: DeviceMesh
+    wrapped: Callable
+
+
+def wrapper_of(module: nn.Module) -> Wrapper | None:
+    """What transformers has wrapped around `module`; None if there is nothing, or something that others wrapped."""
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
+
+    forward = vars(module).get("forward")
+    if not inspect.isfunction(forward):
+        return None
+    inside = inspect.getclosurevars(forward).nonlocals
+    if not isinstance(inside.get("self"), TensorParallelLayer) or not {"mesh", "original_forward"} <= inside.keys():
+        return None
+    return Wrapper(forward, inside["self"], inside["mesh"], inside["original_forward"])
+
+
+def _only_splits(module: nn.Module) -> bool:
+    """Whether what is wrapped around `module` does nothing once its weights are local: it has rows of a weight."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel
+
+    wrapper = wrapper_of(module)
+    if wrapper is None or type(wrapper.style) is not ColwiseParallel or type(module) is not nn.Linear:
+        return False
+    style = wrapper.style
+    is_plain = all(type(parameter) in PLAIN_WEIGHTS for parameter in module.parameters(recurse=False))
+    return is_plain and (style.input_layouts, style.output_layouts) == (Replicate(), Shard(-1))
+
+
 @contextmanager
 def local_products(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which split linear layers of `model` hold this process's part of their weights as plain parameters.
+    """Context in which split linear layers of `model` have this process's part of their weights as plain tensors.
 
     transformers computes with these parts where no gradients are asked for, but takes them out of the `DTensor`s at
     every call of a layer. That is work for the host, and more for a compiler, which has to follow it layer by layer.
+    Layers whose outputs stay split are then ordinary ones, with nothing wrapped around them.
     """
     split: list[tuple[nn.Linear, str, nn.Parameter]] = []
+    wrapped: list[tuple[nn.Module, Callable]] = []
     try:
         for module in model.modules():
             if not isinstance(module, nn.Linear):
@@ -69,9 +119,14 @@ def local_products(model: PreTrainedModel) -> Iterator[None]:
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):
                     split.append((module, name, parameter))
-                    module._parameters[name] = nn.Parameter(local_part(parameter.detach()), requires_grad=False)
+                    # Not a view of it, as `to_local` gives: where it is moved, `parameter` must follow.
+                    module._parameters[name] = parameter._local_tensor
+            if _only_splits(module):
+                wrapped.append((module, vars(module).pop("forward")))
         yield
     finally:
+        for module, forward in wrapped:
+            module.forward = forward
         for module, name, parameter in split:
             module._parameters[name] = parameter
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
-from contextlib import redirect_stdout
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,10 @@ from targets import padded_prompts
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.distributed import DistributedConfig
 
-from hf_specdec import Drafter, cli
+from hf_specdec import Drafter, cli, fusing, graphs, ops, peers, pieces
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
+from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.sessions import fingerprint
 
 PROMPT_LENGTHS = [2, 13, 7]
@@ -158,6 +162,104 @@ def say_again_and_again(target: PreTrainedModel) -> list:
     return said[1]
 
 
+def sum_by_messages(room: torch.Tensor, operation: str, group_name: str) -> torch.Tensor:
+    """What torch's operator on symmetric memory returns: the parts of all, added in the order of the ranks."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    parts = [torch.empty_like(room) for _ in range(group.size())]
+    dist.all_gather(parts, room.contiguous(), group=group)
+    return torch.stack(parts).sum(dim=0)
+
+
+@contextmanager
+def peer_memory_on_cpu() -> Iterator[pytest.MonkeyPatch]:
+    """Context in which processes on CPUs sum in memory as GPUs do, by a stand-in for torch's operator."""
+    with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("symm_mem", "IMPL") as library:
+        library.impl("one_shot_all_reduce", sum_by_messages, "CPU")
+        patch.setattr(peers, "PEER_DEVICES", {"cpu"})
+        patch.setattr(peers, "MOST_BYTES", 2048)  # more than what rounds of three rows sum, less than their prefill
+        patch.setattr(peers, "are_linked", lambda device, count: True)
+        patch.setattr(peers, "allocate", lambda size, device, group: torch.empty(size, dtype=torch.uint8))
+        patch.setattr(peers, "_memories", weakref.WeakKeyDictionary())
+        yield patch
+
+
+@contextmanager
+def watched_sums() -> Iterator[list[tuple[int, ...]]]:
+    """Context in which the shapes of what is summed in memory are written down."""
+    total, shapes = peers.PeerMemory.total, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            peers.PeerMemory, "total", lambda memory, room: shapes.append(tuple(room.shape)) or total(memory, room)
+        )
+        yield shapes
+
+
+def say_in_memory(folder: Path) -> dict[str, Any]:
+    """What targets say whose small sums go through memory, and the shapes of these sums."""
+    said = {}
+    with peer_memory_on_cpu():
+        for family in ("llama", "qwen3-moe"):
+            target = load_split(folder / family)
+            modules = [(module, vars(module).get("forward")) for module in target.modules()]
+            with watched_sums() as shapes:
+                said[family] = say_briefly(target)
+            said[f"{family}, sums"] = sorted(set(shapes))
+            assert all(vars(module).get("forward") is forward for module, forward in modules), "wrappers were changed"
+    return said
+
+
+def say_in_memory_as_on_a_gpu(folder: Path) -> list:
+    """What is said in plain steps that are compiled whole and replayed, with fused products and sums in memory.
+
+    The parts that parameters have of a weight are moved, with no second copy of them.
+    """
+    with peer_memory_on_cpu() as patch, watched_sums() as shapes:
+        target = load_split(folder / "llama")
+        attention = target.model.layers[0].self_attn
+        expected = attention.k_proj.weight.full_tensor()
+        replay_on_cpu(patch)
+        patch.setitem(graphs.COMPILERS, "cpu", "eager")
+        patch.setattr(pieces, "_LAST_OF_A_PIECE", {str(torch.nn.functional.scaled_dot_product_attention)})
+        patch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
+        patch.setattr(ops, "narrow_products", lambda *models: nullcontext())
+        drafter = NoDrafter(target)
+        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "assistant_model": drafter}
+        out = target.generate(**padded_prompts(PROMPT_LENGTHS), **options)
+        assert (4, 1, 32) in shapes
+        parts = [layer.weight.to_local().untyped_storage() for layer in (attention.q_proj, attention.k_proj)]
+        assert parts[0].data_ptr() == parts[1].data_ptr(), "products were not fused"
+        assert torch.equal(attention.k_proj.weight.full_tensor(), expected)
+    return [out.tolist(), drafter.stats.execution]
+
+
+def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
+    """What is said, logged and summed in memory where the second process fails in one of the steps to it."""
+    check = peers.PeerMemory.check
+
+    def fail(*arguments: Any) -> None:
+        if failing == "check":  # which needs all of them until its sums are there
+            check(*arguments)
+        raise OSError("no such device\nand advice")
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    peers.logger.addHandler(handler)
+    peers.logger.setLevel(logging.INFO)
+    try:
+        with peer_memory_on_cpu() as patch, watched_sums() as shapes:
+            if failing == "host":
+                patch.setattr(peers.socket, "gethostname", lambda: f"host {dist.get_rank()}")
+            elif dist.get_rank() == 1:
+                patch.setattr(*{"allocate": (peers, "allocate"), "check": (peers.PeerMemory, "check")}[failing], fail)
+            target = load_split(folder / "llama")
+            said = say_briefly(target)
+    finally:
+        peers.logger.setLevel(logging.NOTSET)
+        peers.logger.removeHandler(handler)
+    return {"said": said, "logged": logged, "sums": sorted(set(shapes))}
+
+
 def bench(folder: Path, output: Path) -> dict[str, Any]:
     """What the command prints and writes in this process, and what it measured."""
     drafters = [folder / "eagle3", folder / "p-eagle"]
@@ -187,7 +289,10 @@ def main(folder: str, answers: str, device: str) -> None:
     assert target.device.type == device
     rank = dist.get_rank()
     head = target.lm_head.weight
-    said = say_all(target) | {
+    with watched_sums() as shapes:
+        said = say_all(target)
+    said |= {
+        "sums in memory": sorted(set(shapes)),
         "sharded": [type(head).__name__, *head.to_local().shape],
         "seeds of their own": say(target, uncompiled(target, "borrower"), seed=rank, **SAMPLING),
         "bytes": round_bytes(target, None, 0, batch=3, length=10),
@@ -196,6 +301,10 @@ def main(folder: str, answers: str, device: str) -> None:
     if device == "cpu":
         said["replayed"] = say_again_and_again(target)
         said |= say_what_is_wrong(target)
+        said["in memory"] = say_in_memory(Path(folder))
+        said["in memory, as on a GPU"] = say_in_memory_as_on_a_gpu(Path(folder))
+        for failing in ("host", "allocate", "check"):
+            said[f"without memory, {failing}"] = say_without_memory(Path(folder), failing)
         check_weights(target)
     said["bench"] = bench(Path(folder) / "bench", Path(answers) / f"figures-{rank}.json")
     (Path(answers) / f"{rank}.json").write_text(json.dumps(said))

@@ -11,6 +11,7 @@ from oracle import eagle_options
 from targets import tiny_target
 from tensor_parallel import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly
 
+from hf_specdec import peers
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
@@ -87,6 +88,60 @@ def test_split_rounds_are_captured(answers):
         assert said["replayed"] == [*said["borrower, sampling"][:2], "captured in one graph, not compiled"]
 
 
+@pytest.mark.core
+def test_small_sums_go_through_memory(answers):
+    """Those of rounds, of layers and of experts, but not those of prefill; what is said is what one process says."""
+    expected = {family: json.loads(json.dumps(say_briefly(tiny_target(family)))) for family in ("llama", "qwen3-moe")}
+    sums, flat, check = [3, 4, 32], [12, 32], [2048 // 4]
+    for said in answers:
+        in_memory = said["in memory"]
+        assert {family: in_memory[family] for family in expected} == expected
+        assert in_memory["llama, sums"] == [sums, check]
+        assert in_memory["qwen3-moe, sums"] == [sums, flat], "memory is made once for the same processes"
+        assert said["sums in memory"] == [], "there is no such memory on a CPU"
+
+
+@pytest.mark.core
+def test_steps_with_sums_in_memory_are_compiled_whole(answers):
+    for said in answers:
+        assert said["in memory, as on a GPU"] == [said["plain"][0], "captured in one graph, compiled"]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("failing", "words"),
+    [
+        ("host", ["is split over hosts", "is split over hosts"]),
+        ("allocate", ["another process failed to set that up", "OSError: no such device"]),
+        ("check", ["another process failed to set that up", "OSError: no such device"]),
+    ],
+)
+def test_processes_do_without_memory_together(answers, failing, words):
+    """Where one of them cannot have it; each says so once."""
+    for said, reason in zip(answers, words, strict=True):
+        found = said[f"without memory, {failing}"]
+        assert found["said"] == [said["borrower, greedy"], said["borrower, sampling"]]
+        assert found["sums"] == ([[2048 // 4]] if failing == "check" else [])
+        assert len(found["logged"]) == 1 and reason in found["logged"][0] and "advice" not in found["logged"][0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((8, 4, 4096), torch.bfloat16, True),
+        ((8, 4, 4096), torch.float32, False),
+        ((8, 2, 4096), torch.float32, True),
+        ((1, 4, 4096), torch.float16, False),
+        ((1, 1, 8), torch.bfloat16, True),
+        ((1, 1, 4), torch.bfloat16, False),
+        ((0, 4096), torch.bfloat16, False),
+    ],
+)
+def test_what_fits_into_memory(shape, dtype, expected):
+    assert peers.fits(shape, dtype) is expected
+
+
 def check_bench(answers):
     """Both processes measured, of a target drawn in two parts, and the first one alone spoke."""
     first, second = (said["bench"] for said in answers)
@@ -155,5 +210,6 @@ def test_one_gpu_and_two_say_the_same(tmp_path):
     for rank, said in enumerate(answers):
         different = [name for name in expected if said[name] != expected[name]]
         assert not different, f"process {rank} says something else: {different}"
+        assert [4, 4, 32] in said["sums in memory"], "sums went through the process group"
     for case in check_bench(answers).values():
         assert case["name"] == "dynamic" or case["engine"].endswith("captured in one graph, not compiled")
