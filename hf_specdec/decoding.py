@@ -20,7 +20,7 @@ from . import ops
 from .attention import ragged_attention
 from .drafters.base import Drafter
 from .fusing import fused_products
-from .graphs import CAPTURE, Capture, copies_experts, experts_without_host, first_line
+from .graphs import CAPTURE, Capture, copies_experts, experts_without_host, first_line, start_compiler
 from .peers import sums_over_peers
 from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
@@ -531,6 +531,8 @@ def decode(
 
     def fill(session: Session) -> None:
         session.state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, temperature, factors)
+        if is_kept and process.key not in session.rounds and drafter.compile_rounds:
+            start_compiler(model.device)
         prefill_session(session)
         if not is_kept:
             return

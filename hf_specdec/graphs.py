@@ -95,6 +95,18 @@ class CudaGraph:
         return self.result
 
 
+def start_compiler(device: torch.device) -> None:
+    """Start the processes in which torch builds kernels on `device`, so that they are there when it compiles.
+
+    They take some seconds to start. torch starts them when it has traced a function, and builds in this process until
+    they are there.
+    """
+    if COMPILERS.get(device.type) == "inductor":
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+
+
 def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = False) -> Callable[[], Any]:
     """`function` as one graph of `torch.compile`; it is compiled when it first runs.
 

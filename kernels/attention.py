@@ -45,7 +45,8 @@ def _share(position, num_slots, window, split, num_splits, SLOT_BLOCK: tl.conste
     return begin, tl.minimum(stop, end)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_slots", "window"])
+# Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
+@triton.jit(do_not_specialize=["positions_stride_b", "num_queries", "num_slots", "window"])
 def _attention_kernel(
     query_ptr,
     key_ptr,

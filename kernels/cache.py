@@ -29,7 +29,8 @@ def _copy(
     tl.store(target, source.to(target_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
+@triton.jit(do_not_specialize=["positions_stride_b", "positions_stride_n"])
 def _write_kv_kernel(
     keys_ptr,
     values_ptr,

@@ -9,8 +9,25 @@ import triton.language as tl
 from .reference import DraftInputs
 
 
-# Triton would build anew for those of these that are 1 or divisible by 16, to no gain.
-@triton.jit(do_not_specialize=["num_slots", "num_kept", "width", "mask_token", "shift"])
+# Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
+@triton.jit(
+    do_not_specialize=[
+        "tokens_stride",
+        "lengths_stride",
+        "committed_stride",
+        "limits_stride",
+        "finished_stride",
+        "out_tokens_stride",
+        "out_slots_stride",
+        "out_positions_stride",
+        "out_sources_stride",
+        "num_slots",
+        "num_kept",
+        "width",
+        "mask_token",
+        "shift",
+    ]
+)
 def _prepare_inputs_kernel(
     tokens_ptr,
     lengths_ptr,
