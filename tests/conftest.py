@@ -13,7 +13,9 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+# Files that take longest: a worker that begins one of them last keeps the others waiting.
+LONGEST = {"test_smollm2.py", "test_tensor_parallel.py"}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The real model first: its tests are the longest, and a worker that begins them last keeps the others waiting."""
-    items.sort(key=lambda item: item.get_closest_marker("smollm2") is None)
+    items.sort(key=lambda item: item.path.name not in LONGEST)

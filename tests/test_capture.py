@@ -99,7 +99,6 @@ def test_what_cannot_be_replayed_is_not_captured(capture):
     assert capture.count == 0 and len(drafter.sessions) == 0
 
 
-@pytest.mark.core
 def test_hooks_that_hidden_states_leave_behind_are_no_obstacle(capture, monkeypatch):
     monkeypatch.setitem(graphs.COMPILERS, "cpu", "eager")
     target = copy.deepcopy(tiny_target("llama"))
@@ -203,7 +202,6 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
     assert caplog.text.count("cannot be captured and runs eagerly: operation not permitted") == 1
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_nothing_of_an_earlier_call_is_seen(monkeypatch, kind):
     """Prompts of one token leave drafters that look a token back without anything to draft from."""

@@ -197,7 +197,6 @@ def random_patterns(num_draft_tokens, num_rounds, rows=3):
     return torch.randint(0, num_draft_tokens + 1, (num_rounds, rows), generator=generator).tolist()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4])
 def test_all_patterns_of_two_rounds(monkeypatch, tmp_path, family, num_draft_tokens):
@@ -206,7 +205,6 @@ def test_all_patterns_of_two_rounds(monkeypatch, tmp_path, family, num_draft_tok
     run_script(monkeypatch, CASES[family](tmp_path), num_draft_tokens, patterns)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize(("num_draft_tokens", "num_rounds"), [(5, 16), (8, 10), (16, 6)])
 def test_random_patterns_of_a_ragged_batch(monkeypatch, tmp_path, family, num_draft_tokens, num_rounds):
@@ -226,7 +224,6 @@ def test_variants_of_peagle(monkeypatch, tmp_path, variant, is_parallel):
     run_script(monkeypatch, case, 5, random_patterns(5, 12 if is_parallel else 6))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", CASES)
 def test_length_limit(monkeypatch, tmp_path, family):
     """Only drafts that fit count, and those that do not disturb no others."""
@@ -236,7 +233,6 @@ def test_length_limit(monkeypatch, tmp_path, family):
             run_script(patch, case, 8, [[2, 0, 1]] + random_patterns(8, 12), max_new_tokens)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", CASES)
 def test_stock_engine(monkeypatch, tmp_path, family):
     """There the target judges; it is shown its own words, wrong at random places."""
@@ -269,7 +265,6 @@ def layout(text, committed, limit, is_finished, scrap, width, num_masks, mask_to
     return [inert if is_finished or column[1] + 1 + shift >= limit else column for column in columns]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(("num_draft_tokens", "is_parallel"), [(1, True), (4, True), (4, False), (16, True)])
 def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
@@ -298,7 +293,6 @@ def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
     assert all(map(torch.equal, before, (tokens, lengths, committed, limits, finished)))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", CASES)
 def test_drafts_after_one_token_do_not_depend_on_the_batch(monkeypatch, tmp_path, family):
     """EAGLE has no slot to draft the first of them from; what stands for it is nobody else's business either."""

@@ -67,7 +67,6 @@ def kill_after(process, folder: Path, lines: int) -> int:
     return lines_in(folder)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("options", "processes_after"), [((), 1), (SAMPLING, 2)], ids=["greedy", "sampling"])
 def test_two_processes_killed_and_started_again_say_what_one_says(folders, tmp_path, options, processes_after):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"

@@ -47,7 +47,6 @@ def calls(target, drafter, batch, free, **options):
     return out.sequences, out.scores, drafter.stats.rows, streamer and (streamer.steps, streamer.ended)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("accuracy", [0.6, 1.0, None])
 @pytest.mark.parametrize("lag", [1, 3])

@@ -26,7 +26,7 @@ def prompts_and_plain(family: str, batch: int):
 def test_greedy_is_identical_for_drafters_from_terrible_to_perfect(family, batch):
     target, inputs, plain = prompts_and_plain(family, batch)
     answers = continuations(inputs, plain)
-    for num_draft_tokens in (1, 2, 3, 4, 6, 8, 16):
+    for num_draft_tokens in (1, 3, 8, 16):
         for accuracy in (0.0, 0.6, 1.0):
             drafter = OracleDrafter(target, answers, PROMPTS[batch], accuracy, seed=num_draft_tokens)
             assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), (num_draft_tokens, accuracy)
@@ -55,7 +55,6 @@ def test_greedy_is_identical_in_batches_of_every_size(kind, batch, num_draft_tok
     assert torch.equal(greedy(target, inputs, DRAFTERS[kind](target), num_draft_tokens), plain)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_is_identical_for_every_number_of_drafts(kind):
     target, inputs, plain = prompts_and_plain("llama", 3)
@@ -68,7 +67,6 @@ def test_greedy_is_identical_for_every_number_of_drafts(kind):
     assert kind != "noisy-copy" or accepted > 32
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
 def test_copy_of_the_target_is_accepted_completely(family):
     for batch, num_draft_tokens in ((1, 1), (3, 5), (3, 11)):
@@ -107,7 +105,6 @@ def test_length_limit_anywhere_in_a_block(accuracy):
             assert torch.equal(out, free[:, : width + max_new_tokens])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("num_draft_tokens", [4, 16])
 def test_ends_and_limits_with_every_family_of_drafters(kind, num_draft_tokens):
@@ -152,7 +149,6 @@ def test_copy_of_the_target_is_accepted_completely_on_the_stock_engine():
     assert drafter.stats.accepted == drafter.stats.drafted > 0
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("vocab_size", [80, 112])

@@ -62,7 +62,6 @@ def test_greedy_is_identical(published, family, num_modules, chaining):
     assert accepted > 8 or at.family.own_head
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("family", "num_modules"), STOCK)
 def test_greedy_is_identical_on_the_stock_engine(published, family, num_modules):
     at = published(family, num_modules)
@@ -176,7 +175,6 @@ def run_script(monkeypatch, at, chaining, num_draft_tokens, patterns, max_new_to
     check(at, drafter, rounds, num_draft_tokens)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_modules", [1, 2, 3])
@@ -186,7 +184,6 @@ def test_all_patterns_of_two_rounds(monkeypatch, published, num_modules, num_dra
     run_script(monkeypatch, published("mimo", num_modules), chaining, num_draft_tokens, patterns)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize(("family", "num_modules"), STATIC)
 def test_random_patterns_of_a_ragged_batch(monkeypatch, published, family, num_modules, chaining):
@@ -194,7 +191,6 @@ def test_random_patterns_of_a_ragged_batch(monkeypatch, published, family, num_m
     run_script(monkeypatch, published(family, num_modules), chaining, 3, patterns)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize("num_draft_tokens", [5, 8])
 @pytest.mark.parametrize(("family", "num_modules"), [("mimo", 2), ("mimo", 3), ("step-3.5", 3)])

@@ -54,7 +54,6 @@ def weights(count):
     return [torch.randn(WIDTH, WIDTH, generator=generator) / 4 for _ in range(count)]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("layers", [2, 5])
 def test_what_is_alike_is_compiled_once(kernels_on_cpu, layers):
     def function(states, *matrices):
@@ -66,7 +65,6 @@ def test_what_is_alike_is_compiled_once(kernels_on_cpu, layers):
     assert compiled_and_eager(function, torch.ones(ROWS, WIDTH), *weights(layers)) == 3
 
 
-@pytest.mark.core
 def test_what_differs_in_a_number_or_a_layout_is_not_alike(kernels_on_cpu):
     def function(states, *matrices):
         for index, matrix in enumerate(matrices):
@@ -79,7 +77,6 @@ def test_what_differs_in_a_number_or_a_layout_is_not_alike(kernels_on_cpu):
     assert compiled_and_eager(function, states, *matrices) == 5
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_shares_memory_is_not_like_what_does_not(kernels_on_cpu, shared):
     """Two pieces write to one buffer and read another; or the second reads what it has just written."""

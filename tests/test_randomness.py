@@ -32,7 +32,6 @@ def sample(target, inputs, drafter, **options):
     return target.generate(**inputs, assistant_model=drafter, **options)[:, inputs["input_ids"].shape[1] :]
 
 
-@pytest.mark.core
 @kinds
 @modes
 def test_a_row_says_the_same_alone_in_a_batch_and_captured(mode, kind, monkeypatch):
@@ -61,7 +60,6 @@ def test_a_row_says_the_same_alone_in_a_batch_and_captured(mode, kind, monkeypat
         assert torch.equal(texts_of(rows), together[rows])
 
 
-@pytest.mark.core
 def test_replayed_rounds_serve_rows_of_any_temperature(monkeypatch):
     """One captured round serves calls whose rows have other temperatures and seeds."""
     target, inputs = tiny_target("llama"), padded_prompts([5, 9])
@@ -87,7 +85,6 @@ def test_replayed_rounds_serve_rows_of_any_temperature(monkeypatch):
     assert not torch.equal(eager[0], eager[1]) and not torch.equal(eager[0], eager[2])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("options", "graphs_of_a_round"), [({}, 1), ({"repetition_penalty": 1.2}, 2)])
 def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monkeypatch):
     target, inputs = tiny_target("llama"), padded_prompts([5, 9])
@@ -108,7 +105,6 @@ def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monk
     assert torch.equal(eager[0], eager[3]) and not torch.equal(eager[0], eager[1])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_drafts_are_drawn_from_a_temperature_up(engine):
     """Where nothing else was asked for; of rows with temperatures of their own the hottest decides."""
@@ -128,7 +124,6 @@ def test_drafts_are_drawn_from_a_temperature_up(engine):
         assert drafter.stats.draft_probs == is_drawn
 
 
-@pytest.mark.core
 def test_a_temperature_that_is_not_the_calls_is_not_replayed_for_it(monkeypatch):
     """A warper of the caller's takes the place of the one for `temperature=`, which the drafts are drawn at."""
     target, inputs = tiny_target("llama"), padded_prompts([5, 9])
@@ -154,7 +149,6 @@ def test_a_temperature_that_is_not_the_calls_is_not_replayed_for_it(monkeypatch)
     assert len(set(map(str, texts))) == 3
 
 
-@pytest.mark.core
 @modes
 def test_rows_of_one_prompt_differ(mode):
     target = tiny_target("llama")
@@ -164,7 +158,6 @@ def test_rows_of_one_prompt_differ(mode):
     assert len({tokens[0] for tokens in out.tolist()}) > 2
 
 
-@pytest.mark.core
 @modes
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_seeds_and_generators_reproduce_a_run(engine, mode):
@@ -184,7 +177,6 @@ def test_seeds_and_generators_reproduce_a_run(engine, mode):
     assert torch.equal(torch.get_rng_state(), before), "the global generator was touched"
 
 
-@pytest.mark.core
 def test_global_generator_advances_by_one_number_a_call():
     """However many rows there are and however the call goes."""
     target = tiny_target("llama")
@@ -199,7 +191,6 @@ def test_global_generator_advances_by_one_number_a_call():
     assert all(torch.equal(state, torch.get_rng_state()) for state in states)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize(
     ("options", "match"),
@@ -216,7 +207,6 @@ def test_what_is_no_seed_is_refused(options, match, engine):
         sample(target, padded_prompts([5]), drafter, **options)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["seeds", "generator"])
 def test_without_a_drafter_transformers_says_what_it_does_not_know(name):
     with pytest.raises(ValueError, match=name):

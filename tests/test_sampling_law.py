@@ -235,7 +235,6 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.core
 def test_a_temperature_out_of_the_state_is_the_warpers_bit_for_bit():
     drafts = torch.zeros(1, 3, dtype=torch.int64)
     for temperature in torch.linspace(0.05, 2.5, 50).tolist():
@@ -244,7 +243,6 @@ def test_a_temperature_out_of_the_state_is_the_warpers_bit_for_bit():
         assert torch.equal(text.scores(drafts), warper(None, plain.scores(drafts).float()))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize(("vocabulary", "width"), [(3, 1), (3, 3), (5, 2)])
 def test_law_with_point_mass_drafts(vocabulary, width, processors, monkeypatch):
@@ -300,7 +298,6 @@ def in_draft_vocabulary(kind, laws):
     return laws, None
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
@@ -319,7 +316,6 @@ def test_law_with_soft_drafts(vocabulary, width, mode, kind, processors, monkeyp
     torch.testing.assert_close(text.continue_with(prefixes), text.law_of_continuations(), rtol=0, atol=2e-6)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_block_verification_never_accepts_fewer(processors, monkeypatch):
     """In expectation over the drafts; and more, where drafts of several tokens differ from the target's."""
@@ -338,7 +334,6 @@ def test_block_verification_never_accepts_fewer(processors, monkeypatch):
     assert max(gains.values()) > 1e-3, "both rules are the same here, so nothing was shown"
 
 
-@pytest.mark.core
 def test_the_enumeration_notices_a_wrong_rule(monkeypatch):
     """Argmax drafts judged by soft draft probabilities give another law; so the tests above can fail."""
     text = Text(3, 2, [], seed=0)
@@ -354,7 +349,6 @@ def test_the_enumeration_notices_a_wrong_rule(monkeypatch):
     assert (law - text.law_of_continuations()).abs().max() > 1e-2
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_impossible_token_is_never_accepted(is_soft, monkeypatch):
     chosen = ChosenNumbers(monkeypatch)
@@ -368,7 +362,6 @@ def test_impossible_token_is_never_accepted(is_soft, monkeypatch):
         torch.testing.assert_close(chosen.weights, scores[:, 0].softmax(-1))
 
 
-@pytest.mark.core
 def test_empty_residual_falls_back_to_the_target(monkeypatch):
     """Where p and q are equal max(p - q, 0) sums to 0; rounding may still have rejected the draft."""
     chosen = ChosenNumbers(monkeypatch)
@@ -380,7 +373,6 @@ def test_empty_residual_falls_back_to_the_target(monkeypatch):
     assert torch.equal(chosen.weights, probs[:, 0])
 
 
-@pytest.mark.core
 def test_draft_is_drawn_from_the_law_it_reports(monkeypatch):
     shown = {}
 
@@ -413,7 +405,6 @@ def p_value(counts, law):
     return torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2, dtype=torch.float64), statistic / 2).item()
 
 
-@pytest.mark.core
 def test_race_has_the_law_of_its_weights():
     weights = torch.tensor([0.5, 0.0, 3.0, 1.5, 1e-3])
     draws = ops.race(weights.expand(40000, -1), torch.arange(40000) * 977, torch.full((40000,), 3), Stream.TARGET)
@@ -494,7 +485,6 @@ def first_proposals(monkeypatch, target, drafter, prompt, rows):
     return seen[0]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["p-eagle", "pard"])
 @pytest.mark.parametrize("width", [2, 3])
 def test_law_with_the_drafts_of_a_parallel_drafter(kind, width, monkeypatch):
@@ -654,7 +644,6 @@ class Cells:
         return torch.tensor(found).bincount(minlength=len(self.law))
 
 
-@pytest.mark.core
 def test_cells_are_the_law_of_texts():
     target = tiny_target()
     exact = exact_law(target, PROMPT, LogitsProcessorList())
@@ -711,7 +700,6 @@ def philox(counter, key):
     return counter
 
 
-@pytest.mark.core
 def test_uniform_is_philox():
     """The recomputation passes Random123's known answers, and `uniform` is its first word."""
     answers = [
@@ -745,7 +733,6 @@ def test_uniform_is_philox():
     assert abs(ops.uniform(*torch.zeros(3, 1).long(), 0).item() - 0x6627E8D5 / 2**32) < 2**-24
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("axis", ["seeds", "positions", "tokens", "steps"])
 def test_uniform_is_uniform_and_independent_along_every_axis(axis):
     count = 40000

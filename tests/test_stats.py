@@ -56,7 +56,6 @@ def total(rows):
     )
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
 @pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
 def test_counts_of_the_static_engine(accuracy, num_draft_tokens):
@@ -97,7 +96,6 @@ def test_counts_of_the_static_engine(accuracy, num_draft_tokens):
         assert stats.acceptance_per_position == [1.0] * num_draft_tokens
 
 
-@pytest.mark.core
 def test_rows_that_end_count_what_they_said():
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
@@ -125,7 +123,6 @@ class FirstRowEnds(StoppingCriteria):
         return torch.arange(len(input_ids)) == 0
 
 
-@pytest.mark.core
 def test_a_row_ended_by_a_criterion_takes_part_in_no_more_rounds():
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
@@ -144,7 +141,6 @@ def test_a_row_ended_by_a_criterion_takes_part_in_no_more_rounds():
     assert drafter.stats.rows[0].rounds == 1 and drafter.stats.num_rounds > 2
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
 def test_counts_of_the_stock_engine(accuracy):
     """Its first token comes out of the prompt's pass; a draft that would reach the limit is left to the target."""
@@ -160,7 +156,6 @@ def test_counts_of_the_stock_engine(accuracy):
     assert drafter.stats.reason == "forced by engine='stock'" and drafter.stats.seconds > 0
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_a_call_of_one_token_has_statistics(engine):
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[1])
@@ -171,7 +166,6 @@ def test_a_call_of_one_token_has_statistics(engine):
     assert str(out.speculation)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["p-eagle", "pard", "copy"])
 @pytest.mark.parametrize("budget", [5, MAX_NEW_TOKENS, 30])
 def test_more_drafts_than_there_is_room_for(kind, budget, monkeypatch):
@@ -202,7 +196,6 @@ def test_more_drafts_than_there_is_room_for(kind, budget, monkeypatch):
     assert sum(row.committed for row in rows) == 3 * budget
 
 
-@pytest.mark.core
 def test_counters_by_hand():
     counters = Counters(batch=3, num_draft_tokens=2)
     # Row 0 accepts all, row 1 is cut after its one accepted draft, row 2 takes no part.
@@ -222,7 +215,6 @@ def test_counters_by_hand():
     assert stats.milliseconds_per_round == 250.0
 
 
-@pytest.mark.core
 def test_statistics_can_be_printed():
     stats = SpeculationStats(
         3, [3, 2], [2, 1], 6, num_assistant_tokens=2, engine="stock", reason="why", num_rounds=3, seconds=0.03
@@ -240,7 +232,6 @@ def greedy(target, inputs, **options):
     return target.generate(**inputs, do_sample=False, max_new_tokens=12, **options)
 
 
-@pytest.mark.core
 def test_engine_is_chosen_and_can_be_forced():
     inputs = padded_prompts(PROMPTS[1])
     for family, by_itself in (("llama", "static"), ("qwen3-next", "stock")):
@@ -275,7 +266,6 @@ def under_hooks(kind):
     return target
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["dispatched", "offloaded"])
 def test_target_under_accelerate_hooks_runs_on_the_stock_engine(kind):
     target, inputs = under_hooks(kind), padded_prompts(PROMPTS[1])
@@ -287,7 +277,6 @@ def test_target_under_accelerate_hooks_runs_on_the_stock_engine(kind):
     assert "accelerate hooks" in str(forced_static_error(target, inputs))
 
 
-@pytest.mark.core
 def test_target_spread_over_devices_runs_on_the_stock_engine():
     """The map of a spread target, written by hand, as there is one device here."""
     target, inputs = copy.deepcopy(tiny_target("llama")), padded_prompts(PROMPTS[1])
@@ -297,7 +286,6 @@ def test_target_spread_over_devices_runs_on_the_stock_engine():
     assert drafter.stats.engine == "stock" and "2 devices" in drafter.stats.reason
 
 
-@pytest.mark.core
 def test_reason_is_logged_once(caplog):
     target = tiny_target("llama")
     integration._log_engine.cache_clear()
