@@ -149,7 +149,7 @@ def plain(case: Case) -> torch.Tensor:
     return torch.tensor(out).permute(2, 0, 1)
 
 
-@settings(max_examples=3000 if DEVICE == "cuda" else 250, deadline=None, derandomize=True)
+@settings(max_examples=3000 if DEVICE == "cuda" else 150, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_kernel_equals_reference(random):
     case, margin = draw_small_case(random), random.randint(0, 3)

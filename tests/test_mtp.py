@@ -51,10 +51,10 @@ def test_greedy_is_identical(published, family, num_modules, chaining):
     at = published(family, num_modules)
     target = at.target.float()
     drafter, accepted = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining), 0
-    for batch in (1, 3):
+    for batch, numbers in ((1, (2,)), (3, (1, 2, 4, 7))):
         inputs = padded_prompts(PROMPTS[batch], seed=batch)
         plain = greedy(target, inputs, max_new_tokens=32)
-        for num_draft_tokens in (1, 2, 4, 7):
+        for num_draft_tokens in numbers:
             out = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=32)
             assert torch.equal(out, plain), (batch, num_draft_tokens)
             assert drafter.stats.engine == "static"

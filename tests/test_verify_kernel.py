@@ -221,7 +221,7 @@ def first_largest(row):
     return best
 
 
-@settings(max_examples=150 if ON_GPU else 60, deadline=None, derandomize=True)
+@settings(max_examples=150 if ON_GPU else 40, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_greedy_equals_reference(random):
     batch, num_drafts, vocabulary = draw_sizes(random)
@@ -369,7 +369,7 @@ def plain_sampling(case):
     return reference.Verdict(torch.tensor(tokens), accepted, accepted + 1), torch.tensor(is_clear)
 
 
-@settings(max_examples=150 if ON_GPU else 40, deadline=None, derandomize=True)
+@settings(max_examples=150 if ON_GPU else 30, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_sampling_equals_reference(random):
     batch, num_drafts, vocabulary = draw_sizes(random)
@@ -588,7 +588,7 @@ def draw_block_case(random, batch, num_drafts, vocabulary):
     return case, rooms
 
 
-@settings(max_examples=150 if ON_GPU else 40, deadline=None, derandomize=True)
+@settings(max_examples=150 if ON_GPU else 30, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_block_equals_reference(random):
     batch, num_drafts, vocabulary = draw_sizes(random)
@@ -674,7 +674,7 @@ def test_drafts_beyond_the_room_of_a_row_do_not_matter(module):
 # ---- drawing drafts
 
 
-@settings(max_examples=150 if ON_GPU else 20, deadline=None, derandomize=True)
+@settings(max_examples=150 if ON_GPU else 15, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_draws_equal_reference(random):
     batch, num_drafts, vocabulary = draw_sizes(random)
