@@ -531,12 +531,11 @@ def decode(
 
     def fill(session: Session) -> None:
         session.state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, temperature, factors)
-        if is_kept and process.key not in session.rounds and drafter.compile_rounds:
+        lacks_round = is_kept and process.key not in session.rounds
+        if lacks_round and drafter.compile_rounds:
             start_compiler(model.device)
         prefill_session(session)
-        if not is_kept:
-            return
-        if process.key not in session.rounds:
+        if lacks_round:
             session.rounds[process.key] = capture_round(session, host(), drafter, process)
         if width is not None and width not in session.prefills and session.rounds[process.key] is not None:
             session.prefills[width] = capture_prefill(session, host(), drafter, width)
