@@ -19,8 +19,9 @@ from transformers.utils import output_capturing
 from . import ops
 from .attention import ragged_attention
 from .drafters.base import Drafter
+from .experts import copies_experts, experts_without_host, own_experts
 from .fusing import fused_products
-from .graphs import CAPTURE, Capture, copies_experts, experts_without_host, first_line, start_compiler
+from .graphs import CAPTURE, Capture, first_line, start_compiler
 from .peers import sums_over_peers
 from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
@@ -205,6 +206,7 @@ def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -
     """Context in which `model` runs on a ragged cache; on exit, also by an error, it is as it was."""
     with ExitStack() as stack:
         stack.enter_context(ragged_attention(model))
+        stack.enter_context(own_experts(model, drafter))
         stack.enter_context(local_products(model))
         stack.enter_context(sums_over_peers(model))
         stack.enter_context(ops.narrow_products(model, drafter))

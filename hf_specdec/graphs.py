@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention import submodel_configs
 from .pieces import in_pieces
 
 logger = logging.getLogger(__name__)
@@ -178,36 +175,3 @@ class Capture:
                     "captured without being compiled. compile=False avoids the attempt."
                 )
         return self._graph(function, self._memory)
-
-
-def _expert_products(model: PreTrainedModel) -> str:
-    """How mixtures of experts in `model` can compute without reading the host."""
-    # Weights of experts are stacked, [experts, out, in]; a mask's hidden state, [1, 1, width], is none.
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dim() == 3 and len(parameter) > 1}
-    return "grouped_mm" if dtypes <= {torch.bfloat16} else "batched_mm"
-
-
-def copies_experts(*models: PreTrainedModel) -> bool:
-    """Whether, within `experts_without_host`, `models` copy weights of experts for every token."""
-    return any(_expert_products(model) == "batched_mm" for model in models)
-
-
-@contextmanager
-def experts_without_host(*models: PreTrainedModel) -> Iterator[None]:
-    """Context in which mixtures of experts in `models` compute in a way that a graph can hold.
-
-    transformers' loop over experts reads on the host which of them have tokens, and so do grouped products of anything
-    but bfloat16; products batched over tokens do not.
-    """
-    before: list[tuple[PreTrainedConfig, str | None]] = []
-    try:
-        for model in models:
-            suitable = _expert_products(model)
-            for config in submodel_configs(model):
-                before.append((config, config._experts_implementation_internal))
-                if config._experts_implementation_internal in ("eager", "grouped_mm"):
-                    config._experts_implementation_internal = suitable
-        yield
-    finally:
-        for config, name in before:
-            config._experts_implementation_internal = name

@@ -33,12 +33,14 @@ __all__ = [
     "best_draft",
     "divide",
     "draw_draft",
+    "expert_linear",
     "exponential",
     "has_kernels",
     "invert_draft_vocabulary",
     "linear",
     "narrow_products",
     "over_vocabulary",
+    "plan_experts",
     "prepare_inputs",
     "race",
     "row_seeds",
@@ -190,6 +192,36 @@ def _(logits, temperatures, seeds, lengths, first):
     return logits.new_empty(logits.shape[:-1], dtype=torch.int64), logits.new_empty(logits.shape, dtype=torch.float32)
 
 
+@_op("hf_specdec::plan_experts", schema="(Tensor expert_ids, int num_experts, int rows) -> Tensor")
+def _plan_experts(expert_ids, num_experts, rows):
+    from .kernels.experts import plan_experts
+
+    return plan_experts(expert_ids, num_experts, rows)
+
+
+@_plan_experts.register_fake
+def _(expert_ids, num_experts, rows):
+    return expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32)
+
+
+@_op(
+    "hf_specdec::expert_linear",
+    schema="(Tensor inputs, Tensor weight, Tensor? bias, Tensor plan, int rows, bool is_transposed) -> Tensor",
+)
+def _expert_linear(inputs, weight, bias, plan, rows, is_transposed):
+    # The reference reads the plan on the host, where a compiler cannot follow either.
+    if not _is_for_triton(inputs):
+        return reference.expert_linear(inputs, weight, bias, plan, rows, is_transposed)
+    from .kernels.experts import expert_linear
+
+    return expert_linear(inputs, weight, bias, plan, rows, is_transposed)
+
+
+@_expert_linear.register_fake
+def _(inputs, weight, bias, plan, rows, is_transposed):
+    return inputs.new_empty(plan.shape[1], weight.shape[2 if is_transposed else 1])
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -253,6 +285,16 @@ def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> 
 def draw_draft(logits: torch.Tensor, *law: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.reference.draw_draft`; on a GPU in Triton."""
     return (_draw_draft if _is_for_triton(logits) else reference.draw_draft)(logits, *law)
+
+
+def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
+    """`kernels.reference.plan_experts`; on a GPU in Triton."""
+    return (_plan_experts if has_kernels(expert_ids.device) else reference.plan_experts)(expert_ids, num_experts, rows)
+
+
+def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
+    """`kernels.reference.expert_linear`; on a GPU in Triton."""
+    return _expert_linear(inputs, *args)
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

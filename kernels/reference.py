@@ -492,3 +492,62 @@ def draw_draft(
     probs = (logits.float() / temperatures[:, None, None]).softmax(dim=-1)
     steps = torch.arange(first, first + logits.shape[1], device=logits.device)[:, None]
     return race(probs, seeds[:, None], lengths[:, None], Stream.DRAFT, steps), probs
+
+
+def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
+    """Blocks of tokens that have an expert in common, for `expert_linear`.
+
+    A token and one of its experts are a pair. Sorted by expert, and stably, pairs have places; a block is up to `rows`
+    places of one expert.
+
+    Args:
+        expert_ids: `[n, k]` int64. Those of `num_experts` and beyond count as one more expert, which is nobody.
+        num_experts: how many there are.
+        rows: places of a block at most.
+
+    Returns:
+        `[4, n * k]` int32: the pair of every place; then the expert of every block, its first place, and the place
+        after its last; -1, n * k and n * k where there is no further block.
+    """
+    ids = expert_ids.reshape(-1).clamp(max=num_experts)
+    num_pairs = len(ids)
+    numbers = torch.arange(num_pairs, device=ids.device)
+    order = ids.argsort(stable=True)
+    counts = (ids[:, None] == torch.arange(num_experts + 1, device=ids.device)).sum(0)
+    blocks = -(counts // -rows)
+    ends = blocks.cumsum(0)
+    owners = (ends <= numbers[:, None]).sum(1)
+    is_block = owners <= num_experts
+    owners = owners.clamp(max=num_experts)
+    lasts = counts.cumsum(0)[owners]
+    firsts = lasts - counts[owners] + (numbers - ends[owners] + blocks[owners]) * rows
+    firsts, lasts = firsts.where(is_block, num_pairs), lasts.minimum(firsts + rows).where(is_block, num_pairs)
+    return torch.stack([order, owners.where(is_block, -1), firsts, lasts]).int()
+
+
+def expert_linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: torch.Tensor,
+    rows: int,
+    is_transposed: bool,
+) -> torch.Tensor:
+    """Products of tokens with weights of their experts.
+
+    Args:
+        inputs: `[n, in]`, of every token, or `[n * k, in]`, of every pair.
+        weight: `[experts, out, in]`; if `is_transposed` `[experts, in, out]`.
+        bias: `[experts, out]`, if there is one.
+        plan: of `plan_experts`, for as many `experts` and `rows`.
+
+    Returns:
+        `[n * k, out]` in the dtype of `inputs`, by pair; zeros for pairs of nobody.
+    """
+    out = inputs.new_zeros(plan.shape[1], weight.shape[2 if is_transposed else 1])
+    tokens = plan[0].long() // (plan.shape[1] // len(inputs))
+    for expert, first, last in plan[1:].t().tolist():
+        if 0 <= expert < len(weight):
+            answers = inputs[tokens[first:last]] @ (weight[expert] if is_transposed else weight[expert].t())
+            out[plan[0, first:last].long()] = answers if bias is None else answers + bias[expert]
+    return out

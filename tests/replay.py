@@ -57,11 +57,12 @@ class Replay:
 
 
 def traces(*models):
-    """What hosting changes of `models`: how modules compute, who listens to them, what attention they run."""
+    """What hosting changes of `models`: how modules compute, who listens, what attention and experts they run."""
     modules = [module for model in models for module in model.modules()]
     listening = [(list(module._forward_hooks), list(module._forward_pre_hooks)) for module in modules]
-    attention = [config._attn_implementation for model in models for config in submodel_configs(model)]
-    return [vars(module).get("forward") for module in modules], listening, attention
+    configs = [config for model in models for config in submodel_configs(model)]
+    chosen = [(config._attn_implementation, config._experts_implementation) for config in configs]
+    return [vars(module).get("forward") for module in modules], listening, chosen
 
 
 @contextmanager

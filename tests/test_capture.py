@@ -11,7 +11,7 @@ from replay import Replay, replay_on_cpu
 from targets import PAD, padded_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec import decoding, fusing, graphs, ops
+from hf_specdec import decoding, experts, fusing, graphs, ops
 from hf_specdec.drafters import Proposal
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.taps import modules_of
@@ -420,16 +420,18 @@ def test_replaced_weights_are_read(capture):
 
 
 @pytest.mark.core
-def test_prefills_that_would_copy_experts_are_not_captured(capture):
-    target, batches = tiny_target("qwen3-moe"), [[9, 1, 5], [3, 12, 4]]
-    drafter = random_eagle3(target)
+@pytest.mark.parametrize(("dtype", "captures"), [(torch.float32, 2), (torch.float64, 1)])
+def test_prefills_that_would_copy_experts_are_not_captured(capture, dtype, captures):
+    """Those of experts that ours are not for, such as quantised ones; float64 stands for them."""
+    target, batches = copy.deepcopy(tiny_target("qwen3-moe")).to(dtype), [[9, 1, 5], [3, 12, 4]]
+    target.set_experts_implementation("eager")
+    drafter = random_eagle3(target).to(dtype)
     for seed, (text, _) in enumerate(say(target, drafter, batches)):
         plain = target.generate(**padded_prompts(batches[seed], seed=seed), do_sample=False, max_new_tokens=8)
         assert text == plain.tolist()
-    assert (capture.count, capture.hostings) == (1, 2)
-    assert graphs.copies_experts(target, drafter)
-    assert not graphs.copies_experts(copy.deepcopy(target).to(torch.bfloat16), drafter)
-    assert not graphs.copies_experts(tiny_target("llama"), drafter)
+    assert capture.count == captures
+    assert experts.copies_experts(target, drafter) == (dtype == torch.float64)
+    assert not experts.copies_experts(tiny_target("llama"), drafter.float())
 
 
 @pytest.mark.core
@@ -443,21 +445,27 @@ def test_all_modules_are_found_once():
 
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_experts_compute_without_the_host_while_a_round_is_captured(family):
+def test_experts_compute_by_our_products_while_a_target_is_hosted(family):
     target = copy.deepcopy(tiny_target(family))
+    drafter = NoDrafter(target)
 
-    def implementation():
-        return target.config.get_text_config()._experts_implementation
+    def implementations():
+        """While the target is hosted, and while a round of it is captured."""
+        with decoding.hosted(target, drafter, keep_hidden_states=False):
+            found = [target.config.get_text_config()._experts_implementation]
+            with experts.experts_without_host(target, drafter):
+                return [*found, target.config.get_text_config()._experts_implementation]
 
-    for name in ("eager", "grouped_mm", "batched_mm"):
-        target.set_experts_implementation(name)
-        with graphs.experts_without_host(target, NoDrafter(target)):
-            assert implementation() == "batched_mm"  # the host is not asked about products in float32 either
-        assert implementation() == name
-    target.to(torch.bfloat16)
-    target.model.norm.float()  # other weights do not matter
-    target.set_experts_implementation("eager")
-    with pytest.raises(KeyError), graphs.experts_without_host(target):
-        assert implementation() == "grouped_mm"
+    choices = {"eager": "hf_specdec", "grouped_mm": "hf_specdec", "batched_mm": "batched_mm"}
+    for dtype in (torch.float32, torch.bfloat16):
+        target.to(dtype)
+        for before, found in choices.items():
+            target.set_experts_implementation(before)
+            assert implementations() == [found, found]
+            assert target.config.get_text_config()._experts_implementation == before
+    target.double()
+    target.set_experts_implementation("grouped_mm")
+    assert implementations() == ["grouped_mm", "batched_mm"], "the host is not asked about other products either"
+    with pytest.raises(KeyError), experts.own_experts(target.float()):
         raise KeyError
-    assert implementation() == "eager"
+    assert target.config.get_text_config()._experts_implementation == "grouped_mm"

@@ -22,6 +22,7 @@ ORDER = [
     "sampling",
     "cache",
     "attention",
+    "experts",
     "taps",
     "hosting",
     "pieces",

@@ -1,0 +1,115 @@
+"""Mixtures of experts with few tokens, registered with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from . import ops
+from .attention import submodel_configs
+
+EXPERTS_NAME = "hf_specdec"
+
+# Tokens an expert has on average up to which our products are taken for bfloat16; above, torch's grouped ones.
+FEW_TOKENS = 16
+
+# transformers' choices where nobody has made one.
+DEFAULTS = ("eager", "grouped_mm")
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def choose_rows(num_pairs: int, num_experts: int) -> int:
+    """Tokens of a block, for which an expert's weights are read once."""
+    return 16 if num_pairs <= FEW_TOKENS * num_experts else 64
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' interface of experts: the chosen ones' answers to every token, weighted and added up.
+
+    Of its own implementations, the loop over experts reads on the host which of them have tokens, products batched over
+    tokens copy the weights for each of them, and grouped ones (bfloat16 only, when compiled) sort tokens and results
+    by a dozen launches. This one reads the weights of the chosen experts once, in three launches besides the activation
+    and the sum.
+
+    Args:
+        module: whose class has transformers' `use_experts_implementation`.
+        hidden_states: `[n, H]`.
+        top_k_index: `[n, k]` int64, the experts of each token; those beyond the module's own answer nothing.
+        top_k_weights: `[n, k]`.
+
+    Returns:
+        `[n, H]` in the dtype of `hidden_states`.
+    """
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    first, second = getattr(module, name), module.down_proj
+    num_experts, num_pairs = len(second), top_k_index.numel()
+    if num_pairs > FEW_TOKENS * num_experts and first.dtype == torch.bfloat16:
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
+    rows = choose_rows(num_pairs, num_experts)
+    plan = ops.plan_experts(top_k_index, num_experts, rows)
+
+    def product(inputs: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        return ops.expert_linear(inputs.to(weight.dtype), weight, bias, plan, rows, module.is_transposed)
+
+    inner = product(hidden_states, first, name)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    answers = product(inner, second, "down_proj")
+    if getattr(module, "has_post_expert_norm", False):
+        answers = module.post_expert_norm(answers)
+    answers = answers.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
+    return answers.sum(1).to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
+
+
+def _is_suitable(model: PreTrainedModel) -> bool:
+    """Whether `experts_forward` can compute with the weights of experts in `model`: none is quantised."""
+    # Weights of experts are stacked, [experts, out, in]; a mask's hidden state, [1, 1, width], is none.
+    stacked = (parameter for parameter in model.parameters() if parameter.dim() == 3 and len(parameter) > 1)
+    return all(type(weight) in (*ops.PLAIN_WEIGHTS, DTensor) and weight.dtype in _DTYPES for weight in stacked)
+
+
+@contextmanager
+def _implementation(name: str, models: Iterable[PreTrainedModel]) -> Iterator[None]:
+    """Context in which mixtures of experts in `models` compute by `name`, unless their user has made another choice."""
+    before: list[tuple[PreTrainedConfig, str | None]] = []
+    try:
+        for model in models:
+            for config in submodel_configs(model):
+                if config._experts_implementation_internal in DEFAULTS:
+                    before.append((config, config._experts_implementation_internal))
+                    config._experts_implementation_internal = name
+        yield
+    finally:
+        for config, name in before:
+            config._experts_implementation_internal = name
+
+
+def own_experts(*models: PreTrainedModel) -> AbstractContextManager[None]:
+    """Context in which mixtures of experts in `models` compute by `experts_forward` if they can."""
+    return _implementation(EXPERTS_NAME, [model for model in models if _is_suitable(model)])
+
+
+def copies_experts(*models: PreTrainedModel) -> bool:
+    """Whether, within `experts_without_host`, `models` copy weights of experts for every token."""
+    return not all(_is_suitable(model) for model in models)
+
+
+def experts_without_host(*models: PreTrainedModel) -> AbstractContextManager[None]:
+    """Context, within `own_experts`, in which mixtures of experts in `models` compute in a way that a graph can hold.
+
+    transformers' loop over experts reads on the host which of them have tokens, and so do grouped products of anything
+    but bfloat16. Where `experts_forward` cannot be taken, products batched over tokens are.
+    """
+    return _implementation("batched_mm", models)
