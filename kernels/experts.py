@@ -64,9 +64,10 @@ def _choose_tiles(rows: int, itemsize: int) -> tuple[int, int, int, int]:
     """Columns and summands of a block's products that a program takes at a time, its warps and stages.
 
     One H200, bfloat16, 16 rows, up and down of gpt-oss shapes, one token: 34 and 20 us; with 32 columns 47 and 21, with
-    16 by 256 summands 60 and 39.
+    16 by 256 summands 60 and 39. 64 rows, both, 1024 tokens: 675 us; with 64 columns 808, with 32 rows 995.
     """
-    return (64, (128 if rows <= 16 else 64) * 2 // itemsize, 4, 3)
+    columns, summands = (64, 128) if rows <= 16 else (128, 64)
+    return columns, summands * 2 // itemsize, 4, 3
 
 
 @triton.jit(do_not_specialize=["num_pairs", "shared_by"])
