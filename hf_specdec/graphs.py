@@ -127,6 +127,8 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
         with torch._dynamo.config.patch(limits), warnings.catch_warnings():
             # Of products in float32 a round has those that make rotary embeddings, which should stay exact.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            # What the compiler makes of a softmax is for its developers to know.
+            warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
             return optimized()
 
     return run
