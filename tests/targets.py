@@ -12,7 +12,6 @@ _COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -63,9 +62,9 @@ STATIC_FAMILIES = [family for family in FAMILIES if family != "qwen3-next"]
 
 
 @functools.cache
-def tiny_target(family: str, seed: int = 0) -> PreTrainedModel:
+def tiny_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedModel:
     """A random target in float32 and evaluation mode; shared between tests, so not to be changed."""
-    options = {**_COMMON, **FAMILIES[family]}
+    options = {**_COMMON, "num_hidden_layers": num_layers, **FAMILIES[family]}
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

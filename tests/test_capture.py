@@ -101,7 +101,7 @@ def test_what_cannot_be_replayed_is_not_captured(capture):
 
 def test_hooks_that_hidden_states_leave_behind_are_no_obstacle(capture, monkeypatch):
     monkeypatch.setitem(graphs.COMPILERS, "cpu", "eager")
-    target = copy.deepcopy(tiny_target("llama"))
+    target = copy.deepcopy(tiny_target("llama", num_layers=3))
     inputs = padded_prompts([5])
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=6)
     target(**inputs, output_hidden_states=True)
@@ -139,7 +139,7 @@ def test_a_session_left_by_an_error_is_dropped(capture, monkeypatch):
 @pytest.mark.parametrize(("kind", "option"), [("eagle3", "greedy"), ("pard", "sampling"), ("mtp", "end of sequence")])
 def test_a_round_as_on_a_gpu(monkeypatch, kind, option):
     """Kernels (in the interpreter), fused products, one graph of the compiler's, replayed: what a GPU runs."""
-    target = copy.deepcopy(tiny_target("llama"))
+    target = copy.deepcopy(tiny_target("llama", num_layers=3))
     inputs = padded_prompts([5, 1])
     options = {"max_new_tokens": 5, "num_assistant_tokens": 3, "seeds": 5, **OPTIONS[option]}
     expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target))
