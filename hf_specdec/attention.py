@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -65,24 +65,27 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor):
     return attend
 
 
-@contextmanager
-def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
+def ragged_attention(target: PreTrainedModel) -> AbstractContextManager[None]:
     """Within the context `target` runs `ragged_attention_forward`; afterwards what it ran before."""
-    with registered_attention(target, ATTENTION_NAME):
-        yield
+    return registered_attention(target, ATTENTION_NAME)
+
+
+def registered_attention(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
+    """Within the context `model` runs the attention registered under `name`; afterwards what it ran before."""
+    return configured(submodel_configs(model), "_attn_implementation_internal", name)
 
 
 @contextmanager
-def registered_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Within the context `model` runs the attention registered under `name`; afterwards what it ran before."""
-    before = [(config, config._attn_implementation) for config in submodel_configs(model)]
+def configured(configs: Iterable[PreTrainedConfig], entry: str, value: str) -> Iterator[None]:
+    """Within the context `entry` of `configs` is `value`; afterwards what it was before."""
+    before = [(config, getattr(config, entry)) for config in configs]
     try:
         for config, _ in before:
-            config._attn_implementation_internal = name
+            setattr(config, entry, value)
         yield
     finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
+        for config, old in before:
+            setattr(config, entry, old)
 
 
 def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

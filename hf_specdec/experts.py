@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from . import ops
-from .attention import submodel_configs
+from .attention import configured, submodel_configs
 
 EXPERTS_NAME = "hf_specdec"
 
@@ -84,20 +84,11 @@ def _is_suitable(model: PreTrainedModel) -> bool:
     return all(type(weight) in (*ops.PLAIN_WEIGHTS, DTensor) and weight.dtype in _DTYPES for weight in stacked)
 
 
-@contextmanager
-def _implementation(name: str, models: Iterable[PreTrainedModel]) -> Iterator[None]:
+def _implementation(name: str, models: Iterable[PreTrainedModel]) -> AbstractContextManager[None]:
     """Context in which mixtures of experts in `models` compute by `name`, unless their user has made another choice."""
-    before: list[tuple[PreTrainedConfig, str | None]] = []
-    try:
-        for model in models:
-            for config in submodel_configs(model):
-                if config._experts_implementation_internal in DEFAULTS:
-                    before.append((config, config._experts_implementation_internal))
-                    config._experts_implementation_internal = name
-        yield
-    finally:
-        for config, name in before:
-            config._experts_implementation_internal = name
+    entry = "_experts_implementation_internal"
+    configs = [config for model in models for config in submodel_configs(model)]
+    return configured([config for config in configs if getattr(config, entry) in DEFAULTS], entry, name)
 
 
 def own_experts(*models: PreTrainedModel) -> AbstractContextManager[None]:

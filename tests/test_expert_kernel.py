@@ -99,10 +99,8 @@ def experts_class(**kind):
         def __init__(self, config):
             super().__init__()
             hidden, inner, self.num_experts = 48, 40, 6
-            sizes = {"gate_up_proj" if kind.get("has_gate", True) else "up_proj": (hidden, inner)}
-            if kind.get("has_gate", True):
-                sizes["gate_up_proj"] = (hidden, 2 * inner)
-            for name, (size_in, size_out) in {**sizes, "down_proj": (inner, hidden)}.items():
+            first, width = ("gate_up_proj", 2 * inner) if kind.get("has_gate", True) else ("up_proj", inner)
+            for name, size_in, size_out in ((first, hidden, width), ("down_proj", inner, hidden)):
                 shape = (size_in, size_out) if kind.get("is_transposed") else (size_out, size_in)
                 setattr(self, name, nn.Parameter(torch.randn(self.num_experts, *shape) / 7))
                 setattr(self, f"{name}_bias", nn.Parameter(torch.randn(self.num_experts, size_out)))
