@@ -76,16 +76,16 @@ _op = functools.partial(torch.library.custom_op, mutates_args=())
 @_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, int? num_splits) -> Tensor",
+    "float? softcap, Tensor? starts, int? num_splits) -> Tensor",
 )
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, num_splits):
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits):
     from .kernels.attention import attention
 
-    return attention(query, key, value, positions, scaling, window, sinks, softcap, num_splits)
+    return attention(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits)
 
 
 @_attention.register_fake
-def _(query, key, value, positions, scaling, window, sinks, softcap, num_splits):
+def _(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits):
     batch, heads, num_queries, _ = query.shape
     return query.new_empty(batch, num_queries, heads, value.shape[3])
 
@@ -231,12 +231,13 @@ def attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    starts: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """`kernels.reference.attention`; on a GPU in Triton."""
     if _is_for_triton(query):
-        return _attention(query, key, value, positions, scaling, window, sinks, softcap, num_splits)
-    return reference.attention(query, key, value, positions, scaling, window, sinks, softcap)
+        return _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits)
+    return reference.attention(query, key, value, positions, scaling, window, sinks, softcap, starts)
 
 
 def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:

@@ -30,13 +30,13 @@ _MERGE_ELEMENTS = 4096
 
 
 @triton.jit
-def _share(position, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def _share(position, start, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """The slots, from and up to, that split `split` of a block of queries reads; inert ones have position -1."""
     end = tl.max(position, axis=0) + 1
-    first = 0
+    first = start
     if HAS_WINDOW:
         lowest = tl.min(tl.where(position >= 0, position, num_slots), axis=0)
-        first = tl.maximum(lowest - window + 1, 0)
+        first = tl.maximum(lowest - window + 1, first)
     live = tl.maximum(end - first, 0)
     used = tl.maximum(tl.minimum(num_splits, tl.cdiv(live, SLOT_BLOCK)), 1)
     units = tl.cdiv(live, _UNIT)
@@ -46,12 +46,13 @@ def _share(position, num_slots, window, split, num_splits, SLOT_BLOCK: tl.conste
 
 
 # Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
-@triton.jit(do_not_specialize=["positions_stride_b", "num_queries", "num_slots", "window"])
+@triton.jit(do_not_specialize=["positions_stride_b", "starts_stride_b", "num_queries", "num_slots", "window"])
 def _attention_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
     positions_ptr,
+    starts_ptr,
     sinks_ptr,
     out_ptr,
     weights_ptr,
@@ -65,6 +66,7 @@ def _attention_kernel(
     value_stride_h,
     value_stride_s,
     positions_stride_b,
+    starts_stride_b,
     num_queries,
     num_slots,
     window,
@@ -98,7 +100,8 @@ def _attention_kernel(
 
     position = tl.load(positions_ptr + batch * positions_stride_b + step, mask=is_row, other=-1)
     position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # inert at the last slot
-    begin, stop = _share(position, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW)
+    start = tl.load(starts_ptr + batch * starts_stride_b).to(tl.int32)
+    begin, stop = _share(position, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW)
     if IS_SPLIT:  # noqa: SIM102 (decided when the kernel is built)
         if begin >= stop:
             empty = tl.full([ROWS], float("-inf"), tl.float32)
@@ -127,10 +130,10 @@ def _attention_kernel(
     block = tl.arange(0, SLOT_BLOCK)
     key_offset = block[:, None] * key_stride_s + dim[None, :]
     value_offset = block[:, None] * value_stride_s + value_dim[None, :]
-    for start in range(begin, stop, SLOT_BLOCK):
-        slot = start + block
+    for first in range(begin, stop, SLOT_BLOCK):
+        slot = first + block
         is_slot = slot < stop
-        at = (start - begin).to(tl.int64)
+        at = (first - begin).to(tl.int64)
         key = tl.load(key_ptr + at * key_stride_s + key_offset, mask=is_slot[:, None] & (dim < DIM)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         # In units of log 2: 2^x costs less than e^x.
@@ -198,6 +201,13 @@ def _merge_kernel(
 
 
 @functools.cache
+def _zero(device: torch.device) -> torch.Tensor:
+    """`[1]` int64, the first visible slot of all rows where nothing else is said."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+@functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -217,6 +227,7 @@ def attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    starts: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """See `reference.attention`; accumulates in float32, and inert queries get zeros. A CUDA graph can hold it.
@@ -250,6 +261,7 @@ def attention(
         key,
         value,
         positions,
+        _zero(query.device) if starts is None else starts,
         sinks,
         parts,
         weights,
@@ -257,6 +269,7 @@ def attention(
         *key.stride()[:3],
         *value.stride()[:3],
         positions.stride(0),
+        0 if starts is None else starts.stride(0),
         num_queries,
         num_slots,
         window or 0,

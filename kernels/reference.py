@@ -25,6 +25,7 @@ def attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over a cache whose slot is the position: slot s is visible to the query at position t iff s <= t.
 
@@ -41,6 +42,7 @@ def attention(
         window: if given, slot s is visible only if t - s < window.
         sinks: `[heads]` logits that take part in the softmax and carry no value (gpt-oss).
         softcap: if given, scores become softcap * tanh(scores / softcap).
+        starts: `[B]` int64; if given, slot s of row b is visible only if s >= starts[b]. A query before that is inert.
 
     Returns:
         `[B, n, heads, Dv]` in the query's dtype; accumulation in float32 where sinks or softcap are given, as the
@@ -55,6 +57,9 @@ def attention(
     is_inert = positions >= num_slots - 1
     positions = positions.clamp(max=num_slots - 1)  # a query that saw no slot would get NaN
     visible = slots <= positions[:, None, :, None]
+    if starts is not None:
+        is_inert = is_inert | (positions < starts[:, None])
+        visible &= (slots >= starts[:, None, None, None]) | is_inert[:, None, :, None]
     if window is not None:
         visible &= slots > positions[:, None, :, None] - window
     visible = visible.repeat(1, 1, groups, 1)

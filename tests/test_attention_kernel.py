@@ -52,6 +52,7 @@ class Case(NamedTuple):
     inert: tuple[tuple[int, int], ...] = ()
     options: tuple[str, ...] = ()
     window: int = 7
+    starts: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -59,6 +60,7 @@ class Case(NamedTuple):
     def keywords(self) -> dict[str, Any]:
         heads = self.kv_heads * self.groups
         every = {"window": self.window, "sinks": torch.linspace(-1.0, 1.0, heads, device=DEVICE), "softcap": 5.0}
+        every["starts"] = None if self.starts is None else torch.tensor(self.starts, device=DEVICE)
         return {"scaling": self.dim**-0.5} | {name: every[name] for name in self.options}
 
     def positions(self) -> torch.Tensor:
@@ -85,11 +87,14 @@ def check(case: Case, num_splits: int | None = None) -> None:
     query, key, value = case.inputs()
     positions = case.positions()
     is_live = positions < case.slots - 1
+    if "starts" in case.options:
+        is_live &= positions >= case.keywords["starts"][:, None]
     expected = reference.attention(query.double(), key.double(), value.double(), positions, **case.keywords)
     assert expected.isfinite().all()
     for row, here in enumerate(is_live):  # what no live query of the row may see is poison
         live = positions[row][here].tolist()
         first = max(0, min(live) - case.window + 1) if live and "window" in case.options else 0
+        first = max(first, case.starts[row]) if "starts" in case.options else first
         for states in (key, value):
             states[row, :, :first] = NAN
             states[row, :, max(live, default=-1) + 1 :] = NAN
@@ -114,6 +119,17 @@ def test_equals_reference(dtype, num_queries, options, num_splits):
     check(case, num_splits)
     if "window" in options:
         check(case._replace(window=150), num_splits)
+
+
+@every_dtype
+@pytest.mark.parametrize("options", [("starts",), ("starts", "window"), ("starts", "sinks", "softcap")], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2, 7])
+def test_slots_before_a_rows_start_are_not_read(dtype, options, num_splits):
+    """Starts before, inside and behind the queries; those before their row's start are inert."""
+    slots = 290
+    case = Case([40, 77, 150, slots - 2, 6], slots, 3, 2, 2, 24, options=options, dtype=dtype)
+    check(case._replace(starts=(0, 76, 33, 250, 20)), num_splits)
+    check(case._replace(starts=(40, 77, 149, slots - 2, 5), window=150), num_splits)
 
 
 @every_dtype
