@@ -30,8 +30,8 @@ def ragged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface over a `RaggedCache`.
 
-    `attention_mask` carries the positions of the queries, `[B, 1, n, 1]` int64: a 4-D mask reaches every layer
-    untouched, sliding ones included, and visibility is a function of positions alone.
+    `attention_mask` is that of `RaggedCache.attention_mask`, int64: a 4-D mask reaches every layer untouched, sliding
+    ones included, and visibility is a function of positions alone.
     """
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -44,6 +44,7 @@ def ragged_attention_forward(
         window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
+        starts=attention_mask[:, 1, 0, 0] if attention_mask.shape[1] > 1 else None,
     )
     return out, None
 
@@ -59,8 +60,8 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor):
 
     def attend(layer_idx, query, key, value, window):
         keys, values = cache.update(key, value, layer_idx)
-        asking = slots[:, -query.shape[2] :]
-        return ops.attention(query, keys, values, asking, scaling=query.shape[-1] ** -0.5, window=window)
+        asking, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
+        return ops.attention(query, keys, values, asking, scaling, window=window, starts=cache.starts)
 
     return attend
 

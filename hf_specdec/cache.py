@@ -19,11 +19,14 @@ class RaggedLayer(CacheLayerMixin):
         self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        slots = self._cache.slots
+        self.allocate(key_states, value_states, len(key_states))
+
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, batch: int) -> None:
+        """Allocate `batch` rows for states `[any, kv_heads, any, head_dim]` like those that are given."""
         self.dtype, self.device = key_states.dtype, key_states.device
         # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
         self.keys, self.values = (
-            states.new_zeros(states.shape[0], slots, states.shape[1], states.shape[3])
+            states.new_zeros(batch, self._cache.slots, states.shape[1], states.shape[3])
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -61,16 +64,24 @@ class RaggedCache(Cache):
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
+        starts: `[B]` int64, the first slot of each row that queries may see; None for the first of all.
         span: how many leading slots attention is given. Where kernels run, all of them: they read only what is live,
             and their launches depend on no length. Elsewhere as many as may be live and one more, as the last counts
             as scrap.
     """
 
-    def __init__(self, num_layers: int, slots: int):
+    def __init__(self, num_layers: int, slots: int, starts: torch.Tensor | None = None):
         self.slots = slots
         self.span = slots
+        self.starts = starts
         self.positions: torch.Tensor | None = None
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+
+    def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:
+        """What models are given as `attention_mask`: queries at `slots` `[B, n]`, and `starts`, `[B, 1 or 2, n, 1]`."""
+        if self.starts is None:
+            return slots[:, None, :, None]
+        return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1)[..., None]
 
     def advance(self, positions: torch.Tensor, live: int) -> None:
         """Say where the next forward pass writes, and how many leading slots its live queries may see.

@@ -5,16 +5,25 @@ For targets that the static engine cannot host. Batch 1, eager, on the cache tha
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .continuation import Prompts
 from .decoding import SpeculativeOutput, draws_draft_probs, sampling_temperature
 from .drafters.base import Drafter
 from .hosting import has_recurrent_layers
@@ -203,10 +212,16 @@ class ReplayCache(DynamicCache):
 
     A recurrent state cannot lose its last tokens. So the layers are snapshotted before each forward pass; `crop` puts
     the snapshot back and runs the tokens that stay once more. Use as a context: it listens to `target`'s calls.
+
+    Args:
+        target: whose calls fill it.
+        cache: whose layers it has, so that this is filled, too; None for layers of its own.
     """
 
-    def __init__(self, target: PreTrainedModel):
+    def __init__(self, target: PreTrainedModel, cache: Cache | None):
         super().__init__(config=target.config.get_text_config())
+        if cache is not None and cache.layers:
+            self.layers = cache.layers
         self._target = target
         self._snapshot: list[dict[str, Any]] = []
         self._inputs: dict[str, Any] = {}
@@ -228,6 +243,44 @@ class ReplayCache(DynamicCache):
     def _remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._inputs = kwargs
         self._snapshot = [_copy_state(layer.__dict__) for layer in self.layers]
+
+
+@contextmanager
+def _continuing(model: PreTrainedModel, cached: int) -> Iterator[None]:
+    """Context in which the loop's first pass of `model` leaves out the `cached` tokens that its cache holds.
+
+    transformers' loop runs the whole prompt again.
+    """
+    if not cached:
+        yield
+        return
+    was_there, prepare = "prepare_inputs_for_generation" in vars(model), model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def prepare_rest(input_ids, *args, is_first_iteration=False, **kwargs):
+        if is_first_iteration:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - cached
+        return prepare(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
+
+    model.prepare_inputs_for_generation = prepare_rest
+    try:
+        yield
+    finally:
+        if was_there:
+            model.prepare_inputs_for_generation = prepare
+        else:
+            del model.prepare_inputs_for_generation
+
+
+@contextmanager
+def _lent(cache: Cache | None) -> Iterator[None]:
+    """Context after which sliding layers of the caller's `cache` keep as much of the past as they did before."""
+    kept = [(layer, layer.record_past) for layer in getattr(cache, "layers", ()) if hasattr(layer, "record_past")]
+    try:
+        yield
+    finally:
+        for layer, record_past in kept:
+            layer.record_past = record_past
 
 
 @contextmanager
@@ -263,7 +316,7 @@ def assist(
     assisted_decoding: Callable,
     model: PreTrainedModel,
     drafter: Drafter,
-    input_ids: torch.Tensor,
+    prompts: Prompts,
     config: GenerationConfig,
     criteria: StoppingCriteriaList,
     num_draft_tokens: int,
@@ -276,7 +329,8 @@ def assist(
 
     Args:
         assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
-        model, input_ids, config, criteria, logits_processor, kwargs: what `generate()` called it with.
+        model, config, criteria, logits_processor, kwargs: what `generate()` called it with.
+        prompts: of the call.
         drafter: bound to `model`.
         num_draft_tokens: K.
         reason: why this engine runs, for the statistics.
@@ -284,13 +338,20 @@ def assist(
             caller names another source, they are seeded for the call and put back after it.
 
     Raises:
-        ValueError: the batch has more than one row.
+        ValueError: the batch has more than one row, or not all tokens of the text are known.
     """
+    input_ids = prompts.input_ids
     if input_ids.shape[0] > 1:
         raise ValueError(
             f"{type(model).__name__} cannot run on the static engine ({reason}), and transformers' own assisted "
             f"generation takes one row at a time, but the batch has {input_ids.shape[0]}. Generate row by row, or "
             "without assistant_model."
+        )
+    if prompts.hidden:
+        raise ValueError(
+            f"{type(model).__name__} cannot run on the static engine ({reason}), and transformers' own assisted "
+            f"generation needs the whole text, but input_ids lacks the first {prompts.hidden} tokens, which only "
+            "past_key_values holds; expected the whole text in input_ids."
         )
     criteria = SpokenCriteria(criteria)
     seeds = randomness.row_seeds(1, sampling_temperature(config))
@@ -300,8 +361,10 @@ def assist(
             stack.enter_context(_seeded(int(seeds[0]), model))
         recorder = stack.enter_context(TapRecorder(model, drafter.tap_boundaries, drafter.taps_last_hidden_state))
         cache = kwargs.get("past_key_values")
-        if has_recurrent_layers(model) and (cache is None or cache.get_seq_length() == 0):
-            kwargs["past_key_values"] = stack.enter_context(ReplayCache(model))
+        stack.enter_context(_lent(cache))
+        stack.enter_context(_continuing(model, prompts.cached))
+        if has_recurrent_layers(model):
+            kwargs["past_key_values"] = stack.enter_context(ReplayCache(model, cache))
         generator = DrafterCandidateGenerator(drafter, recorder, criteria, config, num_draft_tokens, seeds, factors)
         output = assisted_decoding(
             model,
@@ -314,5 +377,7 @@ def assist(
         )
         drafter._last_stats = generator.summary(reason)
     if isinstance(output, GenerateDecoderOnlyOutput):
+        if isinstance(output.past_key_values, ReplayCache) and cache is not None:
+            output.past_key_values = cache
         return SpeculativeOutput(**output, speculation=drafter.stats)
     return output

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
 
 from . import ops
 from .attention import ragged_attention
+from .continuation import DeferredCache, FinishedCall, Prompts, read_cache
 from .drafters.base import Drafter
 from .experts import copies_experts, experts_without_host, own_experts
 from .fusing import fused_products
@@ -69,7 +70,8 @@ DRAFT_PROBS_TEMPERATURE = 0.3
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """`GenerateDecoderOnlyOutput` with the statistics of the call.
 
-    `past_key_values` is None on the static engine, whose cache is not a growing one, and `attentions` always.
+    `past_key_values` is a cache that plain `generate()` can continue: the caller's, or on the static engine one that is
+    made when somebody looks at it. `attentions` is None on the static engine.
     """
 
     speculation: SpeculationStats | None = None
@@ -88,17 +90,17 @@ class HiddenStates:
         for buffer, layer in zip(self._buffers, layers, strict=True):
             buffer[rows, slots] = layer
 
-    def steps(self, padding: list[int], width: int, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """As `generate()` returns them: the padded prompt, `width` long, first, then one position a step."""
-        prompt_lengths = [width - pad for pad in padding]
+    def steps(self, prompts: Prompts, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """As `generate()` returns them: the padded prompt but for cached columns first, then one position a step."""
+        prompt_lengths, width = prompts.lengths, prompts.width - prompts.cached
 
         def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
             if step > 0:
                 rows = torch.arange(buffer.shape[0], device=buffer.device)
                 return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step][:, None]
             out = buffer.new_zeros(buffer.shape[0], width, buffer.shape[2])
-            for row, length in enumerate(prompt_lengths):
-                out[row, width - length :] = buffer[row, :length]
+            for row, (length, cached) in enumerate(zip(prompt_lengths, prompts.cached_lengths, strict=True)):
+                out[row, width - (length - cached) :] = buffer[row, cached:length]
             return out
 
         return tuple(tuple(gather(buffer, step) for buffer in self._buffers) for step in range(num_steps))
@@ -125,7 +127,7 @@ class Target:
         state.cache.advance(slots, state.live)
         out = self.model(
             input_ids=tokens,
-            attention_mask=slots[:, None, :, None],
+            attention_mask=state.cache.attention_mask(slots),
             position_ids=state.position_ids(slots),
             past_key_values=state.cache,
             use_cache=True,
@@ -139,10 +141,11 @@ class Target:
 
 
 def prefill(state: DecodeState, target: Target, drafter: Drafter, width: int, chunk_size: int) -> None:
-    """Run the prompts but for their last tokens, in `width` columns, which may be more than they need; and draft.
+    """Run what the cache lacks of the prompts but for their last tokens, in `width` columns, and draft.
 
-    Afterwards the state is as if a round had just committed the last token of each prompt: that token has not passed
-    through the target, and the drafter has proposed what follows it. It is the same if prefill is run again.
+    There may be more columns than they need. Afterwards the state is as if a round had just committed the last token of
+    each prompt: that token has not passed through the target, and the drafter has proposed what follows it. It is the
+    same if prefill is run again.
     """
     batch = state.tokens.shape[0]
     prompt_end = state.lengths - 1
@@ -150,11 +153,12 @@ def prefill(state: DecodeState, target: Target, drafter: Drafter, width: int, ch
     columns = torch.arange(width, device=state.tokens.device)
     last_taps = None
     for chunk in columns.split(chunk_size):
-        slots = torch.where(chunk < prompt_end[:, None], chunk, state.scrap)
-        _, taps = target(state, state.tokens[:, chunk], slots, logits_to_keep=1)
+        positions = state.cached[:, None] + chunk
+        slots = torch.where(positions < prompt_end[:, None], positions, state.scrap)
+        _, taps = target(state, state.tokens.gather(1, slots), slots, logits_to_keep=1)
         if taps is not None:
             drafter.prefill(state, taps, slots)
-            last = prompt_end - 1 - chunk[0]
+            last = prompt_end - 1 - positions[:, 0]
             here = taps[rows, last.clamp(0, len(chunk) - 1)]
             is_here = ((last >= 0) & (last < len(chunk)))[:, None]
             last_taps = torch.where(is_here, here, torch.zeros_like(here) if last_taps is None else last_taps)
@@ -167,6 +171,12 @@ def prefill(state: DecodeState, target: Target, drafter: Drafter, width: int, ch
         window = last_taps.new_zeros(batch, state.num_draft_tokens + 1, last_taps.shape[-1])
         window[:, 0] = last_taps
     state.adopt(drafter.propose(state, window, verdict))
+
+
+def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size: int) -> None:
+    """Let a drafter that reads tokens alone read the `width` leading positions that the target's cache holds."""
+    for chunk in torch.arange(width, device=state.tokens.device).split(chunk_size):
+        drafter.prefill(state, None, torch.where(chunk < state.cached[:, None], chunk, state.scrap))
 
 
 def step(
@@ -459,8 +469,8 @@ class Rounds:
 def decode(
     model: PreTrainedModel,
     drafter: Drafter,
-    input_ids: torch.Tensor,
-    padding: list[int],
+    prompts: Prompts,
+    continued: Cache | None,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
@@ -474,8 +484,8 @@ def decode(
     Args:
         model: the target, on one device, in evaluation mode.
         drafter: bound to it.
-        input_ids: `[B, P]` int64, left-padded.
-        padding: padding tokens of each row.
+        prompts: of the call.
+        continued: the caller's cache, which holds the first `prompts.cached` columns and shall hold the text; or None.
         processors, criteria, config, streamer: as prepared by `generate()`.
         num_draft_tokens: K.
         reason: why this engine runs, for the statistics.
@@ -489,6 +499,7 @@ def decode(
         for name in ("scores", "logits", "hidden_states")
     }
     temperature = sampling_temperature(config)
+    input_ids = prompts.input_ids
     batch, max_new_tokens = len(input_ids), config.max_length - input_ids.shape[1]
     factors = row_temperatures(processors, batch)
     seeds = from_first_rank(randomness.row_seeds(batch, temperature), model)
@@ -501,9 +512,9 @@ def decode(
         keep_scores=wants["scores"],
         keep_logits=wants["logits"],
     )
-    process = BlockProcessor(processors, input_ids, padding, temperature)
-    prompts = [row[pad:].to(model.device) for row, pad in zip(input_ids, padding, strict=True)]
-    longest = max(map(len, prompts))
+    process = BlockProcessor(processors, input_ids, [pad - prompts.hidden for pad in prompts.padding], temperature)
+    longest, longest_uncached = prompts.longest, prompts.longest_uncached
+    reads_taps = bool(drafter.tap_boundaries) or drafter.taps_last_hidden_state
     chunk_size = config.prefill_chunk_size or PREFILL_CHUNK_SIZE
     obstacle = why_not_captured(model, drafter, wants)
     is_kept = obstacle is None
@@ -517,7 +528,7 @@ def decode(
         drafter.verification,
     )
 
-    width = captured_width(longest, shape.batch, chunk_size) if is_kept else None
+    width = captured_width(longest_uncached, shape.batch, chunk_size) if is_kept else None
     stack = ExitStack()
 
     @functools.cache
@@ -532,7 +543,17 @@ def decode(
         return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device)
 
     def fill(session: Session) -> None:
-        session.state.begin(prompts, max_new_tokens, config._eos_token_tensor, seeds, temperature, factors)
+        session.give_up_buffers()
+        session.state.begin(
+            prompts.rows(model.device),
+            max_new_tokens,
+            config._eos_token_tensor,
+            seeds,
+            temperature,
+            factors,
+            prompts.cached_lengths,
+            prompts.draft_starts(reads_taps),
+        )
         lacks_round = is_kept and process.key not in session.rounds
         if lacks_round and drafter.compile_rounds:
             start_compiler(model.device)
@@ -544,9 +565,15 @@ def decode(
             prefill_session(session)
 
     def prefill_session(session: Session) -> None:
+        state = session.state
+        if prompts.cached:
+            read_cache(continued, state.cache, prompts, shape.batch, model.device)
+            if not (reads_taps or prompts.hidden):
+                host()
+                prefill_drafter(state, drafter, max(prompts.cached_lengths), chunk_size)
         replay = session.prefills.get(width)
         if replay is None:
-            prefill(session.state, host(), drafter, max(longest - 1, 1), chunk_size)
+            prefill(state, host(), drafter, max(longest_uncached - 1, 1), chunk_size)
         else:
             replay()
 
@@ -565,6 +592,14 @@ def decode(
         rounds = Rounds(state, next_round, transcript, batch, longest, max_new_tokens)
         rounds.run()
         seconds = time.perf_counter() - start
+        call = FinishedCall(model, state.cache, prompts, transcript.sequences, transcript.columns_run(prompts))
+        if continued is not None:
+            call.write_to(continued)
+        past_key_values = continued
+        if past_key_values is None and config.return_dict_in_generate:
+            past_key_values = session.lend_buffers(DeferredCache(call))
+    if continued is not None:
+        call.complete(continued)
     transcript.finish()
     drafter._last_stats = rounds.counters.summary(
         num_assistant_tokens=num_draft_tokens,
@@ -581,10 +616,7 @@ def decode(
         sequences=transcript.sequences,
         scores=transcript.scores,
         logits=transcript.logits,
-        hidden_states=(
-            host().hidden_states.steps(padding, input_ids.shape[1], transcript.steps)
-            if wants["hidden_states"]
-            else None
-        ),
+        hidden_states=(host().hidden_states.steps(prompts, transcript.steps) if wants["hidden_states"] else None),
+        past_key_values=past_key_values,
         speculation=drafter.stats,
     )

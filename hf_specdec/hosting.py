@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from .continuation import Prompts, why_not_readable
 from .taps import find_decoder_layers, modules_of
 
 HOSTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -30,17 +31,17 @@ REPLACED_INPUTS = frozenset(
 
 
 def why_not_static(
-    model: PreTrainedModel, config: GenerationConfig, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+    model: PreTrainedModel, config: GenerationConfig, prompts: Prompts, model_kwargs: dict[str, Any]
 ) -> str | None:
     """The reason why the static engine cannot run this call; None if it can.
 
     Args:
         model: the target.
         config: as prepared by `generate()`.
-        input_ids: `[B, P]` int64.
+        prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
     """
-    return why_not_hosted(model) or _why_not_call(config, input_ids, model_kwargs)
+    return why_not_hosted(model) or _why_not_call(model, config, prompts, model_kwargs)
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
@@ -82,21 +83,22 @@ def _why_not_positions(text: Any, role: str) -> str | None:
     return None
 
 
-def _why_not_call(config: GenerationConfig, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+def _why_not_call(
+    model: PreTrainedModel, config: GenerationConfig, prompts: Prompts, model_kwargs: dict[str, Any]
+) -> str | None:
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        return "the call continues from a filled cache"
+    if prompts.cached:
+        obstacle = why_not_readable(model_kwargs["past_key_values"], len(find_decoder_layers(model)))
+        if obstacle is not None:
+            return obstacle
     if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):
         return f"the call asks for a {config.cache_implementation} cache"
     given = sorted(name for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value))
     if given:
         return f"the call has model inputs besides tokens: {', '.join(given)}"
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if positions is not None and mask is None:
-        mask = torch.ones_like(input_ids)
-    if positions is not None and not _are_ordinary(positions, mask):
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not _are_ordinary(positions, prompts):
         return "the call has position_ids of its own"
     return None
 
@@ -106,9 +108,9 @@ def _is_input(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
 
 
-def _are_ordinary(position_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
-    expected = attention_mask.long().cumsum(-1) - 1
-    is_token = attention_mask.bool()
-    if position_ids.dim() != 2 or position_ids.shape[1] != expected.shape[1]:
+def _are_ordinary(position_ids: torch.Tensor, prompts: Prompts) -> bool:
+    if position_ids.dim() != 2 or position_ids.shape[1] != prompts.width:
         return False
-    return torch.equal(position_ids.expand_as(expected)[is_token], expected[is_token])
+    padding = torch.tensor(prompts.padding, device=position_ids.device)[:, None]
+    expected = torch.arange(prompts.width, device=position_ids.device) - padding
+    return torch.equal(torch.where(expected < 0, expected, position_ids), expected)

@@ -16,6 +16,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from .candidates import DrafterCandidateGenerator, assist
+from .continuation import Prompts, read_prompts
 from .decoding import decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
@@ -192,28 +193,6 @@ def check_call(
         )
 
 
-def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Padding tokens at the start of each row of `input_ids` `[B, P]`.
-
-    Raises:
-        ValueError: a row is padded on the right or in the middle, or holds padding only.
-    """
-    if attention_mask is None:
-        return [0] * input_ids.shape[0]
-    mask = attention_mask.bool()
-    padding = (~mask).sum(dim=1)
-    expected = torch.arange(mask.shape[1], device=mask.device) >= padding[:, None]
-    wrong = (mask != expected).any(dim=1) | ~mask.any(dim=1)
-    if wrong.any():
-        row = int(wrong.int().argmax())
-        raise ValueError(
-            f"Row {row} of the batch has an attention_mask that is not padding followed by tokens "
-            f"({mask[row].int().tolist()[:16]}...). Generation needs padding on the left: set "
-            "tokenizer.padding_side = 'left'."
-        )
-    return padding.tolist()
-
-
 def _generate(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -242,20 +221,21 @@ def _generate(
             _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
     check_processors(logits_processor)
     randomness = Randomness(seeds, generator)
-    padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
-    obstacle = why_not_static(model, generation_config, input_ids, model_kwargs)
+    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    prompts = read_prompts(input_ids, mask, getattr(generation_config, "_mask_length", None), cache)
+    obstacle = why_not_static(model, generation_config, prompts, model_kwargs)
     engine, reason = _choose_engine(drafter, obstacle)
     _log_engine(engine, reason)
     if tensor_parallel_group(model) is not None:
-        call = _what_is_asked(model, input_ids, padding, num_draft_tokens, generation_config, engine, randomness)
+        call = _what_is_asked(model, prompts, num_draft_tokens, generation_config, engine, randomness)
         check_same_call(model, stopping_criteria, call)
     if engine == "static":
         _check_same_device(model, drafter)
         output = decode(
             model,
             drafter,
-            input_ids,
-            padding,
+            prompts,
+            cache if getattr(cache, "_is_user_defined", False) else None,
             logits_processor,
             stopping_criteria,
             generation_config,
@@ -273,7 +253,7 @@ def _generate(
             _ASSISTED_DECODING,
             model,
             drafter,
-            input_ids,
+            prompts,
             generation_config,
             stopping_criteria,
             num_draft_tokens,
@@ -290,8 +270,7 @@ def _generate(
 
 def _what_is_asked(
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    padding: list[int],
+    prompts: Prompts,
     num_draft_tokens: int,
     config: GenerationConfig,
     engine: str,
@@ -299,8 +278,9 @@ def _what_is_asked(
 ) -> dict[str, Any]:
     """What processes that run one model together must agree on, by the name that the caller has for it."""
     asked = {
-        "prompts": input_ids,
-        "attention_mask": padding,
+        "prompts": prompts.input_ids,
+        "attention_mask": (prompts.padding, prompts.width),
+        "past_key_values": prompts.cached,
         "num_assistant_tokens": num_draft_tokens,
         "engine": engine,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},

@@ -156,7 +156,7 @@ class BlockProcessor:
     Args:
         processors: as prepared by `generate()`.
         prompts: `[B, P]` int64, left-padded.
-        padding: padding tokens of each row.
+        padding: padding tokens of each row; -n where its first n tokens are not in `prompts`, and not shown.
         temperature: of the call, which its states have too; None when decoding is greedy.
     """
 
@@ -254,8 +254,9 @@ class BlockProcessor:
         first = {}
         finished = state.finished.tolist()
         for row, (length, pad) in enumerate(zip(state.lengths.tolist(), self._padding.tolist(), strict=True)):
-            shown[row, :pad] = self._prompts[row, :pad]
-            shown[row, pad : pad + length] = state.tokens[row, :length]
+            begin, hidden = max(pad, 0), max(-pad, 0)
+            shown[row, :begin] = self._prompts[row, :begin]
+            shown[row, begin : pad + length] = state.tokens[row, hidden:length]
             shown[row, pad + length : pad + length + width - 1] = block[row, 1:]
             if not finished[row]:
                 first[row] = pad + length

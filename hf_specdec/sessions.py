@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from .ranks import local_part
 from .taps import modules_of
 
 if TYPE_CHECKING:
+    from .continuation import DeferredCache
     from .state import DecodeState
 
 # Sessions that a drafter keeps, the least recently used of them being dropped first.
@@ -38,6 +40,18 @@ class Session:
     rounds: dict[Hashable, Any] = field(default_factory=dict)
     prefills: dict[int, Any] = field(default_factory=dict)
     graph_memory: GraphMemory = field(default_factory=GraphMemory)
+    _borrower: Callable[[], DeferredCache | None] = lambda: None
+
+    def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
+        """Let `cache` read the buffers as long as no other call needs them."""
+        self._borrower = weakref.ref(cache)
+        return cache
+
+    def give_up_buffers(self) -> None:
+        """Have what was lent copied by whoever still may look at it: another call is about to use the buffers."""
+        borrower = self._borrower()
+        if borrower is not None:
+            borrower.take_over()
 
 
 class SessionPool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,6 +57,8 @@ class DecodeState:
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         verification: see `Drafter.configure`.
+        cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
+        draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         cache: the target's keys and values.
         live: slots that the next round, its drafts included, may need; a bound that the host knows.
         proposal: drafts that the next round verifies; set by `adopt`, always in the same memory.
@@ -76,6 +78,8 @@ class DecodeState:
     is_sampling: bool
     draft_probs: bool
     verification: str
+    cached: torch.Tensor
+    draft_starts: torch.Tensor
     cache: RaggedCache | None
     live: int
     proposal: Proposal | None = None
@@ -99,6 +103,8 @@ class DecodeState:
             is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
             verification=shape.verification,
+            cached=torch.zeros(batch, dtype=torch.int64, device=device),
+            draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
             cache=RaggedCache(num_layers, shape.slots) if num_layers else None,
             live=shape.slots,
         )
@@ -113,6 +119,8 @@ class DecodeState:
         seeds: torch.Tensor,
         temperature: float | None = None,
         row_temperatures: torch.Tensor | None = None,
+        cached: Sequence[int] | None = None,
+        draft_starts: Sequence[int] | None = None,
     ) -> None:
         """Make the buffers those of a batch whose prompts are about to be prefilled.
 
@@ -123,6 +131,7 @@ class DecodeState:
             seeds: `[len(prompts)]` int64.
             temperature: of sampling; None when decoding is greedy.
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
+            cached, draft_starts: of each prompt; 0 for all if None.
         """
         self.tokens.zero_()
         for row, prompt in enumerate(prompts):
@@ -142,6 +151,10 @@ class DecodeState:
         self.row_temperatures.fill_(1.0)
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures
+        for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
+            buffer.zero_()
+            if values is not None:
+                buffer[:count] = torch.tensor(values)
         self.live = max(map(len, prompts)) + self.num_draft_tokens
 
     @contextmanager
@@ -173,8 +186,8 @@ class DecodeState:
         return torch.where(finished | (positions > limits - 2), self.scrap, positions)
 
     def position_ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """Positions to embed for `slots`; the scrap slot gets one that every model has."""
-        return slots.clamp(max=self.slots - 2)
+        """Positions to embed for `slots`; the scrap slot gets 0, which every model has, whatever its longest text."""
+        return torch.where(slots < self.scrap, slots, 0)
 
     def block(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, `[B, K + 1]` int64: the last committed one, then the drafts; and their slots."""

@@ -11,6 +11,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
+    from .continuation import Prompts
+
 
 class Transcript:
     """Collects the rows' committed tokens and settles them step by step, as plain `generate()` would.
@@ -83,6 +85,12 @@ class Transcript:
     @property
     def logits(self) -> tuple[torch.Tensor, ...] | None:
         return self._settled.get("logits")
+
+    def columns_run(self, prompts: Prompts) -> int:
+        """Leading columns of the text of `prompts` that the target has run in all rows; the last is never one."""
+        rows = zip(prompts.lengths, prompts.padding, self._rows, strict=True)
+        ends = [pad + length + len(new) - 1 for length, pad, new in rows]
+        return min(*ends, prompts.width + self.steps - 1) if ends else 0
 
     def longest_row(self) -> int:
         """New tokens of the row that is furthest ahead, settled or not."""

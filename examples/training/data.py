@@ -105,7 +105,7 @@ def generate(
         cache.advance(slots, live)
         return model(
             input_ids=tokens,
-            attention_mask=slots[:, None, :, None],
+            attention_mask=cache.attention_mask(slots),
             position_ids=slots.clamp(max=scrap - 1),
             past_key_values=cache,
             use_cache=True,

@@ -125,7 +125,7 @@ class CachedDrafter(Drafter):
         batch, num_drafts = state.lengths.shape[0], state.num_draft_tokens
         width = num_drafts + 1 + self.num_masks(num_drafts)
         return DraftMemory(
-            RaggedCache(self.num_cached_layers, state.slots),
+            RaggedCache(self.num_cached_layers, state.slots, state.draft_starts),
             ops.DraftInputs.allocate(batch, width, state.lengths.device),
             ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
             if state.draft_probs and self.target_ids is not None

@@ -215,7 +215,7 @@ class DraftModelDrafter(CachedDrafter):
         logits = self.model(
             # The target may know tokens that this model cannot embed; any other drafts as badly after them.
             input_ids=tokens.clamp(max=self._num_embeddings - 1),
-            attention_mask=slots[:, None, :, None],
+            attention_mask=cache.attention_mask(slots),
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,

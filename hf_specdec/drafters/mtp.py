@@ -393,7 +393,7 @@ class MtpDrafter(CachedDrafter):
             memory.cache,
             memory.inputs,
             memory.draft_ids,
-            [RaggedCache(num_modules, state.slots) for _ in range(num_caches - 1)],
+            [RaggedCache(num_modules, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
             torch.full((batch,), width, dtype=torch.int64, device=device),
         )
@@ -423,7 +423,7 @@ class MtpDrafter(CachedDrafter):
             slots,
             state.position_ids(slots),
             hidden,
-            attention_mask=slots[:, None, :, None],
+            attention_mask=cache.attention_mask(slots),
             past_key_values=cache,
             use_cache=True,
         )
