@@ -91,5 +91,5 @@ def configured(configs: Iterable[PreTrainedConfig], entry: str, value: str) -> I
 
 def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configurations that modules of `model` look at, each once."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    return list(configs.values())
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())

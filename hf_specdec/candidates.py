@@ -29,6 +29,7 @@ from .drafters.base import Drafter
 from .hosting import has_recurrent_layers
 from .ops import over_vocabulary
 from .sampling import Randomness, Verdict, row_temperatures
+from .soundness import why_not_sound
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
 from .taps import TapRecorder
@@ -338,7 +339,8 @@ def assist(
             caller names another source, they are seeded for the call and put back after it.
 
     Raises:
-        ValueError: the batch has more than one row, or not all tokens of the text are known.
+        ValueError: the batch has more than one row, not all tokens of the text are known, or transformers' assisted
+            generation does not say what plain generation of `model` does.
     """
     input_ids = prompts.input_ids
     if input_ids.shape[0] > 1:
@@ -352,6 +354,12 @@ def assist(
             f"{type(model).__name__} cannot run on the static engine ({reason}), and transformers' own assisted "
             f"generation needs the whole text, but input_ids lacks the first {prompts.hidden} tokens, which only "
             "past_key_values holds; expected the whole text in input_ids."
+        )
+    obstacle = None if drafter.is_of_a_check else why_not_sound(model, "stock")
+    if obstacle is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot generate with a drafter: neither on the static engine ({reason}), nor in "
+            f"transformers' own assisted generation ({obstacle}). Generate without assistant_model."
         )
     criteria = SpokenCriteria(criteria)
     seeds = randomness.row_seeds(1, sampling_temperature(config))

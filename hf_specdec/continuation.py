@@ -208,6 +208,8 @@ class FinishedCall:
         # Nobody reads keys and values of padding.
         slots = (columns - padding).clamp(min=0).to(device)
         for index, layer in enumerate(self.ragged.layers):
+            if not layer.is_initialized:  # a layer that no attention uses
+                continue
             keys, values = (buffer[rows, slots].transpose(1, 2) for buffer in (layer.keys, layer.values))
             cache.update(keys, values, index)
 

@@ -23,6 +23,7 @@ from .drafters.base import Drafter
 from .experts import copies_experts, experts_without_host, own_experts
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, first_line, start_compiler
+from .hosting import num_cache_layers, num_positions
 from .peers import sums_over_peers
 from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
@@ -37,7 +38,7 @@ from .sampling import (
 from .sessions import Session, fingerprint
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
-from .taps import TapRecorder, decoder_layers, modules_of
+from .taps import TapRecorder, modules_of
 from .transcript import Transcript
 
 if TYPE_CHECKING:
@@ -252,6 +253,24 @@ def padding_token(criteria: StoppingCriteriaList, config: GenerationConfig) -> i
     return int(config._pad_token_tensor)
 
 
+def rooms_of(model: PreTrainedModel, prompts: Prompts, max_new_tokens: int) -> list[int]:
+    """How many tokens each row may continue with: as many as are wanted and `model` has positions for.
+
+    Raises:
+        ValueError: a prompt has more tokens than there are positions.
+    """
+    count = num_positions(model)
+    if count is None:
+        return [max_new_tokens] * len(prompts.lengths)
+    if prompts.longest > count:
+        raise ValueError(
+            f"A prompt has {prompts.longest} tokens, but {type(model).__name__} has {count} positions "
+            "(max_position_embeddings); expected no more tokens than that."
+        )
+    # The last token of a text is not embedded.
+    return [min(max_new_tokens, count + 1 - length) for length in prompts.lengths]
+
+
 class Report:
     """What the host reads of a round, on its way from the device.
 
@@ -417,7 +436,8 @@ class Rounds:
         transcript: of what was said.
         batch: rows that somebody asked for; the state may have more.
         longest: length of the longest prompt.
-        max_new_tokens: room of every row.
+        rooms: new tokens that each row may have. A row that has as many without having stopped is an error: the target
+            has no positions for more.
     """
 
     def __init__(
@@ -427,7 +447,7 @@ class Rounds:
         transcript: Transcript,
         batch: int,
         longest: int,
-        max_new_tokens: int,
+        rooms: list[int],
     ):
         self.state = state
         self.transcript = transcript
@@ -436,7 +456,7 @@ class Rounds:
         self._batch = batch
         self.num_rounds = 0
         self._longest = longest
-        self._max_new_tokens = max_new_tokens
+        self._rooms = rooms
         self._lag = LAG.get(state.tokens.device.type, 0)
         self._reports: deque[tuple[Report, dict[str, torch.Tensor]]] = deque()
 
@@ -457,10 +477,16 @@ class Rounds:
         self.num_rounds += 1
         for row, (num_accepted, num_committed) in enumerate(zip(accepted, committed, strict=True)):
             if num_committed > 0 and not self.transcript.is_done(row):
-                room = self._max_new_tokens - self.transcript.length(row)
+                room = self._rooms[row] - self.transcript.length(row)
                 self.counters.count(row, num_accepted, num_committed, room)
         before = self.transcript.stopped
         self.transcript.add(tokens, committed, **records)
+        for row, room in enumerate(self._rooms):
+            if not self.transcript.stopped[row] and self.transcript.steps >= room:
+                raise ValueError(
+                    f"Row {row} of the batch has {room} new tokens and has not ended, but the target has no positions "
+                    "for more; expected a limit (max_new_tokens, max_length) that fits max_position_embeddings."
+                )
         if self.transcript.pads_finished_rows and self.transcript.stopped != before:
             stopped = torch.tensor(self.transcript.stopped, device=self.state.finished.device)
             self.state.finished[: self._batch] |= stopped
@@ -515,6 +541,7 @@ def decode(
     process = BlockProcessor(processors, input_ids, [pad - prompts.hidden for pad in prompts.padding], temperature)
     longest, longest_uncached = prompts.longest, prompts.longest_uncached
     reads_taps = bool(drafter.tap_boundaries) or drafter.taps_last_hidden_state
+    rooms = rooms_of(model, prompts, max_new_tokens)
     chunk_size = config.prefill_chunk_size or PREFILL_CHUNK_SIZE
     obstacle = why_not_captured(model, drafter, wants)
     is_kept = obstacle is None
@@ -540,13 +567,13 @@ def decode(
         return (shape, drafter.compile_rounds, fingerprint(model, drafter)) if is_kept else None
 
     def allocate() -> DecodeState:
-        return DecodeState.allocate(shape, drafter, len(decoder_layers(model)), model.device)
+        return DecodeState.allocate(shape, drafter, num_cache_layers(model), model.device)
 
     def fill(session: Session) -> None:
         session.give_up_buffers()
         session.state.begin(
             prompts.rows(model.device),
-            max_new_tokens,
+            rooms,
             config._eos_token_tensor,
             seeds,
             temperature,
@@ -589,7 +616,7 @@ def decode(
         else:
             next_round = functools.partial(captured, process)
         start = time.perf_counter()
-        rounds = Rounds(state, next_round, transcript, batch, longest, max_new_tokens)
+        rounds = Rounds(state, next_round, transcript, batch, longest, rooms)
         rounds.run()
         seconds = time.perf_counter() - start
         call = FinishedCall(model, state.cache, prompts, transcript.sequences, transcript.columns_run(prompts))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .continuation import Prompts, why_not_readable
-from .taps import find_decoder_layers, modules_of
+from .taps import decoder_layers, find_decoder_layers, modules_of
 
 HOSTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -41,13 +42,52 @@ def why_not_static(
         prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
     """
-    return why_not_hosted(model) or _why_not_call(model, config, prompts, model_kwargs)
+    return why_not_hosted(model) or _why_not_inputs(model) or _why_not_call(model, config, prompts, model_kwargs)
+
+
+def _why_not_inputs(model: PreTrainedModel) -> str | None:
+    """The static engine does not ask `prepare_inputs_for_generation`, as long as it is one of transformers' own."""
+    prepare = model.prepare_inputs_for_generation
+    by_class = type(model).prepare_inputs_for_generation
+    if getattr(prepare, "__func__", prepare) is by_class and by_class.__module__.partition(".")[0] == "transformers":
+        return None
+    place = f"{by_class.__module__}.{by_class.__qualname__}"
+    if getattr(prepare, "__func__", prepare) is not by_class:
+        place = f"{getattr(prepare, '__qualname__', type(prepare).__name__)}, set on the model itself"
+    return f"the target's inputs are prepared by a function that is not transformers' own ({place})"
+
+
+def _cache_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
+    """The layers of transformers' cache for `model`; none where its configuration describes none."""
+    try:
+        return DynamicCache(config=model.config.get_text_config()).layers
+    except AttributeError:
+        return []
+
+
+def num_cache_layers(model: PreTrainedModel) -> int:
+    """How many layers a cache of `model` has; a decoder layer may have several."""
+    return len(_cache_layers(model)) or len(decoder_layers(model))
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     """Whether layers of `model` keep a state that a token cannot be taken out of again."""
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in _cache_layers(model))
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """How many positions the table of `model` has; None where positions are computed, or none are embedded."""
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    decoder, tokens = model.get_decoder(), model.get_input_embeddings()
+    if not isinstance(stated, int):
+        return None
+    # Tables have some rows more, for padding.
+    tables = (
+        module.num_embeddings
+        for module in modules_of(decoder)
+        if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - stated <= 8
+    )
+    return stated if next(tables, None) is not None else None
 
 
 def why_not_hosted(model: PreTrainedModel, role: str = "the target") -> str | None:
@@ -89,7 +129,7 @@ def _why_not_call(
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
     if prompts.cached:
-        obstacle = why_not_readable(model_kwargs["past_key_values"], len(find_decoder_layers(model)))
+        obstacle = why_not_readable(model_kwargs["past_key_values"], num_cache_layers(model))
         if obstacle is not None:
             return obstacle
     if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):

@@ -22,6 +22,7 @@ from .drafters.base import Drafter
 from .hosting import why_not_static
 from .ranks import check_same_call, check_same_tokens, tensor_parallel_group
 from .sampling import Randomness, check_processors
+from .soundness import why_not_sound
 
 logger = logging.getLogger(__name__)
 
@@ -224,8 +225,11 @@ def _generate(
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     prompts = read_prompts(input_ids, mask, getattr(generation_config, "_mask_length", None), cache)
     obstacle = why_not_static(model, generation_config, prompts, model_kwargs)
+    if obstacle is None and not drafter.is_of_a_check:
+        obstacle = why_not_sound(model, "static")
     engine, reason = _choose_engine(drafter, obstacle)
-    _log_engine(engine, reason)
+    if not drafter.is_of_a_check:
+        _log_engine(engine, reason)
     if tensor_parallel_group(model) is not None:
         call = _what_is_asked(model, prompts, num_draft_tokens, generation_config, engine, randomness)
         check_same_call(model, stopping_criteria, call)

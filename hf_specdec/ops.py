@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,6 +44,7 @@ __all__ = [
     "plan_experts",
     "prepare_inputs",
     "race",
+    "references",
     "row_seeds",
     "uniform",
     "verify_block",
@@ -65,7 +67,28 @@ def has_kernels(device: torch.device) -> bool:
     return device.type in TRITON_DEVICES
 
 
+class _Choice(threading.local):
+    """Whether this thread computes by references alone."""
+
+    references_only = False
+
+
+_choice = _Choice()
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Context in which this thread's operations run the references, so that no kernel need be built; not compiled."""
+    before, _choice.references_only = _choice.references_only, True
+    try:
+        yield
+    finally:
+        _choice.references_only = before
+
+
 def _is_for_triton(tensor: torch.Tensor) -> bool:
+    if not torch.compiler.is_compiling() and _choice.references_only:
+        return False
     return has_kernels(tensor.device) and tensor.dtype != torch.float64
 
 
@@ -290,7 +313,7 @@ def draw_draft(logits: torch.Tensor, *law: torch.Tensor | int) -> tuple[torch.Te
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
     """`kernels.reference.plan_experts`; on a GPU in Triton."""
-    return (_plan_experts if has_kernels(expert_ids.device) else reference.plan_experts)(expert_ids, num_experts, rows)
+    return (_plan_experts if _is_for_triton(expert_ids) else reference.plan_experts)(expert_ids, num_experts, rows)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
@@ -320,7 +343,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if rows > _NARROW_ROWS or inputs.device.type != "cpu" or weight.dtype != torch.float32:
         out = F.linear(flat, weight, bias)
     else:
-        out = (weight @ (flat.repeat(2, 1) if rows == 1 else flat).t())[:, :rows].t()
+        out = (weight @ (flat.repeat(2, 1) if rows == 1 else flat).t())[:, :rows].t().contiguous()
         if bias is not None:
             out = out + bias
     return out.reshape(*inputs.shape[:-1], -1)

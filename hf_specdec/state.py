@@ -114,7 +114,7 @@ class DecodeState:
     def begin(
         self,
         prompts: list[torch.Tensor],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         eos: torch.Tensor | None,
         seeds: torch.Tensor,
         temperature: float | None = None,
@@ -126,7 +126,7 @@ class DecodeState:
 
         Args:
             prompts: `[length]` int64 each, without padding; rows of the buffers beyond them are finished.
-            max_new_tokens: room of every row.
+            max_new_tokens: room of every row, or of each.
             eos: `[E]` int64 or None.
             seeds: `[len(prompts)]` int64.
             temperature: of sampling; None when decoding is greedy.
@@ -140,7 +140,7 @@ class DecodeState:
         self.lengths.fill_(1)
         self.lengths[:count] = torch.tensor([len(prompt) for prompt in prompts])
         self.limits.fill_(1)
-        self.limits[:count] = self.lengths[:count] + max_new_tokens
+        self.limits[:count] = self.lengths[:count] + torch.tensor(max_new_tokens, device=self.lengths.device)
         self.finished.fill_(True)
         self.finished[:count] = False
         self.eos.fill_(NO_TOKEN)

@@ -61,6 +61,8 @@ class Drafter(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
+    # Whether it is run to find out if its target can be believed, and not by a user.
+    is_of_a_check = False
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)

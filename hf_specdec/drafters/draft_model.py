@@ -19,8 +19,7 @@ from transformers import (
 
 from ..attention import ATTENTION_NAME, registered_attention
 from ..config import DraftModelConfig
-from ..hosting import why_not_hosted
-from ..taps import decoder_layers
+from ..hosting import num_cache_layers, num_positions, why_not_hosted
 from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint, quiet_loading
@@ -165,6 +164,7 @@ class DraftModelDrafter(CachedDrafter):
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model
         self._num_embeddings = model.config.get_text_config().vocab_size
+        self._num_positions = num_positions(model)
         _check_hosted(model, type(model).__name__)
 
     @classmethod
@@ -192,7 +192,7 @@ class DraftModelDrafter(CachedDrafter):
 
     @property
     def num_cached_layers(self) -> int:
-        return len(decoder_layers(self.model))
+        return num_cache_layers(self.model)
 
     def bind(self, target: PreTrainedModel) -> None:
         name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
@@ -212,6 +212,8 @@ class DraftModelDrafter(CachedDrafter):
     ) -> tuple[torch.Tensor | None, None]:
         cache = state.memory.cache
         cache.advance(slots, state.live)
+        if self._num_positions is not None:  # the target's texts may be longer than this model's; drafts get worse then
+            positions = positions.clamp(max=self._num_positions - 1)
         logits = self.model(
             # The target may know tokens that this model cannot embed; any other drafts as badly after them.
             input_ids=tokens.clamp(max=self._num_embeddings - 1),
