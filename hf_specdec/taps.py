@@ -72,6 +72,11 @@ class TapRecorder:
         self._handles: list = []
 
     @property
+    def recorded(self) -> dict[int, torch.Tensor]:
+        """The tapped hidden states of the last pass by boundary; the last hidden state as boundary 0."""
+        return self._recorded
+
+    @property
     def taps(self) -> torch.Tensor | None:
         if not self._recorded:
             return None
@@ -109,3 +114,35 @@ class TapRecorder:
 
     def _keep_last(self, module, args, output) -> None:
         self._recorded[0] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+
+# Tokens of the pass that shows what is tapped. Some layers of some models see the last one only.
+NUM_PROBE_TOKENS = 3
+
+
+def check_taps(target: PreTrainedModel, boundaries: list[int], last_hidden_state: bool, width: int, name: str) -> None:
+    """Run `target` over a few tokens: what a drafter called `name` taps must be a hidden state of `width` for each.
+
+    Args:
+        boundaries, last_hidden_state: as for `TapRecorder`.
+
+    Raises:
+        ValueError: the target's layers hand on something else.
+    """
+    weights = next(target.get_input_embeddings().parameters())
+    if weights.device.type == "meta" or not (boundaries or last_hidden_state):
+        return
+    tokens = torch.arange(1, 1 + NUM_PROBE_TOKENS, device=weights.device)[None]
+    expected = (1, NUM_PROBE_TOKENS, width)
+    with torch.no_grad(), TapRecorder(target, boundaries, last_hidden_state) as recorder:
+        target(input_ids=tokens, use_cache=False)
+        found = {boundary: tuple(tap.shape) for boundary, tap in recorder.recorded.items()}
+    wrong = {boundary: shape for boundary, shape in found.items() if shape != expected}
+    missing = set(boundaries) - found.keys() if boundaries else set()
+    if wrong or missing:
+        what = ", ".join(f"{list(shape)} at boundary {boundary}" for boundary, shape in sorted(wrong.items()))
+        raise ValueError(
+            f"{name} reads hidden states of {type(target).__name__}, but over {NUM_PROBE_TOKENS} tokens its layers "
+            f"hand on {what or f'nothing at the boundaries {sorted(missing)}'}; expected {list(expected)} everywhere. "
+            "Drafters that read hidden states do not support such a target; a draft model, which reads tokens, may."
+        )

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from contract import continuations
-from oracle import OracleDrafter, copy_of, random_draft_model
+from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
 from targets import _COMMON, PAD, VOCAB, padded_prompts, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -278,3 +278,29 @@ def test_draft_models_with_fewer_positions_than_the_text():
     drafter.bind(target)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
     assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter), plain)
+
+
+class Streams(LlamaForCausalLM):
+    """A target whose layers hand on several streams, or the last token alone from some layer on."""
+
+    def __init__(self, config, last_only):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.register_forward_hook(
+                lambda module, args, out, index=index: out[:, -1:] if last_only and index == 5 else out
+            )
+        if not last_only:
+            self.model.layers[2].register_forward_hook(lambda module, args, out: out[None].expand(2, -1, -1, -1))
+            self.model.layers[3].register_forward_pre_hook(lambda module, args: (args[0][0], *args[1:]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("last_only", [False, True])
+def test_hidden_states_that_drafters_cannot_read_are_refused_when_they_are_bound(last_only):
+    torch.manual_seed(0)
+    target = Streams(tiny_target("llama").config, last_only).eval()
+    shape = r"\[1, 1, 32\] at boundary 6" if last_only else r"\[2, 1, 3, 32\] at boundary 3"
+    with pytest.raises(ValueError, match=rf"over 3 tokens its layers hand on {shape}; expected \[1, 3, 32\]") as error:
+        random_eagle3(target)
+    assert "\n" not in str(error.value)
+    assert len(target.model.layers[0]._forward_hooks) == 1, "the check left a hook"

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..attention import cached_attend
 from ..config import Eagle3Config, default_taps
-from ..taps import decoder_layers
+from ..taps import check_taps, decoder_layers
 from .base import borrow_weight, check_sizes, embed, register_drafter, score
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
@@ -117,6 +117,7 @@ class Eagle3Drafter(CachedDrafter):
         if self.lm_head is None:
             head = borrow_weight(target.get_output_embeddings(), "head", config.hidden_size, name)
             borrowed["head"] = head if target_ids is None else head.detach()[target_ids.to(head.device)]
+        check_taps(target, taps, self.taps_last_hidden_state, config.target_hidden_size, name)
         self._borrowed = borrowed
         self.target_ids = target_ids
         self._taps = taps

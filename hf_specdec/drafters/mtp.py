@@ -18,6 +18,7 @@ from .. import ops
 from ..attention import ATTENTION_NAME, registered_attention
 from ..cache import RaggedCache
 from ..config import MtpConfig, default_chaining
+from ..taps import check_taps
 from .base import Proposal, borrow_weight, check_sizes, embed, register_drafter, score
 from .cached import CachedDrafter, DraftMemory
 from .checkpoints import Checkpoint, quiet_loading
@@ -379,6 +380,7 @@ class MtpDrafter(CachedDrafter):
             borrowed["embedding"] = borrow_weight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
         if not config.own_head:
             borrowed["head"] = borrow_weight(target.get_output_embeddings(), "head", config.hidden_size, name)
+        check_taps(target, [], True, config.hidden_size, name)
         if self.decoder._can_set_experts_implementation():
             self.decoder.set_experts_implementation(target.config.get_text_config()._experts_implementation)
         self._borrowed = borrowed
