@@ -456,6 +456,8 @@ class Rounds:
             self.state.finished[: self._batch] |= stopped
 
 
+@torch.inference_mode(False)  # whatever the caller's: buffers and weights that are moved outlive the call
+@torch.no_grad()
 def decode(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -550,7 +552,7 @@ def decode(
         else:
             replay()
 
-    with torch.no_grad(), stack:
+    with stack:
         key = session_key()
         if key not in drafter.sessions:
             host()  # which may move weights
