@@ -103,6 +103,11 @@ def _is_suitable(model: PreTrainedModel) -> bool:
     return all(type(weight) in (*ops.PLAIN_WEIGHTS, DTensor) and weight.dtype in _DTYPES for weight in stacked)
 
 
+def former_experts_implementation(model: PreTrainedModel) -> str | None:
+    """What `model` computes mixtures of experts by, also while it runs by ours."""
+    return former(model.config.get_text_config(), _ENTRY)
+
+
 def own_experts(*models: PreTrainedModel) -> AbstractContextManager[None]:
     """Context in which mixtures of experts in `models` compute by `experts_forward`.
 
