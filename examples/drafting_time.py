@@ -21,6 +21,7 @@ from hf_specdec import ops
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters import Eagle3Drafter, PEagleDrafter
 from hf_specdec.graphs import CudaGraph
+from hf_specdec.patching import engine
 from hf_specdec.sampling import Verdict
 from hf_specdec.state import DecodeState, Shape
 
@@ -118,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict:
     for name, drafter in make_drafters(args).items():
         for batch in args.batch_sizes:
             for num_drafts in args.num_assistant_tokens:
-                with ops.narrow_products(drafter):
+                with ops.narrow_products(drafter), engine():
                     run = drafting(drafter, batch, num_drafts, args.context)
                     for _ in range(3):
                         run()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import ops
 from .cache import RaggedCache
+from .patching import former, replaced
 
 ATTENTION_NAME = "hf_specdec"
+_ENTRY = "_attn_implementation_internal"
 
 
 def ragged_attention_forward(
@@ -20,36 +26,85 @@ def ragged_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
-    softcap: float | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface over a `RaggedCache`.
 
     `attention_mask` is that of `RaggedCache.attention_mask`, int64: a 4-D mask reaches every layer untouched, sliding
-    ones included, and visibility is a function of positions alone.
+    ones included, and visibility is a function of positions alone. Nobody else has masks of whole numbers: what comes
+    with another one, or none, is not ours and runs what the module ran before.
     """
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        return _former_attention(module)(_Former(module), query, key, value, attention_mask, **options)
+    starts = attention_mask[:, 1, 0, 0] if attention_mask.shape[1] > 1 else None
+    return _attend(query, key, value, attention_mask[:, 0, :, 0], starts, **options), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    starts: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    out = ops.attention(
+    return ops.attention(
         query,
         key,
         value,
-        positions=attention_mask[:, 0, :, 0],
+        positions=positions,
         scaling=scaling,
         window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
-        starts=attention_mask[:, 1, 0, 0] if attention_mask.shape[1] > 1 else None,
+        starts=starts,
     )
-    return out, None
+
+
+class _Former:
+    """A module as it is without us, for attention functions that read its configuration."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = module
+        self.config = copy.copy(module.config)
+        vars(self.config)[_ENTRY] = former(module.config, _ENTRY)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _former_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The attention function that `module` runs outside of `ragged_attention`."""
+    name = former(module.config, _ENTRY)
+    if name == ATTENTION_NAME:
+        raise RuntimeError(
+            f"{type(module).__name__} belongs to a drafter, whose model runs on the drafter's cache only; expected "
+            "positions as its mask. Load the model once more to run it by itself."
+        )
+    # "eager" is registered nowhere: the file of every model has its own.
+    forward = inspect.unwrap(type(module).forward)
+    names = (*forward.__code__.co_names, "eager_attention_forward")
+    own = [one for one in names if one.endswith("eager_attention_forward") and one in forward.__globals__]
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, forward.__globals__[own[0]] if own else None)
+
+
+def former_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask interface: the mask for the attention that `config` names outside of `ragged_attention`."""
+    name = former(config, _ENTRY)
+    if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, former_mask)
 
 
 def cached_attend(cache: RaggedCache, slots: torch.Tensor):
@@ -73,20 +128,7 @@ def ragged_attention(target: PreTrainedModel) -> AbstractContextManager[None]:
 
 def registered_attention(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
     """Within the context `model` runs the attention registered under `name`; afterwards what it ran before."""
-    return configured(submodel_configs(model), "_attn_implementation_internal", name)
-
-
-@contextmanager
-def configured(configs: Iterable[PreTrainedConfig], entry: str, value: str) -> Iterator[None]:
-    """Within the context `entry` of `configs` is `value`; afterwards what it was before."""
-    before = [(config, getattr(config, entry)) for config in configs]
-    try:
-        for config, _ in before:
-            setattr(config, entry, value)
-        yield
-    finally:
-        for config, old in before:
-            setattr(config, entry, old)
+    return replaced(_ENTRY, [(config, name) for config in submodel_configs(model)])
 
 
 def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

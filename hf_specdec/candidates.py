@@ -21,6 +21,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .continuation import Prompts
@@ -28,6 +29,7 @@ from .decoding import SpeculativeOutput, draws_draft_probs, sampling_temperature
 from .drafters.base import Drafter
 from .hosting import has_recurrent_layers
 from .ops import over_vocabulary
+from .patching import caller
 from .sampling import Randomness, Verdict, row_temperatures
 from .soundness import why_not_sound
 from .state import DecodeState, Shape
@@ -47,7 +49,23 @@ class SpokenCriteria(StoppingCriteriaList):
     def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.Tensor:
         if input_ids.shape[1] == self.committed:
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        return super().__call__(input_ids, scores, **kwargs)
+        with caller():
+            return super().__call__(input_ids, scores, **kwargs)
+
+
+class CallersStreamer(BaseStreamer):
+    """A streamer as transformers' loop is to call it: see `patching.caller`."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self._streamer = streamer
+
+    def put(self, value: torch.Tensor) -> None:
+        with caller():
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        with caller():
+            self._streamer.end()
 
 
 class DrafterCandidateGenerator(CandidateGenerator):
@@ -203,7 +221,8 @@ class ReachableProcessors(LogitsProcessorList):
         else:
             self._is_ruled_out = False
         if not self._is_ruled_out:
-            self._scores = scores = super().__call__(input_ids, scores, **kwargs)
+            with caller():
+                self._scores = scores = super().__call__(input_ids, scores, **kwargs)
         self._length = length
         return scores
 
@@ -212,7 +231,7 @@ class ReplayCache(DynamicCache):
     """A `DynamicCache` that can be cropped although layers of it are recurrent.
 
     A recurrent state cannot lose its last tokens. So the layers are snapshotted before each forward pass; `crop` puts
-    the snapshot back and runs the tokens that stay once more. Use as a context: it listens to `target`'s calls.
+    the snapshot back and runs the tokens that stay once more. Use as a context: it listens to `target`'s calls with it.
 
     Args:
         target: whose calls fill it.
@@ -242,6 +261,8 @@ class ReplayCache(DynamicCache):
         super().crop(0)
 
     def _remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not self:
+            return
         self._inputs = kwargs
         self._snapshot = [_copy_state(layer.__dict__) for layer in self.layers]
 
@@ -324,13 +345,14 @@ def assist(
     reason: str,
     logits_processor: LogitsProcessorList,
     randomness: Randomness,
+    streamer: BaseStreamer | None = None,
     **kwargs,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate through transformers' `assisted_decoding` with our candidates.
 
     Args:
         assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
-        model, config, criteria, logits_processor, kwargs: what `generate()` called it with.
+        model, config, criteria, logits_processor, streamer, kwargs: what `generate()` called it with.
         prompts: of the call.
         drafter: bound to `model`.
         num_draft_tokens: K.
@@ -381,6 +403,7 @@ def assist(
             generation_config=config,
             assistant_model=generator,
             logits_processor=ReachableProcessors(logits_processor),
+            streamer=None if streamer is None else CallersStreamer(streamer),
             **kwargs,
         )
         drafter._last_stats = generator.summary(reason)

@@ -24,6 +24,7 @@ from .experts import copies_experts, experts_without_host, own_experts
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, first_line, start_compiler
 from .hosting import num_cache_layers, num_positions
+from .patching import caller
 from .peers import sums_over_peers
 from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
@@ -492,6 +493,8 @@ class Rounds:
             self.state.finished[: self._batch] |= stopped
 
 
+@torch.inference_mode(False)  # whatever the caller's: buffers and weights that are moved outlive the call
+@torch.no_grad()
 def decode(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -604,7 +607,7 @@ def decode(
         else:
             replay()
 
-    with torch.no_grad(), stack:
+    with stack:
         key = session_key()
         if key not in drafter.sessions:
             host()  # which may move weights
@@ -621,12 +624,14 @@ def decode(
         seconds = time.perf_counter() - start
         call = FinishedCall(model, state.cache, prompts, transcript.sequences, transcript.columns_run(prompts))
         if continued is not None:
-            call.write_to(continued)
+            with caller():
+                call.write_to(continued)
         past_key_values = continued
         if past_key_values is None and config.return_dict_in_generate:
             past_key_values = session.lend_buffers(DeferredCache(call))
     if continued is not None:
-        call.complete(continued)
+        with caller():
+            call.complete(continued)
     transcript.finish()
     drafter._last_stats = rounds.counters.summary(
         num_assistant_tokens=num_draft_tokens,

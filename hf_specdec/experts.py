@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -12,9 +12,12 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from . import ops
-from .attention import configured, submodel_configs
+from .attention import submodel_configs
+from .patching import former, replaced, runs_engine
 
 EXPERTS_NAME = "hf_specdec"
+BATCHED_NAME = "hf_specdec_batched"
+_ENTRY = "_experts_implementation_internal"
 
 # Tokens an expert has on average up to which a block of them has few rows, and up to which our products are taken for
 # bfloat16; above, torch's grouped ones. One H200, microseconds of both products with 128 experts of Qwen3-MoE's width,
@@ -74,7 +77,23 @@ def experts_forward(
     return answers.sum(1).to(hidden_states.dtype)
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
+def _for_engines(implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`implementation` where an engine runs the experts, and what they ran before for everybody else."""
+
+    def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        return (implementation if runs_engine() else _former_experts(module))(module, *args)
+
+    return forward
+
+
+def _former_experts(module: nn.Module) -> Callable[..., torch.Tensor]:
+    # "eager" is the forward of the class itself, around which transformers has put the choice.
+    own = next(vars(cls)["forward"] for cls in type(module).__mro__ if hasattr(vars(cls).get("forward"), "__wrapped__"))
+    return ALL_EXPERTS_FUNCTIONS.get_interface(former(module.config, _ENTRY), own.__wrapped__)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _for_engines(experts_forward))
+ALL_EXPERTS_FUNCTIONS.register(BATCHED_NAME, _for_engines(ALL_EXPERTS_FUNCTIONS["batched_mm"]))
 
 
 def _is_suitable(model: PreTrainedModel) -> bool:
@@ -84,16 +103,18 @@ def _is_suitable(model: PreTrainedModel) -> bool:
     return all(type(weight) in (*ops.PLAIN_WEIGHTS, DTensor) and weight.dtype in _DTYPES for weight in stacked)
 
 
-def _implementation(name: str, models: Iterable[PreTrainedModel]) -> AbstractContextManager[None]:
-    """Context in which mixtures of experts in `models` compute by `name`, unless their user has made another choice."""
-    entry = "_experts_implementation_internal"
-    configs = [config for model in models for config in submodel_configs(model)]
-    return configured([config for config in configs if getattr(config, entry) in DEFAULTS], entry, name)
+def former_experts_implementation(model: PreTrainedModel) -> str | None:
+    """What `model` computes mixtures of experts by, also while it runs by ours."""
+    return former(model.config.get_text_config(), _ENTRY)
 
 
 def own_experts(*models: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context in which mixtures of experts in `models` compute by `experts_forward` if they can."""
-    return _implementation(EXPERTS_NAME, [model for model in models if _is_suitable(model)])
+    """Context in which mixtures of experts in `models` compute by `experts_forward`.
+
+    Those whose user has made another choice than `DEFAULTS` do not, nor those that cannot.
+    """
+    configs = [config for model in models if _is_suitable(model) for config in submodel_configs(model)]
+    return replaced(_ENTRY, [(config, EXPERTS_NAME) for config in configs if former(config, _ENTRY) in DEFAULTS])
 
 
 def copies_experts(*models: PreTrainedModel) -> bool:
@@ -107,4 +128,5 @@ def experts_without_host(*models: PreTrainedModel) -> AbstractContextManager[Non
     transformers' loop over experts reads on the host which of them have tokens, and so do grouped products of anything
     but bfloat16. Where `experts_forward` cannot be taken, products batched over tokens are.
     """
-    return _implementation("batched_mm", models)
+    configs = [config for model in models for config in submodel_configs(model)]
+    return replaced(_ENTRY, [(config, BATCHED_NAME) for config in configs if getattr(config, _ENTRY) in DEFAULTS])

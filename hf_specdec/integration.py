@@ -20,6 +20,7 @@ from .continuation import Prompts, read_prompts
 from .decoding import decode
 from .drafters.base import Drafter
 from .hosting import why_not_static
+from .patching import engine
 from .ranks import check_same_call, check_same_tokens, tensor_parallel_group
 from .sampling import Randomness, check_processors
 from .soundness import why_not_sound
@@ -63,7 +64,7 @@ def hold(model: PreTrainedModel) -> threading.RLock:
 def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
     if not isinstance(assistant_model, Drafter):
         return _ASSISTED_DECODING(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    with hold(self):
+    with hold(self), engine():
         return _generate(self, assistant_model, input_ids, *args, **kwargs)
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from .graphs import first_line
 from .ops import PLAIN_WEIGHTS
+from .patching import replaced, runs_engine
 from .ranks import Wrapper, find_differences, tensor_parallel_group, wrapper_of
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,7 @@ def _row_wise(layer: nn.Linear, wrapper: Wrapper, group_name: str) -> Callable[[
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.weight, layer.bias
-        if not fits((*inputs.shape[:-1], len(weight)), inputs.dtype):
+        if not runs_engine() or not fits((*inputs.shape[:-1], len(weight)), inputs.dtype):
             return wrapper.forward(inputs)
         total = torch.ops.hf_specdec.linear_over_peers(inputs, weight, group_name)
         return total if bias is None else total + bias
@@ -222,6 +223,8 @@ def _experts(module: nn.Module, wrapper: Wrapper, group_name: str) -> Callable[.
     style, mesh = wrapper.style, wrapper.mesh
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if not runs_engine():
+            return wrapper.forward(*args, **kwargs)
         args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
         with style.context_around_forward(module, mesh):
             part = wrapper.wrapped(*args, **kwargs)
@@ -251,24 +254,15 @@ def _summing_forward(module: nn.Module, group_name: str) -> Callable[..., torch.
     return None
 
 
-@contextmanager
-def sums_over_peers(model: PreTrainedModel) -> Iterator[None]:
+def sums_over_peers(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Context in which parts of `model` that its processes have are summed in their `peer_memory`, if they are small.
 
     To be entered by all of them, within `local_products`, and without gradients. Sums that are not small, or of other
     kinds than row-wise linear layers and experts have, go through the process group as they do outside.
     """
-    memory = peer_memory(model)
-    before: list[tuple[nn.Module, Callable]] = []
-    try:
-        if memory is not None:
-            group_name = tensor_parallel_group(model).group_name
-            for module in model.modules():
-                forward = _summing_forward(module, group_name)
-                if forward is not None:
-                    before.append((module, module.forward))
-                    module.forward = forward
-        yield
-    finally:
-        for module, forward in before:
-            module.forward = forward
+    forwards: list[tuple[nn.Module, Callable]] = []
+    if peer_memory(model) is not None:
+        group_name = tensor_parallel_group(model).group_name
+        summing = ((module, _summing_forward(module, group_name)) for module in model.modules())
+        forwards = [(module, forward) for module, forward in summing if forward is not None]
+    return replaced("forward", forwards)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from .ops import PLAIN_WEIGHTS
+from .patching import ABSENT, replaced
 
 if TYPE_CHECKING:
     from transformers.distributed.tensor_parallel import TensorParallelLayer
@@ -111,7 +112,6 @@ def local_products(model: PreTrainedModel) -> Iterator[None]:
     Layers whose outputs stay split are then ordinary ones, with nothing wrapped around them.
     """
     split: list[tuple[nn.Linear, str, nn.Parameter]] = []
-    wrapped: list[tuple[nn.Module, Callable]] = []
     try:
         for module in model.modules():
             if not isinstance(module, nn.Linear):
@@ -121,12 +121,9 @@ def local_products(model: PreTrainedModel) -> Iterator[None]:
                     split.append((module, name, parameter))
                     # Not a view of it, as `to_local` gives: where it is moved, `parameter` must follow.
                     module._parameters[name] = parameter._local_tensor
-            if _only_splits(module):
-                wrapped.append((module, vars(module).pop("forward")))
-        yield
+        with replaced("forward", [(module, ABSENT) for module in model.modules() if _only_splits(module)]):
+            yield
     finally:
-        for module, forward in wrapped:
-            module.forward = forward
         for module, name, parameter in split:
             module._parameters[name] = parameter
 

@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
 
 from .logits import MaskTokenLogitsProcessor, RowTemperature
 from .ops import Stream, Verdict, divide, draw_draft, row_seeds, verify_block, verify_greedy, verify_sampling
+from .patching import caller
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -238,7 +239,9 @@ class BlockProcessor:
             at = torch.tensor(list(steps.values()), device=scores.device)
             batch_scores = scores[:, 0].clone()
             batch_scores[rows] = scores[rows, at]
-            scores[rows, at] = self._processors(shown[:, :length], batch_scores)[rows]
+            with caller():
+                processed = self._processors(shown[:, :length], batch_scores)
+            scores[rows, at] = processed[rows]
 
             draft = block[rows, (at + 1).clamp(max=width - 1)]
             is_over = torch.isin(draft, state.eos) | scores[rows, at, draft].isneginf()

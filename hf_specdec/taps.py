@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .patching import current_engine
+
 
 def modules_of(*models: nn.Module) -> list[nn.Module]:
     """All modules of `models`, each once; torch's own way through a model takes several times as long."""
@@ -54,6 +56,8 @@ def device_of_last_layer(target: PreTrainedModel) -> torch.device:
 class TapRecorder:
     """Context in which every forward pass of `target` leaves its tapped hidden states in `taps`.
 
+    Where it is entered by an engine, only that engine's own passes do.
+
     Args:
         target: the model to listen to.
         boundaries: what to record, ascending. Boundary b is the residual stream that enters layer b; boundary n, of n
@@ -70,6 +74,7 @@ class TapRecorder:
         self._last_hidden_state = last_hidden_state
         self._recorded: dict[int, torch.Tensor] = {}
         self._handles: list = []
+        self._engine: object | None = None
 
     @property
     def recorded(self) -> dict[int, torch.Tensor]:
@@ -86,6 +91,7 @@ class TapRecorder:
         return torch.cat(recorded, dim=-1) if len(recorded) > 1 else recorded[0]
 
     def __enter__(self) -> TapRecorder:
+        self._engine = current_engine()
         if self._last_hidden_state:
             decoder = self._target.get_decoder()
             self._handles.append(decoder.register_forward_hook(self._keep_last))
@@ -103,17 +109,23 @@ class TapRecorder:
 
     def _listen(self, layers: nn.ModuleList, boundary: int):
         def keep_input(module, args, kwargs):
-            self._recorded[boundary] = args[0] if args else kwargs["hidden_states"]
+            if self._is_heard():
+                self._recorded[boundary] = args[0] if args else kwargs["hidden_states"]
 
         def keep_output(module, args, output):
-            self._recorded[boundary] = output[0] if isinstance(output, tuple) else output
+            if self._is_heard():
+                self._recorded[boundary] = output[0] if isinstance(output, tuple) else output
 
         if boundary == 0:
             return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
         return layers[boundary - 1].register_forward_hook(keep_output)
 
     def _keep_last(self, module, args, output) -> None:
-        self._recorded[0] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        if self._is_heard():
+            self._recorded[0] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+    def _is_heard(self) -> bool:
+        return torch.compiler.is_compiling() or current_engine() is self._engine
 
 
 # Tokens of the pass that shows what is tapped. Some layers of some models see the last one only.

@@ -8,6 +8,8 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .patching import caller
+
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
@@ -121,7 +123,8 @@ class Transcript:
 
     def finish(self) -> None:
         if self._streamer is not None:
-            self._streamer.end()
+            with caller():
+                self._streamer.end()
 
     def _is_next_step_known(self) -> bool:
         return all(self.is_done(row) or len(new) > self.steps for row, new in enumerate(self._rows))
@@ -145,11 +148,13 @@ class Transcript:
         if self._width + self.steps >= self._max_length:
             stops = [True] * len(column)
         for rule in self._criteria:
-            verdict = rule(self.sequences, self.scores)
+            with caller():
+                verdict = rule(self.sequences, self.scores)
             verdict = verdict.tolist() if isinstance(verdict, torch.Tensor) else verdict
             stops = [
                 stop or (verdict[row] if isinstance(verdict, list) else bool(verdict)) for row, stop in enumerate(stops)
             ]
         self.stopped = [before or now for before, now in zip(self.stopped, stops, strict=True)]
         if self._streamer is not None:
-            self._streamer.put(tokens)
+            with caller():
+                self._streamer.put(tokens)

@@ -17,6 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from hf_specdec import experts, ops
 from hf_specdec.kernels import reference
 from hf_specdec.kernels.experts import expert_linear, plan_experts
+from hf_specdec.patching import engine
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")
@@ -142,7 +143,8 @@ def test_experts_answer_as_transformers_do(monkeypatch, kind, through):
         config._experts_implementation = "batched_mm"
         expected = module(inputs, ids, weights)
         config._experts_implementation = experts.EXPERTS_NAME
-        found = module(inputs, ids, weights)
+        with engine():
+            found = module(inputs, ids, weights)
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -158,7 +160,8 @@ def test_many_tokens_in_bfloat16_are_left_to_grouped_products(monkeypatch):
     module = experts_class()(SimpleNamespace(_experts_implementation=experts.EXPERTS_NAME)).to(torch.bfloat16)
     for tokens, is_left in ((3 * experts.MOST_TOKENS, False), (3 * experts.MOST_TOKENS + 1, True)):
         asked.clear()
-        module(torch.randn(tokens, 48).bfloat16(), choose(6, tokens, 2).cpu(), torch.rand(tokens, 2))
+        with engine():
+            module(torch.randn(tokens, 48).bfloat16(), choose(6, tokens, 2).cpu(), torch.rand(tokens, 2))
         assert bool(asked) == is_left
 
 

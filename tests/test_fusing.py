@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdec import fusing
 from hf_specdec.fusing import fused_products
+from hf_specdec.patching import engine
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def test_same_logits(family):
     with torch.no_grad():
         expected = model(**inputs).logits
         for _ in range(2):
-            with fused_products(model):
+            with fused_products(model), engine():
                 found = model(**inputs).logits
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-4)
@@ -45,7 +46,7 @@ def test_one_product_a_group_and_one_copy_of_the_weights(monkeypatch):
     calls = []
     original = torch.nn.functional.linear
     monkeypatch.setattr(fusing.F, "linear", lambda *args: calls.append(args[1].shape[0]) or original(*args))
-    with torch.no_grad(), fused_products(model):
+    with torch.no_grad(), fused_products(model), engine():
         model(**padded_prompts([5]))
     heads, key_heads, dim, inner, layers = 4, 2, 8, 64, 6
     assert calls.count((heads + 2 * key_heads) * dim) == layers and calls.count(2 * inner) == layers
@@ -53,8 +54,10 @@ def test_one_product_a_group_and_one_copy_of_the_weights(monkeypatch):
     now = [layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight]
     assert all(one is other for one, other in zip(parameters, now, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
-    assert len({parameter.untyped_storage().data_ptr() for parameter in now}) == 1
     addresses = [parameter.data_ptr() for parameter in now]
+    assert addresses == [addresses[0], addresses[0] + now[0].nbytes, addresses[1] + now[1].nbytes]
+    assert all(parameter.untyped_storage().data_ptr() == parameter.data_ptr() for parameter in now)
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in now)
     with fused_products(layer):
         assert [parameter.data_ptr() for parameter in now] == addresses
 
@@ -75,7 +78,7 @@ def test_the_model_saves_trains_and_converts_as_before(tmp_path):
     model.to(torch.float64)
     with torch.no_grad():
         plain = model(**inputs).logits
-        with fused_products(model):
+        with fused_products(model), engine():
             torch.testing.assert_close(model(**inputs).logits, plain)
 
 
@@ -108,6 +111,6 @@ def test_a_module_that_calls_its_layers_in_its_own_way():
     torch.manual_seed(0)
     odd, x = Odd(), torch.randn(3, 8)
     expected = odd(x)
-    with fused_products(odd):
+    with fused_products(odd), engine():
         for _ in range(2):
             torch.testing.assert_close(odd(x), expected)

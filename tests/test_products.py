@@ -12,6 +12,7 @@ from targets import padded_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec import ops
+from hf_specdec.patching import engine
 
 
 class WatchProducts(TorchDispatchMode):
@@ -55,7 +56,7 @@ def test_heads_on_another_device_read_their_weight_once(kind):
     target = tiny_target("llama")
     drafter = RANDOM_DRAFTERS[kind](target).requires_grad_(False).to("meta")
     head = drafter.model.get_output_embeddings()
-    with ops.narrow_products(target, drafter), WatchProducts() as watch:
+    with ops.narrow_products(target, drafter), engine(), WatchProducts() as watch:
         logits = head(torch.empty(3, 4, head.in_features, device="meta")[:, -1:])
     assert logits.shape == (3, 1, head.out_features)
     assert not watch.broadcast

@@ -183,7 +183,8 @@ class Drafter(PreTrainedModel):
     def bind(self, target: PreTrainedModel) -> None:
         """Tie the drafter to `target`: check that it fits, borrow what the checkpoint lacks.
 
-        Either binds completely or raises `ValueError` and leaves drafter and target as they were.
+        Either binds completely or raises `ValueError` and leaves drafter and target as they were. Tensors that it
+        makes are made outside of inference mode, which the caller may be in.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement bind().")
 

@@ -107,6 +107,7 @@ class Eagle3Drafter(CachedDrafter):
     def taps_last_hidden_state(self) -> bool:
         return not self.config.use_aux_hidden_state
 
+    @torch.inference_mode(False)  # what it makes of weights is kept
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         taps = check_fit(config, target.config, len(decoder_layers(target)), name)

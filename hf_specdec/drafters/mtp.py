@@ -18,6 +18,7 @@ from .. import ops
 from ..attention import ATTENTION_NAME, registered_attention
 from ..cache import RaggedCache
 from ..config import MtpConfig, default_chaining
+from ..experts import former_experts_implementation
 from ..taps import check_taps
 from .base import Proposal, borrow_weight, check_sizes, embed, register_drafter, score
 from .cached import CachedDrafter, DraftMemory
@@ -372,6 +373,7 @@ class MtpDrafter(CachedDrafter):
     def _chains_modules(self) -> bool:
         return self.config.chaining == "modules"
 
+    @torch.inference_mode(False)  # a gathered or dequantised weight is kept
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         check_sizes(config.hidden_size, config.vocab_size, target.config, name)
@@ -382,7 +384,7 @@ class MtpDrafter(CachedDrafter):
             borrowed["head"] = borrow_weight(target.get_output_embeddings(), "head", config.hidden_size, name)
         check_taps(target, [], True, config.hidden_size, name)
         if self.decoder._can_set_experts_implementation():
-            self.decoder.set_experts_implementation(target.config.get_text_config()._experts_implementation)
+            self.decoder.set_experts_implementation(former_experts_implementation(target))
         self._borrowed = borrowed
         self._note_binding(target)
 

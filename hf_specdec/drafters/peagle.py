@@ -28,7 +28,7 @@ class PEagleDrafter(Eagle3Drafter):
 
     def bind(self, target: PreTrainedModel) -> None:
         super().bind(target)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self.mask_state = self.project_mask()
 
     def project_mask(self) -> torch.Tensor:
