@@ -19,6 +19,7 @@ from .decoding import SpeculativeOutput, draws_draft_probs, sampling_temperature
 from .drafters.base import Drafter
 from .hosting import has_recurrent_layers
 from .ops import over_vocabulary
+from .ranks import from_first_rank
 from .sampling import Randomness, Verdict, row_temperatures
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
@@ -293,7 +294,7 @@ def assist(
             "without assistant_model."
         )
     criteria = SpokenCriteria(criteria)
-    seeds = randomness.row_seeds(1, sampling_temperature(config))
+    seeds = from_first_rank(randomness.row_seeds(1, sampling_temperature(config)), model)
     factors = row_temperatures(logits_processor, 1)
     with ExitStack() as stack:
         if randomness.is_given:

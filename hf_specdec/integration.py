@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from .candidates import DrafterCandidateGenerator, assist
 from .decoding import decode
 from .drafters.base import Drafter
+from .graphs import on_device
 from .hosting import why_not_static
 from .ranks import check_same_call, check_same_tokens, tensor_parallel_group
 from .sampling import Randomness, check_processors
@@ -61,7 +62,7 @@ def hold(model: PreTrainedModel) -> threading.RLock:
 def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
     if not isinstance(assistant_model, Drafter):
         return _ASSISTED_DECODING(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    with hold(self):
+    with hold(self), on_device(self.device):
         return _generate(self, assistant_model, input_ids, *args, **kwargs)
 
 
@@ -297,20 +298,27 @@ def _what_is_asked(
     engine: str,
     randomness: Randomness,
 ) -> dict[str, Any]:
-    """What processes that run one model together must agree on, by the name that the caller has for it."""
-    asked = {
+    """What processes that run one model together must agree on, by the name that the caller has for it.
+
+    The names are the same on all of them, whatever was asked for.
+    """
+    seeds, state = None, None
+    if config.do_sample and randomness.seeds is not None:
+        seeds = torch.as_tensor(randomness.seeds)
+    elif config.do_sample and engine == "stock" and randomness.generator is None:
+        # transformers draws from the target's device wherever it samples; our seeds are the first process's.
+        on_gpu = model.device.type == "cuda"
+        state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
+    return {
         "prompts": input_ids,
         "attention_mask": padding,
         "num_assistant_tokens": num_draft_tokens,
         "engine": engine,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
+        "seeds": seeds,
+        "use of a generator": randomness.generator is not None,
+        "random state (set_seed)": state,
     }
-    if config.do_sample and randomness.seeds is not None:
-        asked["seeds"] = torch.as_tensor(randomness.seeds)
-    elif config.do_sample and engine == "stock":  # Which draws from the global generator wherever it samples.
-        on_gpu = model.device.type == "cuda"
-        asked["random state (set_seed)"] = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
-    return asked
 
 
 @functools.cache

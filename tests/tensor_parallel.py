@@ -30,7 +30,8 @@ from hf_specdec import Drafter, cli, fusing, graphs, ops, peers, pieces
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.sessions import fingerprint
+from hf_specdec.fingerprint import fingerprint
+from hf_specdec.taps import modules_of
 
 PROMPT_LENGTHS = [2, 13, 7]
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}
@@ -125,11 +126,11 @@ def check_weights(target: PreTrainedModel) -> None:
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
     assert type(drafter._borrowed["embedding"]) in (torch.Tensor, torch.nn.Parameter)
-    before = fingerprint(target, drafter)
-    assert fingerprint(target, drafter) == before
+    before = fingerprint(modules_of(target, drafter), target.device)
+    assert fingerprint(modules_of(target, drafter), target.device) == before
     head = target.lm_head.weight
     target.lm_head.weight = torch.nn.Parameter(torch.empty_like(head).copy_(head), requires_grad=False)
-    assert fingerprint(target, drafter) != before, "a part of a weight moved unnoticed"
+    assert fingerprint(modules_of(target, drafter), target.device) != before, "a part of a weight moved unnoticed"
 
 
 def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:

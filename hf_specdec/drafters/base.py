@@ -62,6 +62,19 @@ class Drafter(PreTrainedModel):
     main_input_name = "input_ids"
     _supports_sdpa = True
 
+    # Attributes that calls read by themselves, and what they leave: captured rounds do not depend on them.
+    unread_attributes = frozenset(
+        {
+            "_last_stats",
+            "compile_rounds",
+            "draft_probs",
+            "engine",
+            "num_assistant_tokens",
+            "sessions",
+            "verification",
+        }
+    )
+
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self._target_config: Any = None
