@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdRef
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import PreTrainedModel
 
 from .ops import PLAIN_WEIGHTS
 from .ranks import local_part
@@ -30,12 +29,10 @@ _PLAIN_VALUES = frozenset(
 
 _PLAIN_TENSORS = frozenset(PLAIN_WEIGHTS)
 
-# What `generate()` keeps on a model for itself.
-_OF_GENERATE = (GenerationConfig, Cache)
-
-# What loading, saving and splitting keep on a `PreTrainedModel`.
-_OF_LOADING = frozenset(
+# What loading, saving, splitting and `generate()` keep on a `PreTrainedModel` for themselves.
+_OF_EVERY_MODEL = frozenset(
     {
+        "_compiled_call",
         "_ep_plan",
         "_fsdp_plan",
         "_keep_in_fp32_modules",
@@ -43,11 +40,14 @@ _OF_LOADING = frozenset(
         "_keys_to_ignore_on_load_missing",
         "_keys_to_ignore_on_load_unexpected",
         "_keys_to_ignore_on_save",
+        "_last_compile_config",
         "_no_split_modules",
         "_pp_plan",
+        "_previous_max_cache_length",
         "_skip_keys_device_placement",
         "_tp_plan",
         "all_tied_weights_keys",
+        "generation_config",
         "name_or_path",
     }
 )
@@ -188,7 +188,7 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
     """
     unread = _OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
     if issubclass(kind, PreTrainedModel):
-        unread |= _OF_LOADING
+        unread |= _OF_EVERY_MODEL
     names = sorted(set(attributes) - unread)
     # Of a single name `itemgetter` would make no tuple.
     return len(attributes), tuple(names), itemgetter("training", *names, "training")
@@ -252,8 +252,6 @@ class _Contents:
             return kind, _identity(value.__self__), _identity(value.__func__)
         if issubclass(kind, (int, float, str, bytes)):  # such as the members of some enumerations
             return kind, value
-        if issubclass(kind, _OF_GENERATE):
-            return kind
         if issubclass(kind, (types.FunctionType, nn.Module)) or depth > _DEEPEST // 2:
             return _identity(value)
         self._numbers[id(value)] = number = (kind, len(self._numbers))
