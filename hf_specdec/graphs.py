@@ -27,6 +27,9 @@ COMPILERS = {"cuda": "inductor"}
 # ms a round without either, 5.45 without padding, 5.39 with both).
 _OPTIONS = {"inductor": {"shape_padding": False, "combo_kernels": True, "benchmark_combo_kernel": False}}
 
+# Settings of the compiler, and filters of warnings, belong to all threads.
+_COMPILING = threading.RLock()
+
 # Every shape is compiled for itself; torch gives up after so many of one function.
 _MOST_COMPILATIONS = 4096
 
@@ -174,7 +177,7 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
 
     def run() -> Any:
         limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}
-        with torch._dynamo.config.patch(limits), warnings.catch_warnings():
+        with _COMPILING, torch._dynamo.config.patch(limits), warnings.catch_warnings():
             # Of products in float32 a round has those that make rotary embeddings, which should stay exact.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             # What the compiler makes of a softmax is for its developers to know.

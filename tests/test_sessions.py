@@ -57,7 +57,7 @@ def with_adapters(target, names=("a", "b")):
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["eagle3", "draft-model"])
 def test_adapters_that_are_switched_between_calls(tape, kind):
-    target = own_target()
+    target = own_target(num_layers=3)
     adapted = with_adapters(target)
     drafter = RANDOM_DRAFTERS[kind](target)
     said = {}
@@ -94,7 +94,7 @@ def test_adapters_that_are_switched_between_calls(tape, kind):
 def test_adapters_that_come_and_go(tape):
     """Sessions whose modules are gone are freed, not those that modules come back to."""
     target = own_target()
-    drafter = copy_of(target, noise=0.3)
+    drafter = copy_of(target, noise=0.02)
     texts(target, drafter)
     adapted = with_adapters(target)
     assert len(set(map(str, [*texts(target, drafter), *texts(target, drafter)]))) == 1
@@ -170,7 +170,7 @@ def test_what_captures_bake_in(tape, change):
 @pytest.mark.core
 def test_weights_that_change_in_place_are_not_captured_anew(tape):
     target = own_target()
-    drafter = copy_of(target, noise=0.3)
+    drafter = copy_of(target, noise=0.02)
     before, _ = texts(target, drafter)
     optimizer = torch.optim.SGD(target.parameters(), lr=0.1)
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_weights_that_change_in_place_are_not_captured_anew(tape):
 @pytest.mark.core
 def test_what_nobody_reads_in_a_round_is_no_reason_to_capture_anew(tape):
     target = own_target()
-    drafter = copy_of(target, noise=0.3)
+    drafter = copy_of(target, noise=0.02)
     texts(target, drafter)
     drafter.configure(num_assistant_tokens=7, engine="static", draft_probs=False)
     target.generation_config = GenerationConfig.from_dict(target.generation_config.to_dict())
@@ -203,7 +203,7 @@ def test_what_nobody_reads_in_a_round_is_no_reason_to_capture_anew(tape):
 def test_casts_of_autocast_are_made_anew(tape):
     """Of weights that have changed; and rounds of one precision are not replayed in another."""
     target = own_target()
-    drafter = copy_of(target, noise=0.3)
+    drafter = copy_of(target, noise=0.02)
 
     def cast():
         with torch.autocast("cpu", torch.bfloat16):
@@ -356,7 +356,7 @@ def test_a_fingerprint_keeps_nothing_alive_and_what_comes_after_is_something_els
 def test_sessions_of_weights_that_are_gone_are_freed(tape):
     """Not those of other settings, which may come back."""
     target = own_target()
-    drafter = copy_of(target, noise=0.3)
+    drafter = copy_of(target, noise=0.02)
     texts(target, drafter)
     target.model.norm.variance_epsilon = 1.0
     texts(target, drafter)
@@ -432,7 +432,7 @@ def test_modules_that_count_their_calls_run_eagerly(tape, caplog):
         return forward(hidden)
 
     norm.forward = counting
-    drafter = copy_of(target, noise=0.3)
+    drafter = copy_of(target, noise=0.02)
     said, plain = texts(target, drafter)
     assert said == plain and drafter.stats.execution == "eager: a round cannot be captured"
     assert "changes attributes of modules" in caplog.text
@@ -443,7 +443,7 @@ def test_modules_that_count_their_calls_run_eagerly(tape, caplog):
 def test_hooks_are_heard_and_a_warning_says_what_they_cost(tape, caplog, where):
     decoding._warn_once.cache_clear()
     target = own_target()
-    drafter = copy_of(target, noise=0.3)
+    drafter = copy_of(target, noise=0.02)
     texts(target, drafter)
     calls = []
 
