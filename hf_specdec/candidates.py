@@ -30,6 +30,7 @@ from .drafters.base import Drafter
 from .hosting import has_recurrent_layers
 from .ops import over_vocabulary
 from .patching import caller
+from .ranks import from_first_rank
 from .sampling import Randomness, Verdict, row_temperatures
 from .soundness import why_not_sound
 from .state import DecodeState, Shape
@@ -384,7 +385,7 @@ def assist(
             f"transformers' own assisted generation ({obstacle}). Generate without assistant_model."
         )
     criteria = SpokenCriteria(criteria)
-    seeds = randomness.row_seeds(1, sampling_temperature(config))
+    seeds = from_first_rank(randomness.row_seeds(1, sampling_temperature(config)), model)
     factors = row_temperatures(logits_processor, 1)
     with ExitStack() as stack:
         if randomness.is_given:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.modules import module as all_modules
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
@@ -21,6 +23,7 @@ from .attention import ragged_attention
 from .continuation import DeferredCache, FinishedCall, Prompts, read_cache
 from .drafters.base import Drafter
 from .experts import copies_experts, experts_without_host, own_experts
+from .fingerprint import behaviour_of, fingerprint, weights_of
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, first_line, start_compiler
 from .hosting import num_cache_layers, num_positions
@@ -36,7 +39,7 @@ from .sampling import (
     verify_greedy,
     verify_sampling,
 )
-from .sessions import Session, fingerprint
+from .sessions import Session, SessionKey
 from .state import DecodeState, Shape
 from .stats import Counters, SpeculationStats
 from .taps import TapRecorder, modules_of
@@ -286,8 +289,7 @@ class Report:
         if packed.is_cuda:
             self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._packed.copy_(packed, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived = torch.cuda.current_stream(packed.device).record_event()
         else:
             self._packed = packed
 
@@ -299,14 +301,14 @@ class Report:
         return [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
 
 
-def has_hooks(*models: PreTrainedModel) -> bool:
-    """Whether somebody listens to modules of `models`, who would hear nothing of a replay.
+def has_hooks(modules: list[nn.Module]) -> bool:
+    """Whether somebody listens to `modules`, or to all that there are, who would hear nothing of a replay.
 
     transformers' own hooks, which stay once a call has asked for hidden states, sleep until the next that does.
     """
-    return any(
+    return bool(all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks) or any(
         getattr(hook, "__module__", None) != output_capturing.__name__
-        for module in modules_of(*models)
+        for module in modules
         if module._forward_hooks or module._forward_pre_hooks
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
@@ -332,11 +334,6 @@ def captured_width(longest: int, batch: int, chunk_size: int) -> int | None:
     return width if batch * width <= MOST_CAPTURED_TOKENS and width <= chunk_size else None
 
 
-def _flat(verdict: Verdict, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    # What a graph returns is plain: torch 2.11 cannot compile functions that return named tuples of their own making.
-    return (*verdict, *others)
-
-
 class CapturedRound:
     """`step`, captured: in one piece if the logits are processed without looking at the text, otherwise in two.
 
@@ -357,37 +354,53 @@ class CapturedRound:
         process: BlockProcessor,
     ):
         self._state = state
+        # What a graph returns stays in memory: nobody reads the scores and logits of a round in one piece. It is plain:
+        # torch 2.11 cannot compile functions that return named tuples of their own making.
         with state.idle():
             if process.key is not None:
-                self._whole = capture(lambda: _flat(*step(state, target, drafter, process)))
+                self._whole = capture(lambda: tuple(step(state, target, drafter, process)[0]))
             else:
                 self._whole = None
                 self._read = capture(lambda: read(state, target))
                 _, logits, taps = self._read.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
-                self._settle = capture(lambda: _flat(settle(state, drafter, self._scores, taps)))
+                self._settle = capture(lambda: tuple(settle(state, drafter, self._scores, taps)))
         graphs = "one graph" if self._whole is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'compiled' if capture.has_compiled else 'not compiled'}"
 
-    def __call__(self, process: BlockProcessor) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
+    def __call__(self, process: BlockProcessor) -> tuple[Verdict, None, None]:
         if self._whole is not None:
-            *verdict, scores, logits = self._whole()
-            return Verdict(*verdict), scores, logits
+            return Verdict(*self._whole()), None, None
         block, logits, _ = self._read()
         self._scores.copy_(process(logits, block, self._state))
-        return Verdict(*self._settle()), self._scores, logits
+        return Verdict(*self._settle()), None, None
 
 
-def why_not_captured(model: PreTrainedModel, drafter: Drafter, wants: dict[str, bool]) -> str | None:
-    """The reason why rounds are not captured, so that their buffers need not be kept either; None if they are."""
+def why_not_captured(model: PreTrainedModel, modules: list[nn.Module], wants: dict[str, bool]) -> str | None:
+    """The reason why rounds are not captured, so that their buffers need not be kept either; None if they are.
+
+    A warning for what the caller may not know of.
+
+    Args:
+        model: the target.
+        modules: its own and the drafter's.
+        wants: by the names of what a round gives, whether it is kept for the caller.
+    """
     if model.device.type not in CAPTURE:
         return f"nothing is captured on a device of type {model.device.type}"
     wanted = [name for name, is_wanted in wants.items() if is_wanted]
     if wanted:
         return f"{', '.join(wanted)} of every round are kept for the caller"
-    if has_hooks(model, drafter):
-        return "modules have hooks, which would hear nothing of a replay"
+    if has_hooks(modules):
+        reason = "modules have hooks, which would hear nothing of a replay"
+        _warn_once(f"Rounds of {type(model).__name__} run eagerly: {reason}. Remove the hooks to have rounds captured.")
+        return reason
     return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
@@ -417,9 +430,14 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, width: i
 
 
 def _if_possible(what: str, target: Target, drafter: Drafter, capture: Callable[[], _T]) -> _T | None:
+    modules = modules_of(target.model, drafter)
     try:
         with experts_without_host(target.model, drafter):
-            return capture()
+            before = behaviour_of(modules)
+            captured = capture()
+            if behaviour_of(modules) != before:
+                raise RuntimeError("its forward pass changes attributes of modules, which a replay would not do")
+            return captured
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -444,7 +462,7 @@ class Rounds:
     def __init__(
         self,
         state: DecodeState,
-        next_round: Callable[[], tuple[Verdict, torch.Tensor, torch.Tensor]],
+        next_round: Callable[[], tuple[Verdict, torch.Tensor | None, torch.Tensor | None]],
         transcript: Transcript,
         batch: int,
         longest: int,
@@ -459,7 +477,7 @@ class Rounds:
         self._longest = longest
         self._rooms = rooms
         self._lag = LAG.get(state.tokens.device.type, 0)
-        self._reports: deque[tuple[Report, dict[str, torch.Tensor]]] = deque()
+        self._reports: deque[tuple[Report, dict[str, torch.Tensor | None]]] = deque()
 
     def run(self) -> None:
         """Run rounds until the transcript is complete. Rounds that began before the host knew are not looked at."""
@@ -473,7 +491,7 @@ class Rounds:
             if len(self._reports) > self._lag:
                 self._take(*self._reports.popleft())
 
-    def _take(self, report: Report, records: dict[str, torch.Tensor]) -> None:
+    def _take(self, report: Report, records: dict[str, torch.Tensor | None]) -> None:
         tokens, accepted, committed = (part[: self._batch] for part in report.read())
         self.num_rounds += 1
         for row, (num_accepted, num_committed) in enumerate(zip(accepted, committed, strict=True)):
@@ -546,7 +564,8 @@ def decode(
     reads_taps = bool(drafter.tap_boundaries) or drafter.taps_last_hidden_state
     rooms = rooms_of(model, prompts, max_new_tokens)
     chunk_size = config.prefill_chunk_size or PREFILL_CHUNK_SIZE
-    obstacle = why_not_captured(model, drafter, wants)
+    modules = modules_of(model, drafter)
+    obstacle = why_not_captured(model, modules, wants)
     is_kept = obstacle is None
     shape = Shape(
         next_power_of_two(batch) if is_kept and process.key is not None else batch,
@@ -566,8 +585,14 @@ def decode(
         """What runs eagerly or is captured runs on this; modules are left alone in calls that only replay."""
         return stack.enter_context(hosted(model, drafter, wants["hidden_states"]))
 
-    def session_key() -> tuple | None:
-        return (shape, drafter.compile_rounds, fingerprint(model, drafter)) if is_kept else None
+    def session_key() -> SessionKey | None:
+        if not is_kept:
+            return None
+        key = SessionKey(shape, drafter.compile_rounds, fingerprint(modules, model.device))
+        if key not in drafter.sessions:
+            host()  # which may move weights
+            key = key._replace(fingerprint=key.fingerprint._replace(weights=weights_of(modules)))
+        return key
 
     def allocate() -> DecodeState:
         return DecodeState.allocate(shape, drafter, num_cache_layers(model), model.device)
@@ -589,9 +614,9 @@ def decode(
             start_compiler(model.device)
         prefill_session(session)
         if lacks_round:
-            session.rounds[process.key] = capture_round(session, host(), drafter, process)
-        if width is not None and width not in session.prefills and session.rounds[process.key] is not None:
-            session.prefills[width] = capture_prefill(session, host(), drafter, width)
+            session.rounds.add(process.key, capture_round(session, host(), drafter, process))
+        if width is not None and width not in session.prefills and session.rounds.get(process.key) is not None:
+            session.prefills.add(width, capture_prefill(session, host(), drafter, width))
             prefill_session(session)
 
     def prefill_session(session: Session) -> None:
@@ -608,11 +633,7 @@ def decode(
             replay()
 
     with stack:
-        key = session_key()
-        if key not in drafter.sessions:
-            host()  # which may move weights
-            key = session_key()
-        session = stack.enter_context(drafter.sessions.session(key, allocate, fill))
+        session = stack.enter_context(drafter.sessions.session(session_key(), allocate, fill))
         state, captured = session.state, session.rounds.get(process.key)
         if captured is None:
             next_round = functools.partial(step, state, host(), drafter, process)

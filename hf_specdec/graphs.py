@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +27,65 @@ COMPILERS = {"cuda": "inductor"}
 # ms a round without either, 5.45 without padding, 5.39 with both).
 _OPTIONS = {"inductor": {"shape_padding": False, "combo_kernels": True, "benchmark_combo_kernel": False}}
 
+# Settings of the compiler, and filters of warnings, belong to all threads.
+_COMPILING = threading.RLock()
+
 # Every shape is compiled for itself; torch gives up after so many of one function.
 _MOST_COMPILATIONS = 4096
 
 
-@functools.cache
-def _warm_up_stream(device: int) -> torch.cuda.Stream:
-    """The stream on which functions run before they are captured.
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which `device` is the current one, on which Triton launches, and torch makes streams and events."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    One for all: torch's libraries keep a workspace for every stream that they ever ran on, and torch has 32 streams.
+
+class Fence:
+    """A point in the work of a device that work on other streams of it can wait for; on a CPU there is nothing to do.
+
+    Args:
+        device: that works.
     """
-    return torch.cuda.Stream(device)
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+
+    def set(self) -> None:
+        """Put it behind all that the current stream was given."""
+        if self._device.type == "cuda":
+            self._event = torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self) -> None:
+        """Let the current stream go on after it."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Wait for it on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class _Streams:
+    """The streams on which functions run before they are captured, and are captured.
+
+    One of each for a device: torch's libraries keep a workspace for every stream that they ever ran on, and torch has
+    32 streams. The one that torch captures on by itself belongs to the device that was first captured on.
+
+    Args:
+        device: index of a GPU.
+
+    Attributes:
+        warm_up, capture: the streams.
+        lock: of the capture, during which no other thread may use its stream.
+    """
+
+    def __init__(self, device: int):
+        self.warm_up, self.capture = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.lock = threading.Lock()
+
+
+_streams = functools.cache(_Streams)
 
 
 @dataclass
@@ -46,14 +96,16 @@ class GraphMemory:
     What is to last longer is written to tensors that were there before the capture.
 
     Attributes:
-        owner: a graph that was captured in it, and keeps it; None before the first.
+        owner: the last graph that was captured in it, and keeps it; None before the first.
     """
 
     owner: torch.cuda.CUDAGraph | None = None
 
 
 class CudaGraph:
-    """A function of no arguments as a CUDA graph. It must read and write tensors that stay where they are.
+    """A function of no arguments as a CUDA graph of the current device, which launches on the stream that is current.
+
+    It must read and write tensors that stay where they are.
 
     The function is run a few times before it is captured, so that kernels are built and libraries have their
     workspaces; the caller sees to it that this does no harm.
@@ -68,12 +120,12 @@ class CudaGraph:
 
     def __init__(self, function: Callable[[], Any], memory: GraphMemory | None = None):
         memory = memory or GraphMemory()
-        stream, current = _warm_up_stream(torch.cuda.current_device()), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        streams, current = _streams(torch.cuda.current_device()), torch.cuda.current_stream()
+        streams.warm_up.wait_stream(current)
+        with torch.cuda.stream(streams.warm_up):
             for _ in range(WARM_UPS):
                 function()
-        current.wait_stream(stream)
+        current.wait_stream(streams.warm_up)
         self._graph = torch.cuda.CUDAGraph()
         # torch takes the memory of a capture that failed to be in use for good: the next one begins with its own.
         owner, memory.owner = memory.owner, None
@@ -81,11 +133,12 @@ class CudaGraph:
         # Other threads may go on allocating and synchronising while this one captures. torch stays on the stream of a
         # capture that failed.
         with (
+            streams.lock,
             torch.cuda.stream(current),
-            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(self._graph, pool=pool, stream=streams.capture, capture_error_mode="thread_local"),
         ):
             self.result = function()
-        memory.owner = owner or self._graph
+        memory.owner = self._graph
 
     def __call__(self) -> Any:
         self._graph.replay()
@@ -124,7 +177,7 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
 
     def run() -> Any:
         limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}
-        with torch._dynamo.config.patch(limits), warnings.catch_warnings():
+        with _COMPILING, torch._dynamo.config.patch(limits), warnings.catch_warnings():
             # Of products in float32 a round has those that make rotary embeddings, which should stay exact.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             # What the compiler makes of a softmax is for its developers to know.
@@ -137,6 +190,20 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
 def first_line(error: Exception) -> str:
     """What `error` says, without the advice and stack traces that compilers and drivers add."""
     return str(error).strip().partition("\n")[0]
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Context in which autocast keeps no casts of weights, which would outlive neither it nor a change of the weights.
+
+    Those that it has kept are not used either.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 # What captures on which kind of device; elsewhere work runs as it is.
@@ -157,7 +224,7 @@ class Capture:
     """
 
     def __init__(self, device: torch.device, memory: GraphMemory, is_compiled: bool, same_everywhere: bool = False):
-        self._memory = memory
+        self._device, self._memory = device, memory
         self._same_everywhere = same_everywhere
         self._graph = CAPTURE[device.type]
         self._backend = COMPILERS.get(device.type) if is_compiled else None
@@ -165,6 +232,10 @@ class Capture:
 
     def __call__(self, function: Callable[[], Any]) -> Any:
         """`function` as a graph: called, it is replayed; `result` is what every replay overwrites."""
+        with on_device(self._device), _without_autocast_cache():
+            return self._graph_of(function)
+
+    def _graph_of(self, function: Callable[[], Any]) -> Any:
         if self._backend is not None:
             try:
                 return self._graph(compiled(function, self._backend, self._same_everywhere), self._memory)

@@ -19,6 +19,7 @@ from .candidates import DrafterCandidateGenerator, assist
 from .continuation import Prompts, read_prompts
 from .decoding import decode
 from .drafters.base import Drafter
+from .graphs import on_device
 from .hosting import why_not_static
 from .patching import engine
 from .ranks import check_same_call, check_same_tokens, tensor_parallel_group
@@ -64,7 +65,7 @@ def hold(model: PreTrainedModel) -> threading.RLock:
 def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
     if not isinstance(assistant_model, Drafter):
         return _ASSISTED_DECODING(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    with hold(self), engine():
+    with hold(self), on_device(self.device), engine():
         return _generate(self, assistant_model, input_ids, *args, **kwargs)
 
 
@@ -281,21 +282,28 @@ def _what_is_asked(
     engine: str,
     randomness: Randomness,
 ) -> dict[str, Any]:
-    """What processes that run one model together must agree on, by the name that the caller has for it."""
-    asked = {
+    """What processes that run one model together must agree on, by the name that the caller has for it.
+
+    The names are the same on all of them, whatever was asked for.
+    """
+    seeds, state = None, None
+    if config.do_sample and randomness.seeds is not None:
+        seeds = torch.as_tensor(randomness.seeds)
+    elif config.do_sample and engine == "stock" and randomness.generator is None:
+        # transformers draws from the target's device wherever it samples; our seeds are the first process's.
+        on_gpu = model.device.type == "cuda"
+        state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
+    return {
         "prompts": prompts.input_ids,
         "attention_mask": (prompts.padding, prompts.width),
         "past_key_values": prompts.cached,
         "num_assistant_tokens": num_draft_tokens,
         "engine": engine,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
+        "seeds": seeds,
+        "use of a generator": randomness.generator is not None,
+        "random state (set_seed)": state,
     }
-    if config.do_sample and randomness.seeds is not None:
-        asked["seeds"] = torch.as_tensor(randomness.seeds)
-    elif config.do_sample and engine == "stock":  # Which draws from the global generator wherever it samples.
-        on_gpu = model.device.type == "cuda"
-        asked["random state (set_seed)"] = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
-    return asked
 
 
 @functools.cache

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.library import CustomOpDef
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -93,8 +95,20 @@ def _is_for_triton(tensor: torch.Tensor) -> bool:
     return has_kernels(tensor.device) and tensor.dtype != torch.float64
 
 
-# A kernel is an operator of torch's: `torch.compile` calls it and looks no further. Triton is imported by the first.
-_op = functools.partial(torch.library.custom_op, mutates_args=())
+def _op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
+    """Decorator: a kernel as an operator of torch's, on the device of its first argument.
+
+    `torch.compile` calls it and looks no further. Triton, imported by the first one, launches on the current device.
+    """
+
+    def register(function: Callable) -> CustomOpDef:
+        def launch(tensor: torch.Tensor, *others: Any) -> Any:
+            with torch.cuda.device_of(tensor):
+                return function(tensor, *others)
+
+        return torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema)
+
+    return register
 
 
 @_op(

@@ -2,45 +2,88 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
-from .graphs import GraphMemory
-from .ranks import local_part
-from .taps import modules_of
+from .fingerprint import Fingerprint
+from .graphs import Fence, GraphMemory
 
 if TYPE_CHECKING:
     from .continuation import DeferredCache
-    from .state import DecodeState
+    from .state import DecodeState, Shape
 
 # Sessions that a drafter keeps, the least recently used of them being dropped first.
 MAX_SESSIONS = 4
 
+# Rounds, and prefills, that a session keeps captured, likewise. Every combination of warpers (each `top_p`) needs a
+# round of its own, every power of two of columns a prefill.
+MAX_CAPTURES = 8
 
-@dataclass
+
+class SessionKey(NamedTuple):
+    """What a session depends on.
+
+    Attributes:
+        shape: of its buffers.
+        is_compiled: whether rounds are compiled before they are captured.
+        fingerprint: of target and drafter.
+    """
+
+    shape: Shape
+    is_compiled: bool
+    fingerprint: Fingerprint
+
+
+class Captures:
+    """Captured work by what it depends on besides a session; the least recently used beyond `MAX_CAPTURES` is freed.
+
+    None stands for what cannot be captured.
+    """
+
+    def __init__(self) -> None:
+        self._captured: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def get(self, key: Hashable) -> Any:
+        """What was captured under `key`; None also if nothing was."""
+        if key in self._captured:
+            self._captured.move_to_end(key)
+        return self._captured.get(key)
+
+    def add(self, key: Hashable, captured: Any) -> None:
+        self._captured[key] = captured
+        if len(self) > MAX_CAPTURES:
+            self._captured.popitem(last=False)
+
+
 class Session:
     """What generations of one shape share, one after the other.
 
     Attributes:
         state: their buffers.
-        rounds: captured rounds over these buffers, by what they depend on besides; None for what cannot be captured.
-        prefills: captured prefills, by their width; likewise.
+        rounds: captured rounds over these buffers, by what they depend on besides.
+        prefills: captured prefills, by their width.
         graph_memory: of all these graphs.
+        fence: behind the work of the last call, part of which the device may not have begun yet.
     """
 
-    state: DecodeState
-    rounds: dict[Hashable, Any] = field(default_factory=dict)
-    prefills: dict[int, Any] = field(default_factory=dict)
-    graph_memory: GraphMemory = field(default_factory=GraphMemory)
-    _borrower: Callable[[], DeferredCache | None] = lambda: None
+    def __init__(self, state: DecodeState):
+        self.state = state
+        self.rounds, self.prefills = Captures(), Captures()
+        self.graph_memory = GraphMemory()
+        self.fence = Fence(state.tokens.device)
+        self._borrower: Callable[[], DeferredCache | None] = lambda: None
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers as long as no other call needs them."""
@@ -57,27 +100,27 @@ class Session:
 class SessionPool:
     """Sessions of a drafter that no call uses at the moment, by what they depend on.
 
-    A session belongs to one call at a time; calls of several threads at once get several sessions. Copies of a pool,
-    and what is unpickled of one, are empty.
+    A session belongs to one call at a time; calls of several threads at once get several sessions. Calls may be on
+    several streams. Copies of a pool, and what is unpickled of one, are empty.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[Hashable, list[Session]] = {}
+        self._idle: list[tuple[SessionKey, Session]] = []  # the least recently used first
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
         return type(self), ()
 
     def __len__(self) -> int:
-        return sum(map(len, self._idle.values()))
+        return len(self._idle)
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: SessionKey | None) -> bool:
         with self._lock:
-            return bool(self._idle.get(key))
+            return any(kept == key for kept, _ in self._idle)
 
     @contextmanager
     def session(
-        self, key: Hashable | None, allocate: Callable[[], DecodeState], fill: Callable[[Session], None]
+        self, key: SessionKey | None, allocate: Callable[[], DecodeState], fill: Callable[[Session], None]
     ) -> Iterator[Session]:
         """Context that owns a session; one that is left by an error is not kept.
 
@@ -98,42 +141,63 @@ class SessionPool:
             self.clear()
             torch.cuda.empty_cache()
             session = self._filled(key, allocate, fill)
-        yield session
+        with _settled_on_error(session):
+            yield session
         if key is not None:
             self._keep(key, session)
 
     def _filled(
-        self, key: Hashable | None, allocate: Callable[[], DecodeState], fill: Callable[[Session], None]
+        self, key: SessionKey | None, allocate: Callable[[], DecodeState], fill: Callable[[Session], None]
     ) -> Session:
-        with self._lock:
-            idle = self._idle.get(key)
-            session = idle.pop() if idle else None
-        session = session or Session(allocate())
-        fill(session)
+        session = None if key is None else self._take(key)
+        if session is None:
+            session = Session(allocate())
+        session.fence.wait()
+        with _settled_on_error(session):
+            fill(session)
         return session
 
-    def _keep(self, key: Hashable, session: Session) -> None:
+    def _take(self, key: SessionKey) -> Session | None:
+        """The last used session of `key`. Where there is none, those that no call can use any more are freed."""
         with self._lock:
-            self._idle.setdefault(key, []).append(session)
-            self._idle[key] = self._idle.pop(key)
-            while len(self) > MAX_SESSIONS:
-                oldest = next(iter(self._idle))
-                self._idle[oldest].pop(0)
-                if not self._idle[oldest]:
-                    del self._idle[oldest]
+            for place in reversed(range(len(self._idle))):
+                if self._idle[place][0] == key:
+                    return self._idle.pop(place)[1]
+            kept, past = [], []
+            for one in self._idle:
+                (past if one[0].fingerprint.is_past(key.fingerprint) else kept).append(one)
+            self._idle = kept
+        _free(past)
+        return None
+
+    def _keep(self, key: SessionKey, session: Session) -> None:
+        session.fence.set()
+        with self._lock:
+            self._idle.append((key, session))
+            dropped, self._idle = self._idle[:-MAX_SESSIONS], self._idle[-MAX_SESSIONS:]
+        _free(dropped)
 
     def clear(self) -> None:
         """Free everything that no call is using."""
         with self._lock:
-            self._idle.clear()
+            dropped, self._idle = self._idle, []
+        _free(dropped)
 
 
-def fingerprint(*models: nn.Module) -> int:
-    """A number that changes when weights of `models` move or are replaced, so that captured work would read others."""
-    modules = modules_of(*models)
-    tensors = itertools.chain.from_iterable((*one._parameters.values(), *one._buffers.values()) for one in modules)
-    return hash(tuple(_place(tensor) for tensor in tensors if tensor is not None))
+def _free(sessions: list[tuple[SessionKey, Session]]) -> None:
+    # Memory returns to the stream that it was allocated on, which may not be the one that it was last used on.
+    for _, session in sessions:
+        session.fence.synchronize()
+    sessions.clear()
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return local_part(tensor).data_ptr() or id(tensor)  # a quantised weight has no memory but that of its parts
+@contextmanager
+def _settled_on_error(session: Session) -> Iterator[None]:
+    """Context after which, if an error ends it, nothing that the device was given uses the session any more."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # where the error is the device's
+            session.fence.set()
+            session.fence.synchronize()
+        raise

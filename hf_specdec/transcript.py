@@ -106,13 +106,13 @@ class Transcript:
         """Whether what a round commits to a row is no longer of interest."""
         return self.stopped[row] and self.pads_finished_rows
 
-    def add(self, tokens: list[list[int]], committed: list[int], **records: torch.Tensor) -> None:
+    def add(self, tokens: list[list[int]], committed: list[int], **records: torch.Tensor | None) -> None:
         """Take over a round's result and settle what can be settled.
 
         Args:
             tokens: K + 1 for each row.
             committed: how many of them each row keeps.
-            records: `scores` and `logits`, `[B, K + 1, V]`; kept, in float32, where they were asked for.
+            records: `scores` and `logits`, `[B, K + 1, V]`; kept, in float32, where they were asked for, else any.
         """
         for row, (new, count) in enumerate(zip(tokens, committed, strict=True)):
             self._rows[row] += new[:count]

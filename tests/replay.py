@@ -1,12 +1,15 @@
-"""A stand-in for the CUDA graph on a CPU: what was captured is run again."""
+"""Stand-ins for the CUDA graph on a CPU: the function is run again, or the operations that it did."""
 
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_specdec import decoding, graphs
 from hf_specdec.attention import submodel_configs
+from hf_specdec.cache import RaggedCache
 
 _hosted = decoding.hosted
 
@@ -56,6 +59,53 @@ class Replay:
         return self.result
 
 
+class Recorder(TorchDispatchMode):
+    """Context that writes down every operation, with the tensors that it reads and makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, out))
+        return out
+
+
+def storages(values):
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+
+
+class Tape:
+    """Does again what a function did when it was captured, on the tensors of that time, as a CUDA graph does.
+
+    Modules are not called again: what they have become since is not seen, but for what their weights hold.
+
+    Attributes:
+        count: how many were made.
+    """
+
+    count = 0
+
+    def __init__(self, function, memory=None):
+        type(self).count += 1
+        for _ in range(graphs.WARM_UPS):
+            function()
+        with Recorder() as recorder:
+            self.result = function()
+        self._operations = recorder.operations
+
+    def __call__(self):
+        for function, args, kwargs, out in self._operations:
+            is_in_place = not storages(out).isdisjoint(storages((args, kwargs)))  # or a view
+            again = function(*args, **kwargs)
+            if not is_in_place:
+                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
+        return self.result
+
+
 def traces(*models):
     """What hosting changes of `models`: how modules compute, who listens, what attention and experts they run."""
     modules = [module for model in models for module in model.modules()]
@@ -84,3 +134,15 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
     monkeypatch.setattr(Replay, "count", 0)
     monkeypatch.setattr(Replay, "hostings", 0)
     return Replay
+
+
+def tape_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Tape]:
+    """Let calls on a CPU capture and replay what was captured; returns `Tape`, whose count begins anew."""
+
+    def advance(cache, positions, live):  # Where kernels run, what is launched does not depend on the host's bound.
+        cache.positions, cache.span = positions, cache.slots
+
+    monkeypatch.setattr(RaggedCache, "advance", advance)
+    monkeypatch.setitem(graphs.CAPTURE, "cpu", Tape)
+    monkeypatch.setattr(Tape, "count", 0)
+    return Tape

@@ -30,7 +30,8 @@ from hf_specdec import Drafter, cli, fusing, graphs, ops, peers, pieces
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.sessions import fingerprint
+from hf_specdec.fingerprint import fingerprint
+from hf_specdec.taps import modules_of
 
 PROMPT_LENGTHS = [2, 13, 7]
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}
@@ -51,9 +52,18 @@ def uncompiled(target: PreTrainedModel, name: str) -> Drafter:
 DRAFTERS = {"borrower": borrower, "p-eagle": RANDOM_DRAFTERS["p-eagle"], "draft-model": RANDOM_DRAFTERS["draft-model"]}
 
 
-def say(target: PreTrainedModel, drafter: Drafter | None, seed: int = 3, lengths=PROMPT_LENGTHS, **options) -> list:
+def say(
+    target: PreTrainedModel,
+    drafter: Drafter | None,
+    seed: int = 3,
+    lengths=PROMPT_LENGTHS,
+    host_seed: int | None = None,
+    **options,
+) -> list:
     """Tokens that are generated, how many drafts each row had accepted by position, and how rounds were run."""
     set_seed(seed)
+    if host_seed is not None:
+        torch.default_generator.manual_seed(host_seed)
     if drafter is not None:
         options |= {"assistant_model": drafter, "num_assistant_tokens": 3}
     prompts = {name: tensor.to(target.device) for name, tensor in padded_prompts(lengths).items()}
@@ -78,6 +88,12 @@ def say_all(target: PreTrainedModel) -> dict[str, Any]:
     said["stock, greedy"] = say(target, stock, lengths=[9])
     said["stock, sampling"] = say(target, stock, lengths=[9], **SAMPLING)
     return said
+
+
+def say_with_generator(target: PreTrainedModel, seed: int) -> list:
+    """What `target` says on the stock engine with a generator of the call's own."""
+    drafter = borrower(target).configure(engine="stock")
+    return say(target, drafter, lengths=[9], **SAMPLING, generator=torch.Generator().manual_seed(seed))
 
 
 class Willful(LogitsProcessor):
@@ -125,11 +141,11 @@ def check_weights(target: PreTrainedModel) -> None:
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
     assert type(drafter._borrowed["embedding"]) in (torch.Tensor, torch.nn.Parameter)
-    before = fingerprint(target, drafter)
-    assert fingerprint(target, drafter) == before
+    before = fingerprint(modules_of(target, drafter), target.device)
+    assert fingerprint(modules_of(target, drafter), target.device) == before
     head = target.lm_head.weight
     target.lm_head.weight = torch.nn.Parameter(torch.empty_like(head).copy_(head), requires_grad=False)
-    assert fingerprint(target, drafter) != before, "a part of a weight moved unnoticed"
+    assert fingerprint(modules_of(target, drafter), target.device) != before, "a part of a weight moved unnoticed"
 
 
 def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
@@ -144,6 +160,11 @@ def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
         "other row seeds": error_of(lambda: say(target, drafter, **SAMPLING, seeds=[1, 2, rank])),
         "other random state": error_of(
             lambda: say(target, borrower(target).configure(engine="stock"), rank, [9], **SAMPLING)
+        ),
+        "a generator on one": error_of(
+            lambda: say(
+                target, borrower(target), **SAMPLING, generator=None if rank else torch.Generator().manual_seed(3)
+            )
         ),
         "max_time": error_of(lambda: say(target, drafter, max_time=100.0)),
         "other tokens": error_of(lambda: say(target, oracle, lengths=[9], logits_processor=last)),
@@ -295,8 +316,12 @@ def main(folder: str, answers: str, device: str) -> None:
         "sums in memory": sorted(set(shapes)),
         "sharded": [type(head).__name__, *head.to_local().shape],
         "seeds of their own": say(target, uncompiled(target, "borrower"), seed=rank, **SAMPLING),
+        "generators of their own": say_with_generator(target, 7 + rank),
         "bytes": round_bytes(target, None, 0, batch=3, length=10),
     }
+    if device == "cuda":
+        stock = borrower(target).configure(engine="stock")
+        said["seeds of hosts"] = say(target, stock, lengths=[9], host_seed=rank, **SAMPLING)
     said |= {family: say_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
     if device == "cpu":
         said["replayed"] = say_again_and_again(target)

@@ -130,7 +130,7 @@ def test_a_session_left_by_an_error_is_dropped(capture, monkeypatch):
     drafter = copy_of(target)
     options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
     target.generate(**padded_prompts([5]), **options)
-    monkeypatch.setattr(drafter, "prefill", None)
+    monkeypatch.setattr(type(drafter), "prefill", None)
     with pytest.raises(TypeError):
         target.generate(**padded_prompts([5]), **options)
     assert len(drafter.sessions) == 0

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import AutoDrafter, fusing, ops
+from hf_specdec.fingerprint import fingerprint
 from hf_specdec.fusing import fused_products
-from hf_specdec.sessions import fingerprint
-from hf_specdec.taps import device_of_last_layer
+from hf_specdec.taps import device_of_last_layer, modules_of
 
 
 class RoundedWeight(torch.Tensor):
@@ -73,15 +73,15 @@ def test_quantised_target(kind, monkeypatch):
     for own in (True, False):
         drafter = random_eagle3(target, own_embedding=own, own_head=own)
         assert torch.equal(greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == "static"
-    before = fingerprint(target, drafter)
-    assert fingerprint(target, drafter) == before
+    before = fingerprint(modules_of(target, drafter), target.device)
+    assert fingerprint(modules_of(target, drafter), target.device) == before
     weights = {"embedding": target.model.embed_tokens.weight, "head": target.lm_head.weight}
     assert all(type(borrowed) is torch.Tensor for borrowed in drafter._borrowed.values())
     assert torch.equal(drafter._borrowed["embedding"], weights["embedding"].dequantize())
     assert torch.equal(drafter._borrowed["head"], weights["head"].dequantize()[drafter.target_ids])
     assert all(isinstance(weight, RoundedWeight) for weight in weights.values()), "the target has changed"
     target.lm_head.weight = nn.Parameter(RoundedWeight.of(weights["head"].dequantize()), requires_grad=False)
-    assert fingerprint(target, drafter) != before
+    assert fingerprint(modules_of(target, drafter), target.device) != before
 
 
 @pytest.mark.core

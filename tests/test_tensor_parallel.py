@@ -9,7 +9,7 @@ import torch
 from launch import ROOT, finish, launch
 from oracle import eagle_options
 from targets import tiny_target
-from tensor_parallel import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly
+from tensor_parallel import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly, say_with_generator
 
 from hf_specdec import peers
 from hf_specdec.bench.traffic import round_bytes
@@ -59,8 +59,11 @@ def test_other_families(answers, family):
 
 @pytest.mark.core
 def test_seeds_are_those_of_the_first_process(answers):
-    first, second = (said["seeds of their own"] for said in answers)
-    assert first == second
+    for case in ("seeds of their own", "generators of their own"):
+        first, second = (said[case] for said in answers)
+        assert first == second
+    said = [json.loads(json.dumps(say_with_generator(tiny_target("llama"), seed))) for seed in (7, 8)]
+    assert said[0] == first and said[1] != first
 
 
 @pytest.mark.core
@@ -71,6 +74,7 @@ def test_seeds_are_those_of_the_first_process(answers):
         ("other settings", "ValueError: .* called with different generation settings; expected the same call"),
         ("other row seeds", "ValueError: .* called with different seeds"),
         ("other random state", r"ValueError: .* called with different random state \(set_seed\)"),
+        ("a generator on one", "ValueError: .* called with different use of a generator; expected"),
         ("fsdp", r"ValueError: synced_gpus is set: .* \(FSDP or DeepSpeed stage 3\)"),
         ("max_time", "ValueError: max_time is set, .* clocks differ, .* Use max_new_tokens"),
         ("other tokens", "RuntimeError: .* generated different tokens, .* Logits processors and stopping criteria"),
@@ -211,5 +215,6 @@ def test_one_gpu_and_two_say_the_same(tmp_path):
         different = [name for name in expected if said[name] != expected[name]]
         assert not different, f"process {rank} says something else: {different}"
         assert [4, 4, 32] in said["sums in memory"], "sums went through the process group"
+        assert said["seeds of hosts"] == answers[0]["seeds of hosts"]
     for case in check_bench(answers).values():
         assert case["name"] == "dynamic" or case["engine"].endswith("captured in one graph, not compiled")

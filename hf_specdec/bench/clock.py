@@ -51,16 +51,20 @@ class GpuClock(Clock):
     """Also sums up how long the GPU computes after the first tokens, whatever launched it: eagerly or by a graph.
 
     Recording slows a call down, so this is for a call of its own, beside those that are timed.
+
+    Args:
+        device: the GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         activities = [torch.profiler.ProfilerActivity.CUDA]
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._runs = False
 
     def on_first(self) -> None:
-        torch.cuda.synchronize()  # The first round's drafting may still be running.
+        synchronize(self._device)  # The first round's drafting may still be running.
         self._profiler.start()
         self._runs = True
 

@@ -264,7 +264,7 @@ class Bench:
             case.same_texts = statistics.fmean(mine == theirs for mine, theirs in zip(texts, plain, strict=True))
 
     def _record(self, inputs: Batch, drafter: Drafter | None, options: dict[str, Any]) -> float | None:
-        clock = GpuClock()
+        clock = GpuClock(self.target.device)
         limits = {"max_new_tokens": min(RECORDED_TOKENS, self.options["max_new_tokens"])}
         out = self.target.generate(**inputs, **(self.options | limits), **options, streamer=clock)
         synchronize(self.target.device)

@@ -64,6 +64,19 @@ class Drafter(PreTrainedModel):
     # Whether it is run to find out if its target can be believed, and not by a user.
     is_of_a_check = False
 
+    # Attributes that calls read by themselves, and what they leave: captured rounds do not depend on them.
+    unread_attributes = frozenset(
+        {
+            "_last_stats",
+            "compile_rounds",
+            "draft_probs",
+            "engine",
+            "num_assistant_tokens",
+            "sessions",
+            "verification",
+        }
+    )
+
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self._target_config: Any = None
