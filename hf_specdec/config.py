@@ -6,6 +6,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 DEFAULT_ROPE_THETA = 10000.0
 
+# Draft tokens a round. Buffers and the work of a round grow with it; serving engines stop far earlier.
+MOST_ASSISTANT_TOKENS = 1024
+
 # Values of `MtpConfig.chaining`.
 CHAININGS = ("modules", "target")
 
@@ -210,10 +213,13 @@ class DraftModelConfig(DrafterConfig):
     model: dict | None = None
 
     @property
+    def own(self) -> PreTrainedConfig:
+        """The model's own configuration."""
+        return AutoConfig.for_model(**(self.model or {}))
+
+    @property
     def num_embeddings(self) -> int:
-        return (
-            self.vocab_size if self.model is None else AutoConfig.for_model(**self.model).get_text_config().vocab_size
-        )
+        return self.vocab_size if self.model is None else self.own.get_text_config().vocab_size
 
 
 class MtpConfig(DrafterConfig):
@@ -268,8 +274,9 @@ def default_chaining(num_modules: int) -> str:
 
 def check_num_assistant_tokens(value: int) -> int:
     """Return `value` if it can be a number of draft tokens a round, else raise `ValueError`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_ASSISTANT_TOKENS:
         raise ValueError(
-            f"num_assistant_tokens is {value!r}; expected an integer of at least 1 (draft tokens a round)."
+            f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
+            f"{MOST_ASSISTANT_TOKENS} (draft tokens a round)."
         )
     return value

@@ -9,7 +9,7 @@ NVIDIA-NeMo/Automodel (speculative/eagle) and vLLM's readers of them (llama_eagl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from ..config import DEFAULT_ROPE_THETA, DrafterConfig, Eagle3Config, PEagleConfig, default_taps
 from .checkpoints import Checkpoint, StoredTensor
-from .families import architectures, eagle_settings
+from .families import architectures, eagle_settings, speculators_type
 from .tensors import rename
 
 SAFEAILAB, SPECFORGE, SPECULATORS, MODELOPT = "SafeAILab", "SpecForge", "speculators", "NVIDIA ModelOpt"
@@ -49,6 +49,14 @@ _MODELOPT_MARKS = {
     "norm_before_fc",
     "layer_ids",
 }
+
+# Keys of config.json that name the tapped layers: at top level, and inside `eagle_config`.
+_TOP_TAPS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_NESTED_TAPS = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "aux_hidden_state_layer_ids")
+
+# Model types of targets whose drafters' ids inside `eagle_config` count boundaries, whatever the first is (the
+# published ones of gpt-oss; sgl-project/sglang pull request 32334).
+_COUNTED_BY_BOUNDARIES = frozenset({"gpt_oss"})
 
 # Where the mask token of a drafter may stand, in the order of vLLM's look-up (llm_base_proposer.py).
 _MASK_TOKEN_KEYS = (
@@ -109,7 +117,7 @@ class Reading:
 
 def detect_dialect(config: Mapping[str, Any]) -> str:
     """The publisher whose layout the `config.json` of an EAGLE-3 or P-EAGLE drafter has."""
-    if "speculators_model_type" in config:
+    if speculators_type(config) is not None:
         return SPECULATORS
     names, nested = architectures(config), eagle_settings(config)
     if "peagledraftmodel" in names.split():
@@ -306,38 +314,56 @@ class _Eagle3Reader:
         """Tapped boundaries. What an id in config.json counts differs between publishers."""
         if not self._use_aux:
             return None
-        num_layers = self.target.num_hidden_layers if self.target is not None else None
-        stated = self.top.get("eagle_aux_hidden_state_layer_ids")
-        if stated:
-            rule = "eagle_aux_hidden_state_layer_ids at top level counts boundaries (vLLM, speculators)"
-            return self._settle("taps", sorted(set(stated)), rule)
-        stated = self.nested.get("eagle_aux_hidden_state_layer_ids") or self.nested.get("layer_ids")
-        if stated:
-            return self._nested_taps(sorted(set(stated)), num_layers)
-        if num_layers is None:
+        if "taps" in self.overrides:
+            return self._settle("taps", None, "")
+        key, stated = self._stated_taps(self.top, _TOP_TAPS)
+        if stated is not None:
+            return self._settle(
+                "taps", sorted(set(stated)), f"{key} at top level counts boundaries (vLLM, speculators)"
+            )
+        key, stated = self._stated_taps(self.nested, _NESTED_TAPS)
+        if stated is not None:
+            return self._nested_taps(key, stated)
+        if self.target is None:
             rule = "not in config.json; 2, n // 2, n - 3 of a target with n layers, every publisher's default"
             return self._settle("taps", None, rule)
+        num_layers = self.target.num_hidden_layers
         rule = f"not in config.json; 2, n // 2, n - 3 with n = {num_layers} layers, every publisher's default"
         return self._settle("taps", default_taps(num_layers), rule)
 
-    def _nested_taps(self, ids: list[int], num_layers: int | None) -> list[int]:
-        """Ids inside `eagle_config`: outputs of layers for trainers that hook layers, boundaries for others."""
-        if num_layers is None:
-            rule = "ids in eagle_config, read as boundaries; the target's number of layers is needed to tell"
+    def _stated_taps(self, source: Mapping[str, Any], keys: Sequence[str]) -> tuple[str | None, list[int] | None]:
+        """The key of `source` that names the tapped layers, and their ids; None and None if there is none."""
+        found = {key: source[key] for key in keys if source.get(key)}
+        for key, ids in found.items():
+            if not isinstance(ids, list) or not all(isinstance(one, int) and one >= 0 for one in ids):
+                raise ValueError(f"{self.name} has {key} {ids!r}; expected a list of layers' numbers.")
+        if len({tuple(ids) for ids in found.values()}) > 1:
+            stated = ", ".join(f"{key} {ids}" for key, ids in found.items())
+            raise ValueError(f"{self.name} contradicts itself about the layers that it taps: {stated}. Pass `taps=`.")
+        return next(iter(found.items()), (None, None))
+
+    def _nested_taps(self, key: str, stated: list[int]) -> list[int]:
+        """Ids inside `eagle_config`: outputs of layers for trainers that hook layers, boundaries for others.
+
+        SGLang's rule: those that begin with 1 are outputs, since the output of the first layer is the lowest that such
+        trainers tap, but for targets whose drafters have been published with boundaries.
+        """
+        ids, where = sorted(set(stated)), f"{key} in eagle_config"
+        if self.target is not None and self.target.model_type in _COUNTED_BY_BOUNDARIES:
+            rule = f"{where} counts boundaries in drafters for {self.target.model_type} (SGLang)"
             return self._settle("taps", ids, rule, doubtful=True)
-        if ids == sorted({1, num_layers // 2 - 1, num_layers - 4}):
-            rule = f"ids {ids} in eagle_config are SpecForge's and ModelOpt's default for {num_layers} layers, which "
-            return self._settle("taps", [i + 1 for i in ids], rule + "counts outputs of layers", doubtful=True)
-        rule = "ids in eagle_config other than the default of trainers that count outputs of layers are boundaries"
+        if ids[0] == 1:
+            rule = f"{where} begins with 1, so it counts outputs of layers: output i is boundary i + 1 (SGLang)"
+            return self._settle("taps", [i + 1 for i in ids], rule, doubtful=True)
+        rule = f"{where} begins with {ids[0]}, not with 1, so it counts boundaries (SGLang, vLLM)"
         return self._settle("taps", ids, rule, doubtful=True)
 
     def _rope(self) -> dict[str, Any]:
         """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta`."""
         if "rope_parameters" in self.overrides:
             return self._settle("rope_parameters", None, "")
-        nested = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
-        rest = {key: value for key, value in nested.items() if key not in ("type", "rope_theta")}
-        kind = nested.get("rope_type", nested.get("type", "default"))
+        nested = self._stated_rope()
+        kind, rest = _scaling_of(nested)
         inner, outer = nested.get("rope_theta"), self.layer.get("rope_theta")
         if inner is None and outer is None:
             theta, rule, doubtful = DEFAULT_ROPE_THETA, "not in config.json; the default of every publisher", False
@@ -348,6 +374,37 @@ class _Eagle3Reader:
             theta, rule, doubtful = inner if inner is not None else outer, "config.json", False
         theta = self._settle("rope_theta", float(theta), rule, doubtful)
         return self._scaling(rest | {"rope_type": kind, "rope_theta": theta})
+
+    def _stated_rope(self) -> Mapping[str, Any]:
+        """`rope_parameters` or `rope_scaling` of config.json; empty if it has neither."""
+        given = {key: self.layer[key] for key in ("rope_parameters", "rope_scaling") if self.layer.get(key)}
+        for key, rope in given.items():
+            if not isinstance(rope, Mapping):
+                raise ValueError(f"{self.name} has {key} {rope!r}; expected an object, or null.")
+        ropes = [self._rope_of_layers(rope) for rope in given.values()]
+        if len(ropes) == 2 and _scaling_of(ropes[0]) != _scaling_of(ropes[1]):
+            raise ValueError(
+                f"{self.name} contradicts itself: rope_parameters is {given['rope_parameters']} and rope_scaling is "
+                f"{given['rope_scaling']}. Pass `rope_parameters=` with what it was trained with."
+            )
+        return ropes[0] if ropes else {}
+
+    def _rope_of_layers(self, nested: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The RoPE of the draft layers, of one that config.json may give by the type of the target's layers."""
+        entries = rope_by_layer_type(nested)
+        if not entries:
+            return nested
+        kind = "sliding_attention" if "sliding_attention" in entries else next(iter(entries))
+        if self.dialect == SPECULATORS and kind == "sliding_attention":
+            rule = "rope_parameters has RoPE by type of layer; speculators' draft layers all have the sliding one's"
+        elif all(entry == entries[kind] for entry in entries.values()):
+            rule = "rope_parameters has the same RoPE for each type of layer"
+        else:
+            raise ValueError(
+                f"{self.name} has rope_parameters by type of layer ({', '.join(sorted(entries))}), but its draft "
+                "layers share one RoPE. Pass `rope_parameters=` with the one that they were trained with."
+            )
+        return self._settle("rope_parameters", dict(entries[kind]), rule)
 
     def _scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
         """RoPE as it was trained, of the RoPE that config.json describes."""
@@ -408,6 +465,17 @@ class _Eagle3Reader:
     def _stated_depth(self) -> int | None:
         methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
         return methods[0].get("speculative_tokens")
+
+
+def _scaling_of(rope: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The type of RoPE parameters in transformers' form of any version, and what they hold beside it and the base."""
+    rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type", "rope_theta")}
+    return rope.get("rope_type", rope.get("type", "default")), rest
+
+
+def rope_by_layer_type(rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The entries of RoPE parameters that are given by type of layer; empty if they are not."""
+    return {kind: entry for kind, entry in rope.items() if isinstance(entry, Mapping)}
 
 
 def _layer_class(layer: Mapping[str, Any], name: str) -> type[PreTrainedConfig]:
