@@ -202,7 +202,7 @@ class _Eagle3Reader:
             own_embedding=self._owns("share_embedding", "embed_tokens.weight"),
             own_head=self._owns("share_head", "lm_head.weight"),
             use_aux_hidden_state=self._agreed("use_aux_hidden_state", self._use_aux, "fc.weight"),
-            norm_before_fc=self._agreed("norm_before_fc", self._setting("norm_before_fc"), "input_norm.weight"),
+            norm_before_fc=self._agreed("norm_before_fc", self._flag("norm_before_fc"), "input_norm.weight"),
             fc_norm=self._fc_norm(),
             fc_bias="fc.bias" in self.tensors,
             logit_scale=float(self._setting("logit_scale", 1.0)),
@@ -214,7 +214,8 @@ class _Eagle3Reader:
 
     @property
     def _use_aux(self) -> bool:
-        return self._setting("use_aux_hidden_state", True)
+        stated = self._flag("use_aux_hidden_state")
+        return True if stated is None else stated
 
     def _setting(self, name: str, default: Any = None) -> Any:
         """A setting beside the layers' own: inside `eagle_config` or at top level."""
@@ -222,6 +223,13 @@ class _Eagle3Reader:
             if source.get(name) is not None:
                 return source[name]
         return default
+
+    def _flag(self, name: str) -> bool | None:
+        """A setting that is true or false, None if it is not stated; as a string, both would be true."""
+        stated = self._setting(name)
+        if not isinstance(stated, bool | None):
+            raise ValueError(f"{self.name} has {name} {stated!r} in its config.json; expected true or false.")
+        return stated
 
     def _agreed(self, field: str, stated: bool | None, tensor: str) -> bool:
         """Whether a part exists: its tensor tells, and what config.json states must agree."""
@@ -333,9 +341,9 @@ class _Eagle3Reader:
 
     def _stated_taps(self, source: Mapping[str, Any], keys: Sequence[str]) -> tuple[str | None, list[int] | None]:
         """The key of `source` that names the tapped layers, and their ids; None and None if there is none."""
-        found = {key: source[key] for key in keys if source.get(key)}
+        found = {key: source[key] for key in keys if source.get(key) not in (None, [])}
         for key, ids in found.items():
-            if not isinstance(ids, list) or not all(isinstance(one, int) and one >= 0 for one in ids):
+            if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
                 raise ValueError(f"{self.name} has {key} {ids!r}; expected a list of layers' numbers.")
         if len({tuple(ids) for ids in found.values()}) > 1:
             stated = ", ".join(f"{key} {ids}" for key, ids in found.items())
@@ -411,10 +419,10 @@ class _Eagle3Reader:
         return rope
 
     def _fc_norm(self) -> bool:
-        return self._agreed("fc_norm", self._setting("fc_norm"), "fc_norm.0.weight")
+        return self._agreed("fc_norm", self._flag("fc_norm"), "fc_norm.0.weight")
 
     def _norm_before_residual(self) -> bool:
-        stated = self._setting("norm_before_residual")
+        stated = self._flag("norm_before_residual")
         if stated is not None:
             return self._settle("norm_before_residual", stated, "config.json")
         return self._default_norm_before_residual()
@@ -430,7 +438,7 @@ class _Eagle3Reader:
 
         In SpecForge before its pull request 879, True meant that a final norm exists, which says nothing of this.
         """
-        stated = self._setting("norm_output")
+        stated = self._flag("norm_output")
         if stated is None:
             return self._settle("norm_output", False, "not in config.json; EAGLE-3 feeds back the stream before norm")
         if self.dialect != SPECFORGE or not stated:
@@ -440,8 +448,8 @@ class _Eagle3Reader:
         return self._settle("norm_output", is_31, rule, doubtful=True)
 
     def _final_norm(self) -> bool:
-        present, stated = "norm.weight" in self.tensors, self._setting("use_last_layernorm")
-        if self.dialect == SPECFORGE and self._setting("norm_output") is False:
+        present, stated = "norm.weight" in self.tensors, self._flag("use_last_layernorm")
+        if self.dialect == SPECFORGE and self._flag("norm_output") is False:
             rule = "SpecForge's norm_output False meant no final norm before its pull request 879; norm.weight is "
             return self._settle("final_norm", present, rule + ("there" if present else "absent"), doubtful=present)
         if self.dialect == MODELOPT and stated is None and not present:
@@ -475,7 +483,7 @@ def _scaling_of(rope: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def rope_by_layer_type(rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The entries of RoPE parameters that are given by type of layer; empty if they are not."""
-    return {kind: entry for kind, entry in rope.items() if isinstance(entry, Mapping)}
+    return {kind: entry for kind, entry in rope.items() if kind.endswith("_attention") and isinstance(entry, Mapping)}
 
 
 def _layer_class(layer: Mapping[str, Any], name: str) -> type[PreTrainedConfig]:
@@ -544,7 +552,7 @@ class _PEagleReader(_Eagle3Reader):
         return self._settle("norm_before_residual", False, "not in config.json; the default of P-EAGLE's publishers")
 
     def _norm_output(self) -> bool:
-        stated = bool(self._setting("norm_output")) and self.dialect != SPECFORGE
+        stated = bool(self._flag("norm_output")) and self.dialect != SPECFORGE
         rule = "config.json" if stated else "the stream before norm, as in EAGLE-3"
         return self._settle("norm_output", stated, f"{rule}; read only when drafting token by token")
 

@@ -13,6 +13,24 @@ MOST_LAYERS = 1024
 MOST_PARTS = 8192
 LARGEST_SIZE = 2**24
 
+# What tells the family of a checkpoint, by the kind of value that it is wherever it is stated.
+_KINDS: dict[type, tuple[tuple[str, ...], str]] = {
+    str: (("model_type", "speculators_model_type", "spd_type"), "a string"),
+    list: (("architectures",), "a list"),
+    bool: (("parallel_drafting",), "true or false"),
+    dict: (
+        (
+            "dflash_config",
+            "eagle_config",
+            "mtp_config",
+            "speculators_config",
+            "text_config",
+            "transformer_layer_config",
+        ),
+        "an object",
+    ),
+}
+
 # Configurations are a few levels deep.
 DEEPEST = 32
 
@@ -39,16 +57,14 @@ def check_settings(config: Mapping[str, Any], name: str) -> None:
     Raises:
         ValueError: naming the key, its value and the bound.
     """
-    model_type, architectures = config.get("model_type"), config.get("architectures")
-    if not isinstance(model_type, str | None):
-        raise ValueError(f"{name} has model_type {model_type!r} in its config.json; expected a string.")
-    if not (architectures is None or _are_strings(architectures)):
+    for kind, (keys, expected) in _KINDS.items():
+        for key in keys:
+            if not isinstance(config.get(key), kind | None):
+                raise ValueError(f"{name} has {key} {config[key]!r} in its config.json; expected {expected}.")
+    architectures = config.get("architectures") or []
+    if not all(isinstance(one, str) for one in architectures):
         raise ValueError(f"{name} has architectures {architectures!r} in its config.json; expected a list of strings.")
     _check_values(config, (), name)
-
-
-def _are_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _check_values(value: Any, path: tuple[str, ...], name: str) -> None:
@@ -77,6 +93,8 @@ def _problem(key: str, value: float) -> str | None:
             return f"at most {most}"
     if math.isinf(value) and _FINITE.search(key):
         return "a finite number"
-    if value < 0 and _EPSILON.search(key):
-        return "at least 0"
+    if _EPSILON.search(key) and not 0 <= value <= 1:
+        return "0 to 1"
+    if key.endswith("theta") and value <= 0:
+        return "more than 0"
     return None
