@@ -212,7 +212,7 @@ def test_rope_by_layer_type_of_others(tmp_path):
         ),
         ({"rope_parameters": "plain"}, "rope_parameters 'plain'; expected an object"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "expected 4 finite ones"),
-        ({"rope_theta": 0}, "expected 4 finite ones"),
+        ({"rope_theta": 0}, "rope_theta 0 in its config.json; expected more than 0"),
     ],
     ids=["two", "string", "partial", "zero"],
 )
