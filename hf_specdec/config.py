@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from typing import Any, get_args, get_origin
+
 from transformers import AutoConfig, PreTrainedConfig
 
 DEFAULT_ROPE_THETA = 10000.0
+
+# Draft tokens a round. Buffers and the work of a round grow with it; serving engines stop far earlier.
+MOST_ASSISTANT_TOKENS = 1024
 
 # Values of `MtpConfig.chaining`.
 CHAININGS = ("modules", "target")
@@ -44,6 +51,7 @@ class DrafterConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
+        check_types(self)
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -141,6 +149,7 @@ class Eagle3Config(DrafterConfig):
     num_taps: int | None = None
 
     def __post_init__(self, **kwargs):
+        check_types(self)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -151,6 +160,9 @@ class Eagle3Config(DrafterConfig):
             self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
+        self._check_windows()
+        if self.use_aux_hidden_state and self.taps == []:
+            raise ValueError("taps is []; expected at least one boundary, or None for the default ones.")
         if self.taps is not None:
             self.taps = sorted(set(self.taps))
             self.num_taps = len(self.taps)
@@ -164,6 +176,16 @@ class Eagle3Config(DrafterConfig):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both set; a checkpoint has at most one of them.")
         super().__post_init__(**kwargs)
+
+    def _check_windows(self) -> None:
+        types, window = self.layer_types, self.sliding_window
+        if len(types) != self.num_hidden_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f'layer_types is {types}; expected "full_attention" or "sliding_attention" for each of the '
+                f"{self.num_hidden_layers} draft layers."
+            )
+        if "sliding_attention" in types and (window is None or window < 1):
+            raise ValueError(f"layer_types is {types}, but sliding_window is {window}; expected a size.")
 
     @property
     def tap_width(self) -> int:
@@ -190,6 +212,7 @@ class PEagleConfig(Eagle3Config):
     mask_hidden_shape: list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        check_types(self)
         if self.parallel_drafting is None:
             self.parallel_drafting = self.mask_token_id is not None
         super().__post_init__(**kwargs)
@@ -210,10 +233,13 @@ class DraftModelConfig(DrafterConfig):
     model: dict | None = None
 
     @property
+    def own(self) -> PreTrainedConfig:
+        """The model's own configuration."""
+        return AutoConfig.for_model(**(self.model or {}))
+
+    @property
     def num_embeddings(self) -> int:
-        return (
-            self.vocab_size if self.model is None else AutoConfig.for_model(**self.model).get_text_config().vocab_size
-        )
+        return self.vocab_size if self.model is None else self.own.get_text_config().vocab_size
 
 
 class MtpConfig(DrafterConfig):
@@ -252,6 +278,7 @@ class MtpConfig(DrafterConfig):
     chaining: str | None = None
 
     def __post_init__(self, **kwargs):
+        check_types(self)
         if self.chaining is None:
             self.chaining = default_chaining(self.num_modules)
         if self.chaining not in CHAININGS:
@@ -261,6 +288,34 @@ class MtpConfig(DrafterConfig):
         super().__post_init__(**kwargs)
 
 
+def check_types(config: DrafterConfig) -> None:
+    """Raise `ValueError` if a field of `config` that is annotated in this module has a value of another type."""
+    for name, expected in _annotations(type(config)).items():
+        value = getattr(config, name)
+        if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
+            wanted = getattr(expected, "__name__", str(expected))
+            raise ValueError(f"{name} is {value!r}; expected {wanted}.")
+
+
+@functools.cache
+def _annotations(config_class: type[DrafterConfig]) -> dict[str, Any]:
+    """Of a class and those here that it is derived from; what others register may be annotated with anything."""
+    found: dict[str, Any] = {}
+    for one in reversed(config_class.__mro__):
+        if one.__module__ == __name__:
+            found |= inspect.get_annotations(one, eval_str=True)
+    return found
+
+
+def _is_of(value: Any, expected: Any) -> bool:
+    """Whether `value` is of a type, or a sequence of a type; an integer is a float, and no bool is an integer."""
+    if get_origin(expected) is list:
+        return isinstance(value, list | tuple) and all(_is_of(one, get_args(expected)[0]) for one in value)
+    if isinstance(value, bool):
+        return expected is bool
+    return isinstance(value, int | float if expected is float else expected)
+
+
 def default_chaining(num_modules: int) -> str:
     """`MtpConfig.chaining` of `num_modules` modules that say nothing about it."""
     return "modules" if num_modules > 1 else "target"
@@ -268,8 +323,9 @@ def default_chaining(num_modules: int) -> str:
 
 def check_num_assistant_tokens(value: int) -> int:
     """Return `value` if it can be a number of draft tokens a round, else raise `ValueError`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_ASSISTANT_TOKENS:
         raise ValueError(
-            f"num_assistant_tokens is {value!r}; expected an integer of at least 1 (draft tokens a round)."
+            f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
+            f"{MOST_ASSISTANT_TOKENS} (draft tokens a round)."
         )
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from .config import DraftModelConfig, Eagle3Config, MtpConfig
 from .drafters.auto import AutoDrafter, CheckpointReading, read_checkpoint
 from .drafters.base import check_sizes
-from .drafters.checkpoints import Checkpoint, open_checkpoint
+from .drafters.checkpoints import Checkpoint, check_place, open_checkpoint
 from .drafters.draft_model import check_vocabulary
 from .drafters.eagle3 import check_fit
 from .drafters.families import drafter_tensors
@@ -61,16 +62,19 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     """
     if arguments.self_check and arguments.target is None:
         raise ValueError("--self-check compares the drafter with its target; pass --target too.")
+    if arguments.revision is not None and Path(arguments.repo).is_dir():
+        raise ValueError(f"--revision is {arguments.revision!r}, but {arguments.repo} is a folder, which has none.")
+    target = None
+    if arguments.target is not None:
+        check_place(arguments.target)
+        target = AutoConfig.from_pretrained(arguments.target, token=arguments.token)
     checkpoint = open_checkpoint(
         arguments.repo,
         subfolder=arguments.subfolder,
         revision=arguments.revision,
-        select=drafter_tensors({}),
+        select=drafter_tensors({}, target.get_text_config() if target is not None else None),
         token=arguments.token,
     )
-    target = None
-    if arguments.target is not None:
-        target = AutoConfig.from_pretrained(arguments.target, token=arguments.token)
     found = read_checkpoint(checkpoint, target)
     if arguments.self_check and not isinstance(found.config, Eagle3Config):
         raise ValueError(

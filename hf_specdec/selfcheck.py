@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .config import DEFAULT_ROPE_THETA, Eagle3Config, PEagleConfig
-from .drafters.dialects import SPECFORGE
+from .drafters.dialects import SPECFORGE, rope_by_layer_type
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.layers import rotary_embedding
 from .hosting import LENGTH_DEPENDENT_ROPE
@@ -104,16 +104,19 @@ def readings_of(
         config: the drafter's.
         taps: boundaries it taps at present, ascending.
         num_layers: of the target. Boundaries one lower and one higher are tried where they exist.
-        target_rope: RoPE parameters of the target. A drafter that was trained with their scaling may not say so.
+        target_rope: RoPE parameters of the target, also by type of layer. A drafter that was trained with their scaling
+            may not say so.
     """
     shifted = [tuple(tap + shift for tap in taps) for shift in (0, 1, -1)]
     boundaries = [found for found in shifted if found[0] >= 0 and found[-1] <= num_layers] if taps else [None]
-    own, theirs = config.rope_parameters, target_rope.get("rope_theta", DEFAULT_ROPE_THETA)
+    own, theirs = config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope]
+    bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
     ropes: list[tuple[float, dict[str, Any] | None]] = [
-        (theta, None) for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, float(theirs)))
+        (theta, None) for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))
     ]
-    if target_rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT_ROPE}:
-        ropes.append((float(theirs), target_rope))
+    for rope, base in zip(theirs, bases, strict=True):
+        if rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT_ROPE}:
+            ropes.append((base, dict(rope)))
     residuals = (config.norm_before_residual, not config.norm_before_residual)
     # Nothing is fed back where all tokens are drafted in one pass.
     feedbacks = (config.norm_output, not config.norm_output)[: 1 if config.parallel_drafting else 2]

@@ -168,7 +168,7 @@ def test_no_scripted_acceptance_on_the_stock_engine(tmp_path, capsys):
     options += ["--drafter", tmp_path / "drafter", "-k", 2]
     assert bench(tmp_path, *options) == 0
     assert "drafter (stock engine)" in capsys.readouterr().out
-    assert bench(tmp_path, *options, "--synthetic-acceptance", 2) == 0
+    assert bench(tmp_path, *options, "--synthetic-acceptance", 2) == 1
     failed = 'failed: drafter (batch 1, prompt 4, K = 2): ValueError: engine="static" was forced'
     assert failed in capsys.readouterr().out
 
@@ -480,6 +480,10 @@ def test_failures_are_reported_and_the_others_go_on(folders, capsys, monkeypatch
     assert bench(folders, "--drafter", folders / "missing", "--baselines", "static", *options) == 1
     captured = capsys.readouterr()
     assert captured.err.endswith("No case could be measured.\n") and captured.out.count("failed: ") == 2
+    # The baselines alone are not what was asked about.
+    assert bench(folders, "--drafter", folders / "missing", "--baselines", "dynamic", *options) == 1
+    captured = capsys.readouterr()
+    assert captured.err.endswith("No drafter could be measured.\n") and captured.out.count("failed: ") == 1
 
 
 @pytest.mark.core
@@ -510,6 +514,11 @@ def test_errors_are_one_line(folders, capsys, monkeypatch, tmp_path):
         assert main(["bench", "--target", str(folders / "target"), *map(str, arguments)]) == 1
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1 and message in captured.err
+    for options in ([], ["--random-weights"]):
+        assert main(["bench", "--target", "/nonexistent", *options]) == 1
+        captured = capsys.readouterr()
+        assert captured.err.startswith("hf-specdec: There is no folder /nonexistent; expected one, or a repository")
+        assert captured.err.count("\n") == 1
     assert bench(folders, target="target/missing.gguf") == 1
     assert "There is no GGUF file at" in capsys.readouterr().err
 

@@ -12,11 +12,16 @@ import pytest
 import torch
 from dialects import Spec, tiny_target, write_draft_model
 from safetensors.torch import load_file, save_file
+from targets import FAMILIES as MOE
 from targets import padded_prompts
 from targets import tiny_target as tiny_model
 from test_bad_checkpoints import refuse
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BigBirdConfig,
+    BigBirdForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -136,6 +141,47 @@ def test_padded_vocabulary(size, token, target, tmp_path):
 def test_other_vocabulary(target, tmp_path):
     folder = write_draft_model(tmp_path, spec=Spec(vocab_size=1152, target_layers=2))
     refuse(folder, target, str(folder), "vocabulary of 1152 tokens", "128", "another tokenizer")
+
+
+@pytest.mark.core
+def test_model_that_also_sees(target, tmp_path):
+    """Kimi-K2.5: transformers has it as an image-text model only, whose text part is a DeepSeek-V3."""
+    text = {
+        **MOE["deepseek-v3"],
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    tokens = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
+    tokens |= {"projection_hidden_size": 16, "tie_word_embeddings": False}
+    config = AutoConfig.for_model("kimi_k25", text_config=text, vision_config=vision, **tokens)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "small")
+    drafter = AutoDrafter.from_pretrained(tmp_path / "small", target)
+    assert type(drafter.model) is type(model)
+    check_lossless(target, drafter)
+    drafter.save_pretrained(tmp_path / "again")
+    check_lossless(target, AutoDrafter.from_pretrained(tmp_path / "again", target))
+
+
+@pytest.mark.core
+def test_keys_of_other_families_do_not_stop_a_model(target, tmp_path):
+    """A count of modules that the weights do not hold, and the block size of sparse attention."""
+    for number, changes in enumerate(({"num_nextn_predict_layers": 1}, {"block_size": 64})):
+        check_lossless(
+            target, AutoDrafter.from_pretrained(write_draft_model(tmp_path / str(number), **changes), target)
+        )
+
+
+@pytest.mark.core
+def test_big_bird(target, tmp_path):
+    """Its block_size is not DFlash's. It cannot run on a static cache, and that is what is said."""
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BigBirdConfig(**sizes, intermediate_size=64, is_decoder=True, attention_type="original_full")
+    refuse(saved(BigBirdForCausalLM(config), tmp_path), target, str(tmp_path), "(BigBirdForCausalLM) cannot draft here")
 
 
 # ---- damaged files
@@ -261,8 +307,6 @@ def test_models_that_cannot_draft(target, tmp_path):
     refuse(folder, target, str(folder), "model_type 'own'", "does not know")
     folder = write_draft_model(tmp_path / "vision", model_type="clip_vision_model")
     refuse(folder, target, str(folder), "no causal language model")
-    mtp = write_draft_model(tmp_path / "mtp", num_nextn_predict_layers=1)
-    refuse(mtp, target, str(mtp), "MTP modules")
 
 
 @pytest.mark.core

@@ -8,6 +8,8 @@ import pytest
 import torch
 from dialects import Spec, make_weights, tiny_target, write
 from safetensors.torch import save_file
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.families import DRAFT_MODEL, MTP, P_EAGLE, check_family
@@ -54,8 +56,8 @@ REFUSED = {
     ),
     "mtp": (LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}, [], "MTP modules"),
     "mtp of minimax": ({"model_type": "minimax_m3", "num_mtp_modules": 1}, [], "MTP modules"),
-    "mtp of mimo-v2": (
-        {"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"]},
+    "mtp of a model that transformers does not have": (
+        {"model_type": "mimo_of_tomorrow", "architectures": ["MiMoForCausalLM"]},
         ["model.mtp.layers.0.enorm.weight"],
         "MTP modules",
     ),
@@ -154,12 +156,49 @@ def test_unknown_dialect_says_what_was_looked_for(target, tmp_path):
         AutoDrafter.from_pretrained(tmp_path, target)
 
 
-def test_unknown_type_of_speculators(target, tmp_path):
-    config = SPECULATORS | {"speculators_model_type": "novel"}
+@pytest.mark.core
+@pytest.mark.parametrize("extra", [{}, {"block_size": 8}, {"model_type": "eagle"}], ids=str)
+@pytest.mark.parametrize("tensors", [["x"], ["fc.weight"], MASK], ids=str)
+def test_unknown_type_of_speculators(extra, tensors, target, tmp_path):
+    """It is named, whatever else its files are like."""
+    config = SPECULATORS | {"speculators_model_type": "novel"} | extra
     (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="no known drafter dialect"):
+    save_file({name: torch.zeros(1) for name in tensors}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match="of speculators_model_type 'novel', which is not known here; expected 'eagle3'"
+    ):
         AutoDrafter.from_pretrained(tmp_path, target)
+
+
+def plain_config(model_type):
+    """config.json of a published model of the type, all at its defaults."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return AutoConfig.for_model(model_type).to_dict() | {
+        "architectures": [names] if isinstance(names, str) else [*names]
+    }
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model_type", ["big_bird", "deepseek_v3", "glm4_moe", "llama", "minimax", "qwen3_5"])
+def test_language_models_are_draft_models(model_type):
+    assert check_family("it", plain_config(model_type), ["model.embed_tokens.weight"]) == DRAFT_MODEL
+
+
+def test_no_language_model_is_called_a_drafter_of_another_family():
+    """No key of a configuration of transformers is mistaken for a drafter's."""
+    found = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = plain_config(model_type)
+        except Exception:  # Some configurations cannot be built without a part of them.
+            continue
+        if any(head in name for name in config["architectures"] for head in ("CausalLM", "LMHead")):
+            try:
+                found[model_type] = check_family("it", config, ["model.embed_tokens.weight"])
+            except ValueError as error:
+                found[model_type] = str(error)
+    assert len(found) > 100
+    assert {model_type: family for model_type, family in found.items() if family != DRAFT_MODEL} == {}
 
 
 def test_tensors_alone_tell_eagle3(target, tmp_path):

@@ -34,7 +34,7 @@ def test_text(target_folder, tmp_path, capsys):
         "40 of the target's 128 tokens",
         "5 draft tokens a round",
         "fc.weight  F32 [32, 96]",
-        "taps = [2, 4, 5]  (in doubt): ids [1, 3, 4] in eagle_config",
+        "taps = [2, 4, 5]  (in doubt): eagle_aux_hidden_state_layer_ids in eagle_config begins with 1",
         "norm_before_residual = False: not in config.json; the default of NVIDIA ModelOpt",
         "share_embedding = True: embed_tokens.weight is not in the checkpoint",
         "(llama): fits",
@@ -90,6 +90,13 @@ def test_errors_are_one_line(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("hf-specdec: ") and captured.err.count("\n") == 1
     assert "has no config.json" in captured.err
+    for arguments in (["/nonexistent"], ["./nonexistent"], [str(tmp_path), "--target", "/nonexistent"]):
+        assert main(["inspect", *arguments]) == 1
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"hf-specdec: There is no folder {arguments[-1]}; expected one, or a repository")
+        assert captured.err.count("\n") == 1
+    assert main(["inspect", str(tmp_path), "--revision", "main"]) == 1
+    assert f"--revision is 'main', but {tmp_path} is a folder" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path), "--self-check"]) == 1
     assert "pass --target too" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3}))

@@ -19,6 +19,10 @@ from hf_specdec.bench.models import random_drafter
 from hf_specdec.cache import RaggedCache
 from hf_specdec.cli import main
 from hf_specdec.drafters import checkpoints
+from hf_specdec.drafters.auto import read_checkpoint
+from hf_specdec.drafters.checkpoints import open_checkpoint
+from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.mtp_layouts import FAMILIES
 
 
@@ -231,12 +235,12 @@ def test_refused_checkpoints(tmp_path):
     with pytest.raises(ValueError, match=r"hidden_size 32, but .* has hidden_size 48"):
         wide = publish("mimo", tmp_path / "other").target
         wide.config.hidden_size = 48
-        AutoDrafter.from_pretrained(folder, wide)
+        AutoDrafter.from_pretrained(folder, wide, chaining="modules")
     rewrite(num_nextn_predict_layers=3)
     refuse(folder, target, "3 MTP module(s)", "num_nextn_predict_layers", "modules [0, 1]")
     rewrite(num_nextn_predict_layers=1)
     refuse(folder, target, "1 MTP module(s)", "modules [0, 1]")
-    rewrite(model_type="mimo_v2_flash")
+    rewrite(model_type="mimo_of_tomorrow")
     refuse(folder, target, "MTP modules", "model type that is not supported", "deepseek_v3")
     rewrite(hidden_size="many")
     refuse(folder, target, "config.json", "describes no model")
@@ -261,6 +265,74 @@ def test_refused_checkpoints(tmp_path):
     refuse(folder, target, "unexpected tensors: decoder.layers.0.extra.weight", "is [7], expected [32]")
     without(folder, *[name for name in tensors | unknown if name.startswith(("model.layers.3.", "model.layers.4."))])
     refuse(folder, target, "hold no tensors of them", "num_nextn_predict_layers to 0")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_draft_model_of_another_target(family, sharded, tmp_path, caplog):
+    """The modules of a model are for that model; for another target it is a draft model, and they are left out."""
+    at = publish(family, tmp_path / "small", 2, max_shard_size="8KB" if sharded else None)
+    target = tiny_target("llama")
+    with caplog.at_level("INFO", logger="hf_specdec"):
+        drafter = AutoDrafter.from_pretrained(at.folder, target)
+    assert type(drafter) is DraftModelDrafter
+    assert "the MTP modules in its weights are for; they are left out" in caplog.text
+    inputs = padded_prompts([9, 5])
+    plain = greedy(target, inputs)
+    assert torch.equal(greedy(target, inputs, assistant_model=drafter), plain)
+    own = drafter.model.state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in at.target.state_dict().items())
+    assert isinstance(AutoDrafter.from_pretrained(at.folder, at.target), MtpDrafter)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5"])
+def test_draft_model_that_lost_its_modules(family, tmp_path):
+    """As transformers saves such a model: config.json tells of modules that the weights do not hold."""
+    at = publish(family, tmp_path / "published", 2)
+    at.target.config.num_nextn_predict_layers = 2
+    at.target.save_pretrained(tmp_path / "small")
+    target = tiny_target("llama")
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    found = read_checkpoint(open_checkpoint(tmp_path / "small"), target.config)
+    assert found.family is DraftModelDrafter
+    assert "its weights hold none" in next(one.rule for one in found.decisions if one.name == "family")
+    drafter = AutoDrafter.from_pretrained(tmp_path / "small", target)
+    inputs = padded_prompts([9, 5])
+    assert torch.equal(greedy(target, inputs, assistant_model=drafter), greedy(target, inputs))
+    # For a target of the same shape it is more likely that the modules were meant.
+    refuse(tmp_path / "small", at.target, "hold no tensors of them", "num_nextn_predict_layers to 0")
+    refuse(tmp_path / "small", target, "hold no tensors of them", chaining="target")
+
+
+@pytest.mark.core
+def test_rope_by_layer_type_of_speculators(tmp_path):
+    """Its trainer takes the RoPE of the target's sliding layers."""
+    at = publish("speculators", tmp_path / "checkpoint")
+    config = json.loads((at.folder / "config.json").read_text())
+    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    ropes["full_attention"] = {"rope_type": "default", "rope_theta": 1e6}
+    config["transformer_layer_config"]["rope_parameters"] = ropes
+    (at.folder / "config.json").write_text(json.dumps(config))
+    drafter = AutoDrafter.from_pretrained(at.folder, at.target)
+    assert drafter.decoder.config.rope_parameters == ropes["sliding_attention"]
+
+
+def test_inspect_tells_draft_models_from_modules(tmp_path, capsys):
+    at = publish("glm-4.5", tmp_path / "small", 2)
+    tiny_target("llama").config.save_pretrained(tmp_path / "other")
+    for arguments, family in (
+        ([], "mtp (GLM-4.5)"),
+        (["--target", str(at.folder)], "mtp (GLM-4.5)"),
+        (["--target", str(tmp_path / "other")], "draft model (transformers)"),
+    ):
+        assert main(["inspect", str(at.folder), *arguments]) == 0
+        assert family in capsys.readouterr().out
+    without(at.folder, *[name for name in load_file(at.folder / "model.safetensors") if ".layers.3." in name])
+    without(at.folder, *[name for name in load_file(at.folder / "model.safetensors") if ".layers.4." in name])
+    assert main(["inspect", str(at.folder)]) == 0
+    assert "draft model (transformers)" in capsys.readouterr().out
 
 
 def test_layers_that_transformers_does_not_have(tmp_path, monkeypatch):
@@ -292,8 +364,8 @@ def test_inspect(tmp_path, capsys):
     names = [name for name in report["tensors"] if "self_attn.q_proj.weight" in name]
     assert len(names) == 3
     assert report["parameters"] == sum(math.prod(tensor["shape"]) for tensor in report["tensors"].values())
-    other = copy.deepcopy(tiny_target("gpt-oss").config)
-    other.vocab_size = 100
+    other = copy.deepcopy(at.target.config)
+    other.text_config.vocab_size = 100
     other.save_pretrained(tmp_path / "other")
     assert main(["inspect", str(at.folder), "--target", str(tmp_path / "other"), "--json"]) == 0
     assert "vocabulary of 96 tokens" in json.loads(capsys.readouterr().out)["target"]["reason"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dialects import PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 
 from hf_specdec.drafters.auto import AutoDrafter, CheckpointReading, read_checkpoint
 from hf_specdec.drafters.checkpoints import open_checkpoint
@@ -73,18 +73,45 @@ def test_dialect(config, dialect):
         (8, [1, 3, 4], [2, 4, 5]),
         (8, [4, 1, 3], [2, 4, 5]),
         (8, [2, 4, 5], [2, 4, 5]),
-        (8, [1, 3, 5], [1, 3, 5]),
+        (8, [1, 3, 5], [2, 4, 6]),
+        (8, [0, 1, 3], [0, 1, 3]),
         (36, [24, 30, 36], [24, 30, 36]),
         (9, [1, 3, 5], [2, 4, 6]),
     ],
 )
-@pytest.mark.parametrize("key", [NESTED, "layer_ids"])
+@pytest.mark.parametrize("key", [NESTED, "layer_ids", "aux_hidden_state_layer_ids"])
 def test_nested_ids(num_layers, ids, taps, key, tmp_path):
-    """Outputs of layers where the ids are the default of trainers that count so, else boundaries."""
+    """Outputs of layers where they begin with 1, else boundaries: SGLang's rule."""
     nested = {key: ids, "use_aux_hidden_state": True}
     found = read(tmp_path, "modelopt", num_layers=num_layers, eagle_config=nested)
     assert found.config.taps == taps
-    assert decision(found, "taps").doubtful
+    made = decision(found, "taps")
+    counted = "begins with 1, so it counts outputs" if min(ids) == 1 else "counts boundaries"
+    assert made.doubtful and f"{key} in eagle_config" in made.rule and counted in made.rule
+
+
+@pytest.mark.core
+def test_nested_ids_of_a_target_whose_drafters_count_boundaries(tmp_path):
+    nested = {NESTED: [1, 3, 4], "use_aux_hidden_state": True}
+    folder = write("modelopt", tmp_path, SPEC, make_weights(SPEC), eagle_config=nested)
+    target = GptOssConfig(hidden_size=32, vocab_size=128, num_hidden_layers=8)
+    found = read_checkpoint(open_checkpoint(folder), target)
+    assert found.config.taps == [1, 3, 4]
+    assert decision(found, "taps").doubtful and "drafters for gpt_oss" in decision(found, "taps").rule
+
+
+@pytest.mark.core
+def test_ids_under_another_key(tmp_path):
+    """What speculators' DFlash calls them; left unread, the default taps would stand."""
+    found = read(tmp_path / "a", "speculators", **{NESTED: ...}, aux_hidden_state_layer_ids=[1, 3, 6])
+    assert found.config.taps == [1, 3, 6]
+    assert "aux_hidden_state_layer_ids at top level counts boundaries" in decision(found, "taps").rule
+    found = read(tmp_path / "b", "speculators", aux_hidden_state_layer_ids=list(SPEC.taps))
+    assert found.config.taps == list(SPEC.taps)
+    with pytest.raises(ValueError, match=r"contradicts itself about the layers that it taps.*Pass `taps=`"):
+        read(tmp_path / "c", "speculators", aux_hidden_state_layer_ids=[1, 3, 6])
+    found = read(tmp_path / "c", "speculators", overrides={"taps": [1, 3, 6]}, aux_hidden_state_layer_ids=[1, 3, 6])
+    assert found.config.taps == [1, 3, 6]
 
 
 @pytest.mark.core
@@ -103,7 +130,7 @@ def test_default_taps(dialect, tmp_path):
 def test_taps_without_target(tmp_path):
     assert read(tmp_path / "a", "safeailab", num_layers=None).config.taps is None
     found = read(tmp_path / "b", "specforge", num_layers=None)
-    assert found.config.taps == [1, 3, 4] and decision(found, "taps").doubtful
+    assert found.config.taps == [2, 4, 5] and decision(found, "taps").doubtful
 
 
 def test_four_layer_target_has_two_default_taps(tmp_path):
@@ -141,6 +168,57 @@ def test_rope_contradiction_is_in_doubt(tmp_path):
     found = read(tmp_path, "specforge", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     assert found.config.rope_parameters["rope_theta"] == 1e6
     assert decision(found, "rope_theta").doubtful
+
+
+BY_LAYER_TYPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dialect", ["speculators", "speculators-peagle"])
+def test_rope_by_layer_type(dialect, tmp_path):
+    """speculators trains its draft layers with the RoPE of the target's sliding layers."""
+    spec = PEAGLE if dialect == "speculators-peagle" else SPEC
+    write(dialect, tmp_path, spec, make_weights(spec))
+    layer = open_checkpoint(tmp_path).config["transformer_layer_config"]
+    layer.pop("rope_theta", None)
+    found = read(tmp_path, dialect, spec, transformer_layer_config=layer | {"rope_parameters": BY_LAYER_TYPE})
+    assert found.config.rope_parameters == BY_LAYER_TYPE["sliding_attention"]
+    assert "speculators' draft layers all have the sliding one's" in decision(found, "rope_parameters").rule
+
+
+@pytest.mark.core
+def test_rope_by_layer_type_of_others(tmp_path):
+    """No other publisher's trainer is known to take one of several."""
+    with pytest.raises(ValueError, match=r"by type of layer \(full_attention, sliding_attention\).*rope_parameters="):
+        read(tmp_path / "a", "specforge", rope_theta=..., rope_parameters=BY_LAYER_TYPE)
+    same = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in BY_LAYER_TYPE}
+    found = read(tmp_path / "b", "specforge", rope_theta=..., rope_parameters=same)
+    assert found.config.rope_parameters == same["full_attention"]
+    given = {"rope_type": "default", "rope_theta": 7.0}
+    overrides = {"rope_parameters": given}
+    found = read(tmp_path / "c", "specforge", overrides=overrides, rope_theta=..., rope_parameters=BY_LAYER_TYPE)
+    assert found.config.rope_parameters == given
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_parameters": BY_LAYER_TYPE["full_attention"], "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "itself",
+        ),
+        ({"rope_parameters": "plain"}, "rope_parameters 'plain'; expected an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "expected 4 finite ones"),
+        ({"rope_theta": 0}, "rope_theta 0 in its config.json; expected more than 0"),
+    ],
+    ids=["two", "string", "partial", "zero"],
+)
+def test_rope_that_cannot_be_applied(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, "specforge", **changes)
 
 
 def test_rope_inside_transformer_layer_config(tmp_path):

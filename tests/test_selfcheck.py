@@ -214,6 +214,13 @@ def test_scaling_of_the_target_is_a_reading(parallel):
     assert result.best.reading.changes()["rope_theta"] == 10000.0 or not result.conclusive
 
 
+def test_bases_of_a_target_by_type_of_layer(parallel):
+    bases = {"sliding_attention": 5e5, "full_attention": 1e6}
+    ropes = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    readings = list(readings_of(parallel.drafter.config, [2, 4, 5], 8, ropes))
+    assert {reading.rope_theta for reading in readings} == {1e4, 5e5, 1e6}
+
+
 def test_inspect_scores_peagle(parallel, tmp_path, capsys):
     spec = replace(SPEC, parallel=True)
     parallel.target.save_pretrained(tmp_path / "target")

@@ -140,10 +140,18 @@ def measure(arguments: argparse.Namespace) -> None:
     save(report, cases, arguments.output)
     if is_first_process():
         print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
-    if all(case.error is not None for case in cases):
-        raise ValueError("No case could be measured.")
+    check_measured(cases, arguments)
     if arguments.plots is not None:
         draw(cases, caption(report), arguments.plots)
+
+
+def check_measured(cases: list[Case], arguments: argparse.Namespace) -> None:
+    """Raise `ValueError` if nothing that was asked about could be measured: no case, or none with a drafter."""
+    if all(case.error is not None for case in cases):
+        raise ValueError("No case could be measured.")
+    drafted = [case for case in cases if case.name in arguments.drafter]
+    if drafted and all(case.error is not None for case in drafted):
+        raise ValueError("No drafter could be measured.")
 
 
 def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None:

@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 from ..drafters import Drafter
 from ..drafters.auto import AutoDrafter, read_config
 from ..drafters.base import registered_drafters
-from ..drafters.checkpoints import Checkpoint, StoredTensor, quiet_loading, read_config_file
+from ..drafters.checkpoints import Checkpoint, StoredTensor, check_place, quiet_loading, read_config_file
 from ..drafters.families import EAGLE3, MTP, P_EAGLE, check_family
 from ..drafters.mtp_layouts import implied_names
 
@@ -45,7 +45,7 @@ def load_target(
     if tensor_parallel:
         model = _split_target(name, dtype, random_weights)
     elif random_weights:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(**_located(name))
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -67,7 +67,7 @@ def _split_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreTra
     split = DistributedConfig(tp_plan="auto")
     if not random_weights:
         return AutoModelForCausalLM.from_pretrained(**_located(name), dtype=dtype, distributed_config=split)
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(**_located(name))
     with torch.device("meta"):
         family = type(AutoModelForCausalLM.from_config(config))
     torch.manual_seed(0)
@@ -88,6 +88,7 @@ def _located(name: str) -> dict[str, str]:
         if not path.is_file():
             raise FileNotFoundError(f"There is no GGUF file at {path}.")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    check_place(name)
     return {"pretrained_model_name_or_path": name}
 
 
@@ -131,7 +132,7 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     file, settings = read_config_file(name)
     published = settings.get("model_type") not in registered_drafters()
     tensors = {}
-    kind = check_family(name, settings, ()) if published else None
+    kind = check_family(name, settings, (), target.config.get_text_config()) if published else None
     if kind == MTP:
         tensors = dict.fromkeys(implied_names(settings), StoredTensor((), "BF16", Path()))
     elif kind in (EAGLE3, P_EAGLE):

@@ -62,7 +62,8 @@ def read_checkpoint(
         ValueError: a family that is not supported, no known dialect, or contradictions, each named.
     """
     found = read_config(checkpoint, target, overrides)
-    found.family.check_checkpoint(checkpoint, found.config)
+    with checkpoint.building():
+        found.family.check_checkpoint(checkpoint, found.config)
     return found
 
 
@@ -73,13 +74,14 @@ def read_config(
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     _check_rope(given)
     family = registered_drafters().get(checkpoint.config.get("model_type"))
-    if family is None:
-        read, family = _READERS[check_family(checkpoint.name, checkpoint.config, checkpoint.tensors)]
-        with checkpoint.building():
-            reading = read(checkpoint, target.get_text_config() if target is not None else None, given)
-        found = CheckpointReading(family, reading.config, reading.decisions)
-    else:
-        with checkpoint.building():
+    with checkpoint.building():
+        if family is None:
+            text = target.get_text_config() if target is not None else None
+            kind = check_family(checkpoint.name, checkpoint.config, checkpoint.tensors, text, given)
+            read, family = _READERS[kind]
+            reading = read(checkpoint, text, given)
+            found = CheckpointReading(family, reading.config, reading.decisions)
+        else:
             found = _read_own(checkpoint, family, given)
     found.config.name_or_path = checkpoint.name
     return found
@@ -205,7 +207,7 @@ class AutoDrafter:
             pretrained_model_name_or_path,
             subfolder=subfolder,
             revision=revision,
-            select=drafter_tensors(overrides),
+            select=drafter_tensors(overrides, target.config.get_text_config()),
             token=token,
             cache_dir=cache_dir,
             local_files_only=local_files_only,

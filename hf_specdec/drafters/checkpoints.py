@@ -6,16 +6,17 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file, extract_commit_hash
+
+from .limits import check_settings
 
 CONFIG_FILE = "config.json"
 # In the order in which transformers prefers them.
@@ -77,16 +78,9 @@ class Checkpoint:
                 found |= {name: state[name] for name in names}
         return found
 
-    @contextmanager
-    def building(self) -> Iterator[None]:
-        """Context for what is built as `config` says: what transformers makes of nonsense in it is a `ValueError`."""
-        try:
-            yield
-        except (StrictDataclassError, KeyError, TypeError, RuntimeError) as error:
-            raise ValueError(
-                f"The {CONFIG_FILE} of {self.name} describes no model that can be built ({type(error).__name__}: "
-                f"{' '.join(str(error).split())})."
-            ) from error
+    def building(self) -> AbstractContextManager[None]:
+        """Context for what is built as `config` says; see `reading`."""
+        return reading(self.name)
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
         """Raise `ValueError` if transformers' loading `info` speaks of anything that did not find its place."""
@@ -119,6 +113,30 @@ class Checkpoint:
     @property
     def uses_safetensors(self) -> bool:
         return all(tensor.file.suffix == ".safetensors" for tensor in self.tensors.values())
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Context for what the config.json of `name` decides: what becomes of nonsense in it is a `ValueError` of one line.
+
+    Which exception transformers and torch raise for it depends on where they meet it.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if "\n" not in str(error):
+            raise
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{name} cannot be read: {_one_line(error)}") from error
+    except Exception as error:
+        raise ValueError(
+            f"The {CONFIG_FILE} of {name} describes no model that can be built ({type(error).__name__}: "
+            f"{_one_line(error)})."
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 @contextmanager
@@ -166,15 +184,17 @@ def open_checkpoint(
         hub: `token`, `cache_dir`, `local_files_only`, `force_download`, as in `PreTrainedModel.from_pretrained`.
 
     Raises:
-        OSError: no such repository, no access, no `config.json`, no weight file, a shard or a download is missing.
-        ValueError: a file is not what its name says.
+        OSError: no such folder or repository, no access, no `config.json`, no weight file, a shard or a download is
+            missing.
+        ValueError: a file is not what its name says, or lies outside of the checkpoint.
     """
-    name = f"{repo}/{subfolder}" if subfolder else str(repo)
+    name = _name(repo, subfolder)
     config_file, config = read_config_file(repo, subfolder, revision, **hub)
     commit = extract_commit_hash(str(config_file), None)
 
     def wanted(names: Collection[str]) -> Collection[str]:
-        return select(config, names)
+        with reading(name):
+            return select(config, names)
 
     tensors = _headers(_fetch_weights(name, repo, subfolder, commit or revision, wanted, hub))
     kept = set(wanted(tensors.keys()))
@@ -187,17 +207,40 @@ def read_config_file(
     """Find, and download where needed, `config.json` alone: its path and content; arguments as for `open_checkpoint`.
 
     Raises:
-        OSError: no such repository, no access, no `config.json`.
-        ValueError: it is not a JSON file.
+        OSError: no such folder or repository, no access, no `config.json`.
+        ValueError: it is not a JSON file, or says what no model can have.
     """
+    name = _name(repo, subfolder)
+    check_place(repo)
+    if not isinstance(subfolder, str) or not _is_inside(subfolder):
+        raise ValueError(f"subfolder is {subfolder!r}; expected a folder inside {repo}.")
     config_file = _fetch(repo, CONFIG_FILE, subfolder, revision, hub)
     if config_file is None:
-        name = f"{repo}/{subfolder}" if subfolder else str(repo)
         raise OSError(
             f"{name} has no {CONFIG_FILE}; expected a folder or a Hub repository that holds a drafter's "
             f"{CONFIG_FILE} and weights. If they are in a subfolder, pass `subfolder=`."
         )
-    return config_file, _read_json(config_file)
+    config = _read_json(config_file)
+    check_settings(config, name)
+    return config_file, config
+
+
+def check_place(repo: str | Path) -> None:
+    """Raise `FileNotFoundError` if `repo` names a folder that does not exist, rather than a repository on the Hub."""
+    path = Path(repo)
+    is_path = isinstance(repo, Path) or path.is_absolute() or len(path.parts) > 2 or str(repo).startswith((".", "~"))
+    if is_path and not path.exists():
+        raise FileNotFoundError(f"There is no folder {repo}; expected one, or a repository on the Hub (OWNER/NAME).")
+
+
+def _name(repo: str | Path, subfolder: str) -> str:
+    return f"{repo}/{subfolder}" if subfolder else str(repo)
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a relative `path` stays below where it starts, on any system."""
+    kinds = (PurePosixPath(path), PureWindowsPath(path))
+    return not any(kind.is_absolute() or kind.drive or kind.root or ".." in kind.parts for kind in kinds)
 
 
 def _fetch(
@@ -231,7 +274,7 @@ def _fetch_weights(
         raise OSError(f"{name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}.")
     if file.suffix != ".json":
         return [file]
-    places = _read_json(file).get("weight_map", {})
+    places = _read_index(file)
     # An index without what is wanted is for the reader of the checkpoint to judge; one without anything is damaged.
     if places and not (wanted_names := wanted(places.keys())):
         return []
@@ -243,10 +286,26 @@ def _fetch_weights(
     return files
 
 
+def _read_index(file: Path) -> dict[str, str]:
+    """Which shard holds each tensor."""
+    index = _read_json(file)
+    places = index.get("weight_map", {})
+    if not isinstance(places, dict):
+        raise ValueError(f"{file} has a weight_map that is a {type(places).__name__}; expected an object.")
+    for tensor, shard in places.items():
+        if not isinstance(shard, str) or not shard or not _is_inside(shard):
+            raise ValueError(
+                f"{file} has {tensor} in the shard {shard!r}; expected the name of a file in the same folder."
+            )
+    if not isinstance(index.get("metadata"), dict):
+        raise ValueError(f'{file} has no object "metadata", without which transformers loads no shards; {{}} will do.')
+    return places
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # Of levels inside each other there may be too many.
         raise ValueError(f"{file} is not a JSON file ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a JSON {type(content).__name__}; expected an object.")

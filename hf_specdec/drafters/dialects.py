@@ -9,7 +9,7 @@ NVIDIA-NeMo/Automodel (speculative/eagle) and vLLM's readers of them (llama_eagl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from ..config import DEFAULT_ROPE_THETA, DrafterConfig, Eagle3Config, PEagleConfig, default_taps
 from .checkpoints import Checkpoint, StoredTensor
-from .families import architectures, eagle_settings
+from .families import architectures, eagle_settings, speculators_type
 from .tensors import rename
 
 SAFEAILAB, SPECFORGE, SPECULATORS, MODELOPT = "SafeAILab", "SpecForge", "speculators", "NVIDIA ModelOpt"
@@ -49,6 +49,14 @@ _MODELOPT_MARKS = {
     "norm_before_fc",
     "layer_ids",
 }
+
+# Keys of config.json that name the tapped layers: at top level, and inside `eagle_config`.
+_TOP_TAPS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_NESTED_TAPS = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "aux_hidden_state_layer_ids")
+
+# Model types of targets whose drafters' ids inside `eagle_config` count boundaries, whatever the first is (the
+# published ones of gpt-oss; sgl-project/sglang pull request 32334).
+_COUNTED_BY_BOUNDARIES = frozenset({"gpt_oss"})
 
 # Where the mask token of a drafter may stand, in the order of vLLM's look-up (llm_base_proposer.py).
 _MASK_TOKEN_KEYS = (
@@ -109,7 +117,7 @@ class Reading:
 
 def detect_dialect(config: Mapping[str, Any]) -> str:
     """The publisher whose layout the `config.json` of an EAGLE-3 or P-EAGLE drafter has."""
-    if "speculators_model_type" in config:
+    if speculators_type(config) is not None:
         return SPECULATORS
     names, nested = architectures(config), eagle_settings(config)
     if "peagledraftmodel" in names.split():
@@ -194,7 +202,7 @@ class _Eagle3Reader:
             own_embedding=self._owns("share_embedding", "embed_tokens.weight"),
             own_head=self._owns("share_head", "lm_head.weight"),
             use_aux_hidden_state=self._agreed("use_aux_hidden_state", self._use_aux, "fc.weight"),
-            norm_before_fc=self._agreed("norm_before_fc", self._setting("norm_before_fc"), "input_norm.weight"),
+            norm_before_fc=self._agreed("norm_before_fc", self._flag("norm_before_fc"), "input_norm.weight"),
             fc_norm=self._fc_norm(),
             fc_bias="fc.bias" in self.tensors,
             logit_scale=float(self._setting("logit_scale", 1.0)),
@@ -206,7 +214,8 @@ class _Eagle3Reader:
 
     @property
     def _use_aux(self) -> bool:
-        return self._setting("use_aux_hidden_state", True)
+        stated = self._flag("use_aux_hidden_state")
+        return True if stated is None else stated
 
     def _setting(self, name: str, default: Any = None) -> Any:
         """A setting beside the layers' own: inside `eagle_config` or at top level."""
@@ -214,6 +223,13 @@ class _Eagle3Reader:
             if source.get(name) is not None:
                 return source[name]
         return default
+
+    def _flag(self, name: str) -> bool | None:
+        """A setting that is true or false, None if it is not stated; as a string, both would be true."""
+        stated = self._setting(name)
+        if not isinstance(stated, bool | None):
+            raise ValueError(f"{self.name} has {name} {stated!r} in its config.json; expected true or false.")
+        return stated
 
     def _agreed(self, field: str, stated: bool | None, tensor: str) -> bool:
         """Whether a part exists: its tensor tells, and what config.json states must agree."""
@@ -306,38 +322,56 @@ class _Eagle3Reader:
         """Tapped boundaries. What an id in config.json counts differs between publishers."""
         if not self._use_aux:
             return None
-        num_layers = self.target.num_hidden_layers if self.target is not None else None
-        stated = self.top.get("eagle_aux_hidden_state_layer_ids")
-        if stated:
-            rule = "eagle_aux_hidden_state_layer_ids at top level counts boundaries (vLLM, speculators)"
-            return self._settle("taps", sorted(set(stated)), rule)
-        stated = self.nested.get("eagle_aux_hidden_state_layer_ids") or self.nested.get("layer_ids")
-        if stated:
-            return self._nested_taps(sorted(set(stated)), num_layers)
-        if num_layers is None:
+        if "taps" in self.overrides:
+            return self._settle("taps", None, "")
+        key, stated = self._stated_taps(self.top, _TOP_TAPS)
+        if stated is not None:
+            return self._settle(
+                "taps", sorted(set(stated)), f"{key} at top level counts boundaries (vLLM, speculators)"
+            )
+        key, stated = self._stated_taps(self.nested, _NESTED_TAPS)
+        if stated is not None:
+            return self._nested_taps(key, stated)
+        if self.target is None:
             rule = "not in config.json; 2, n // 2, n - 3 of a target with n layers, every publisher's default"
             return self._settle("taps", None, rule)
+        num_layers = self.target.num_hidden_layers
         rule = f"not in config.json; 2, n // 2, n - 3 with n = {num_layers} layers, every publisher's default"
         return self._settle("taps", default_taps(num_layers), rule)
 
-    def _nested_taps(self, ids: list[int], num_layers: int | None) -> list[int]:
-        """Ids inside `eagle_config`: outputs of layers for trainers that hook layers, boundaries for others."""
-        if num_layers is None:
-            rule = "ids in eagle_config, read as boundaries; the target's number of layers is needed to tell"
+    def _stated_taps(self, source: Mapping[str, Any], keys: Sequence[str]) -> tuple[str | None, list[int] | None]:
+        """The key of `source` that names the tapped layers, and their ids; None and None if there is none."""
+        found = {key: source[key] for key in keys if source.get(key) not in (None, [])}
+        for key, ids in found.items():
+            if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+                raise ValueError(f"{self.name} has {key} {ids!r}; expected a list of layers' numbers.")
+        if len({tuple(ids) for ids in found.values()}) > 1:
+            stated = ", ".join(f"{key} {ids}" for key, ids in found.items())
+            raise ValueError(f"{self.name} contradicts itself about the layers that it taps: {stated}. Pass `taps=`.")
+        return next(iter(found.items()), (None, None))
+
+    def _nested_taps(self, key: str, stated: list[int]) -> list[int]:
+        """Ids inside `eagle_config`: outputs of layers for trainers that hook layers, boundaries for others.
+
+        SGLang's rule: those that begin with 1 are outputs, since the output of the first layer is the lowest that such
+        trainers tap, but for targets whose drafters have been published with boundaries.
+        """
+        ids, where = sorted(set(stated)), f"{key} in eagle_config"
+        if self.target is not None and self.target.model_type in _COUNTED_BY_BOUNDARIES:
+            rule = f"{where} counts boundaries in drafters for {self.target.model_type} (SGLang)"
             return self._settle("taps", ids, rule, doubtful=True)
-        if ids == sorted({1, num_layers // 2 - 1, num_layers - 4}):
-            rule = f"ids {ids} in eagle_config are SpecForge's and ModelOpt's default for {num_layers} layers, which "
-            return self._settle("taps", [i + 1 for i in ids], rule + "counts outputs of layers", doubtful=True)
-        rule = "ids in eagle_config other than the default of trainers that count outputs of layers are boundaries"
+        if ids[0] == 1:
+            rule = f"{where} begins with 1, so it counts outputs of layers: output i is boundary i + 1 (SGLang)"
+            return self._settle("taps", [i + 1 for i in ids], rule, doubtful=True)
+        rule = f"{where} begins with {ids[0]}, not with 1, so it counts boundaries (SGLang, vLLM)"
         return self._settle("taps", ids, rule, doubtful=True)
 
     def _rope(self) -> dict[str, Any]:
         """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta`."""
         if "rope_parameters" in self.overrides:
             return self._settle("rope_parameters", None, "")
-        nested = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
-        rest = {key: value for key, value in nested.items() if key not in ("type", "rope_theta")}
-        kind = nested.get("rope_type", nested.get("type", "default"))
+        nested = self._stated_rope()
+        kind, rest = _scaling_of(nested)
         inner, outer = nested.get("rope_theta"), self.layer.get("rope_theta")
         if inner is None and outer is None:
             theta, rule, doubtful = DEFAULT_ROPE_THETA, "not in config.json; the default of every publisher", False
@@ -349,15 +383,46 @@ class _Eagle3Reader:
         theta = self._settle("rope_theta", float(theta), rule, doubtful)
         return self._scaling(rest | {"rope_type": kind, "rope_theta": theta})
 
+    def _stated_rope(self) -> Mapping[str, Any]:
+        """`rope_parameters` or `rope_scaling` of config.json; empty if it has neither."""
+        given = {key: self.layer[key] for key in ("rope_parameters", "rope_scaling") if self.layer.get(key)}
+        for key, rope in given.items():
+            if not isinstance(rope, Mapping):
+                raise ValueError(f"{self.name} has {key} {rope!r}; expected an object, or null.")
+        ropes = [self._rope_of_layers(rope) for rope in given.values()]
+        if len(ropes) == 2 and _scaling_of(ropes[0]) != _scaling_of(ropes[1]):
+            raise ValueError(
+                f"{self.name} contradicts itself: rope_parameters is {given['rope_parameters']} and rope_scaling is "
+                f"{given['rope_scaling']}. Pass `rope_parameters=` with what it was trained with."
+            )
+        return ropes[0] if ropes else {}
+
+    def _rope_of_layers(self, nested: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The RoPE of the draft layers, of one that config.json may give by the type of the target's layers."""
+        entries = rope_by_layer_type(nested)
+        if not entries:
+            return nested
+        kind = "sliding_attention" if "sliding_attention" in entries else next(iter(entries))
+        if self.dialect == SPECULATORS and kind == "sliding_attention":
+            rule = "rope_parameters has RoPE by type of layer; speculators' draft layers all have the sliding one's"
+        elif all(entry == entries[kind] for entry in entries.values()):
+            rule = "rope_parameters has the same RoPE for each type of layer"
+        else:
+            raise ValueError(
+                f"{self.name} has rope_parameters by type of layer ({', '.join(sorted(entries))}), but its draft "
+                "layers share one RoPE. Pass `rope_parameters=` with the one that they were trained with."
+            )
+        return self._settle("rope_parameters", dict(entries[kind]), rule)
+
     def _scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
         """RoPE as it was trained, of the RoPE that config.json describes."""
         return rope
 
     def _fc_norm(self) -> bool:
-        return self._agreed("fc_norm", self._setting("fc_norm"), "fc_norm.0.weight")
+        return self._agreed("fc_norm", self._flag("fc_norm"), "fc_norm.0.weight")
 
     def _norm_before_residual(self) -> bool:
-        stated = self._setting("norm_before_residual")
+        stated = self._flag("norm_before_residual")
         if stated is not None:
             return self._settle("norm_before_residual", stated, "config.json")
         return self._default_norm_before_residual()
@@ -373,7 +438,7 @@ class _Eagle3Reader:
 
         In SpecForge before its pull request 879, True meant that a final norm exists, which says nothing of this.
         """
-        stated = self._setting("norm_output")
+        stated = self._flag("norm_output")
         if stated is None:
             return self._settle("norm_output", False, "not in config.json; EAGLE-3 feeds back the stream before norm")
         if self.dialect != SPECFORGE or not stated:
@@ -383,8 +448,8 @@ class _Eagle3Reader:
         return self._settle("norm_output", is_31, rule, doubtful=True)
 
     def _final_norm(self) -> bool:
-        present, stated = "norm.weight" in self.tensors, self._setting("use_last_layernorm")
-        if self.dialect == SPECFORGE and self._setting("norm_output") is False:
+        present, stated = "norm.weight" in self.tensors, self._flag("use_last_layernorm")
+        if self.dialect == SPECFORGE and self._flag("norm_output") is False:
             rule = "SpecForge's norm_output False meant no final norm before its pull request 879; norm.weight is "
             return self._settle("final_norm", present, rule + ("there" if present else "absent"), doubtful=present)
         if self.dialect == MODELOPT and stated is None and not present:
@@ -408,6 +473,17 @@ class _Eagle3Reader:
     def _stated_depth(self) -> int | None:
         methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
         return methods[0].get("speculative_tokens")
+
+
+def _scaling_of(rope: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The type of RoPE parameters in transformers' form of any version, and what they hold beside it and the base."""
+    rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type", "rope_theta")}
+    return rope.get("rope_type", rope.get("type", "default")), rest
+
+
+def rope_by_layer_type(rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The entries of RoPE parameters that are given by type of layer; empty if they are not."""
+    return {kind: entry for kind, entry in rope.items() if kind.endswith("_attention") and isinstance(entry, Mapping)}
 
 
 def _layer_class(layer: Mapping[str, Any], name: str) -> type[PreTrainedConfig]:
@@ -476,7 +552,7 @@ class _PEagleReader(_Eagle3Reader):
         return self._settle("norm_before_residual", False, "not in config.json; the default of P-EAGLE's publishers")
 
     def _norm_output(self) -> bool:
-        stated = bool(self._setting("norm_output")) and self.dialect != SPECFORGE
+        stated = bool(self._flag("norm_output")) and self.dialect != SPECFORGE
         rule = "config.json" if stated else "the stream before norm, as in EAGLE-3"
         return self._settle("norm_output", stated, f"{rule}; read only when drafting token by token")
 

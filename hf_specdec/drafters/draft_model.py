@@ -11,8 +11,10 @@ import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -24,6 +26,7 @@ from .base import register_drafter
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint, quiet_loading
 from .dialects import Decisions, Reading, check_mask_token
+from .mtp_layouts import holds_modules, module_names
 from .unrolled import UNROLLED_NAME, UnrolledAttention, following
 
 if TYPE_CHECKING:
@@ -76,6 +79,8 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
             f"{checkpoint.name} is a draft model, which reads tokens only: it has no {', '.join(sorted(unknown))}."
         )
 
+    if holds_modules(own, checkpoint.tensors):
+        settle("family", DraftModelConfig.family, _why_as_a_whole(checkpoint))
     model = read_language_model(checkpoint)
     size = model.get_text_config().vocab_size
     token = own.get("pard_token")
@@ -110,6 +115,19 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
     return Reading(config, tuple(decisions.made))
 
 
+def _why_as_a_whole(checkpoint: Checkpoint) -> str:
+    if module_names(checkpoint.config, checkpoint.tensors):
+        return "the target is another model than the one that the MTP modules in its weights are for; they are left out"
+    return "its config.json speaks of MTP modules, but its weights hold none, and the target is another model"
+
+
+def _check_loaded(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
+    """`Checkpoint.check_loaded`, but for MTP modules, which a draft model has no use for."""
+    unexpected = set(info["unexpected_keys"])
+    left_out = module_names(checkpoint.config, unexpected)
+    checkpoint.check_loaded({**info, "unexpected_keys": unexpected - left_out})
+
+
 def _check_hosted(model: PreTrainedModel, name: str) -> None:
     obstacle = why_not_hosted(model, role="the draft model")
     if obstacle is not None:
@@ -137,9 +155,18 @@ def read_language_model(checkpoint: Checkpoint) -> PreTrainedConfig:
     config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ValueError(f"{found}, an encoder-decoder; expected a decoder-only model, which continues a text.")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if _auto_class(config) is None:
         raise ValueError(f"{found}, of which transformers has no causal language model; a draft model must be one.")
     return config
+
+
+def _auto_class(config: PreTrainedConfig) -> type | None:
+    """transformers' class that builds the model of `config`: a causal one, or one that also sees; None if none does."""
+    mappings = (
+        (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+    )
+    return next((auto_class for mapping, auto_class in mappings if type(config) in mapping), None)
 
 
 @register_drafter
@@ -159,8 +186,7 @@ class DraftModelDrafter(CachedDrafter):
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
         if model is None:
-            own = AutoConfig.for_model(**(config.model or {}))
-            model = AutoModelForCausalLM.from_config(own)
+            model = _auto_class(config.own).from_config(config.own)
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model
         self._num_embeddings = model.config.get_text_config().vocab_size
@@ -170,8 +196,8 @@ class DraftModelDrafter(CachedDrafter):
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
         """As for every family; how such files' names become those of a model is transformers' to know, so it loads."""
-        with checkpoint.building(), quiet_loading():
-            model, info = AutoModelForCausalLM.from_pretrained(
+        with quiet_loading():
+            model, info = _auto_class(config.own).from_pretrained(
                 checkpoint.folder,
                 device_map="meta",
                 use_safetensors=checkpoint.uses_safetensors,
@@ -180,14 +206,14 @@ class DraftModelDrafter(CachedDrafter):
                 trust_remote_code=False,
             )
         _check_hosted(model, f"{checkpoint.name} ({type(model).__name__})")
-        checkpoint.check_loaded(info)
+        _check_loaded(checkpoint, info)
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig, **options: Any) -> DraftModelDrafter:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _auto_class(config.own).from_pretrained(
             checkpoint.folder, output_loading_info=True, trust_remote_code=False, **options
         )
-        checkpoint.check_loaded(info)
+        _check_loaded(checkpoint, info)
         return cls(config, model)
 
     @property

@@ -90,13 +90,19 @@ class Eagle3Drafter(CachedDrafter):
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: Eagle3Config) -> None:
         try:
-            rotary_embedding(config)
-        except (KeyError, TypeError, ValueError) as error:
+            rotary = rotary_embedding(config)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{checkpoint.name} has rope_parameters {config.rope_parameters}, which transformers cannot apply "
                 f"({type(error).__name__}: {error}); expected a rope_type that it knows with all that this type needs. "
                 "Pass `rope_parameters=`."
             ) from error
+        num_angles = rotary.inv_freq.numel()
+        if 2 * num_angles != config.head_dim or not bool(rotary.inv_freq.isfinite().all()):
+            raise ValueError(
+                f"{checkpoint.name} has rope_parameters {config.rope_parameters} and head_dim {config.head_dim}, which "
+                f"make {num_angles} angles; expected {config.head_dim / 2:g} finite ones. Pass `rope_parameters=`."
+            )
         super().check_checkpoint(checkpoint, config)
 
     @property

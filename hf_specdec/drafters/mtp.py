@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ..taps import check_taps
 from .base import Proposal, borrow_weight, check_sizes, embed, register_drafter, score
 from .cached import CachedDrafter, DraftMemory
 from .checkpoints import Checkpoint, quiet_loading
-from .dialects import Decisions, Reading
+from .dialects import Decisions, Reading, rope_by_layer_type
 from .mtp_layouts import (
     MtpFamily,
     copies_kept,
@@ -74,7 +74,7 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides:
         wrong = ", ".join(sorted(unknown)) or "parallel drafting"
         raise ValueError(f"{name} holds MTP modules, which draft token by token from one hidden state: no {wrong}.")
     family, num_modules = find_family(config), _count_modules(checkpoint)
-    text = _text_config(checkpoint, family)
+    text = _text_config(checkpoint, family, settle)
     own, rule = copies_kept(family, {}), f"as {family.title} publishes and runs them"
     output_rule = rule if family.norm_output else "as vLLM; transformers hands on the stream after the final norm"
     hidden_first = settle("hidden_first", family.hidden_first, rule)
@@ -132,11 +132,15 @@ def _depth(config: Mapping[str, Any], num_modules: int) -> int:
     return methods[0].get("speculative_tokens") or default
 
 
-def _text_config(checkpoint: Checkpoint, family: MtpFamily) -> PreTrainedConfig:
-    """transformers' configuration of the layers that a checkpoint's modules are made of."""
+def _text_config(checkpoint: Checkpoint, family: MtpFamily, settle: Callable[..., Any]) -> PreTrainedConfig:
+    """transformers' configuration of the layers that a checkpoint's modules are made of; `settle` notes decisions."""
     settings = dict(checkpoint.config)
     if is_speculators_mtp(settings):
         settings = dict(text_settings(settings))
+        rope = rope_by_layer_type(settings.get("rope_parameters") or {}).get("sliding_attention")
+        if rope is not None:
+            settings["rope_parameters"] = rope
+            settle("rope_parameters", rope, "speculators' layers all have the RoPE of the target's sliding ones")
     model_type = settings.pop("model_type", None)
     # Each is known to transformers under one of the two: MiMo-7B not under its own name.
     known = model_type if model_type in CONFIG_MAPPING else family.block

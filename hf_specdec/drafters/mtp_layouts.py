@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedConfig
+
 # Where a configuration says how many modules there are, in the order in which they are asked.
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 
@@ -120,8 +122,22 @@ def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return (
         is_speculators_mtp(config)
         or stated_count(config) is not None
-        or bool(config.get("mtp_config") or module_tensors(config, names) or telling_names(names))
+        or bool(config.get("mtp_config") or module_names(config, names))
     )
+
+
+def module_names(config: Mapping[str, Any], names: Collection[str]) -> set[str]:
+    """Those of the tensors called `names` that belong to MTP modules, of a supported family or of another."""
+    return {tensor.published for tensor in module_tensors(config, names)} | set(telling_names(names))
+
+
+def has_shape_of(config: Mapping[str, Any], target: PreTrainedConfig) -> bool:
+    """Whether config.json is, as far as it says, of a model like the one whose text configuration `target` is."""
+    own, family = text_settings(config), find_family(config)
+    types = {own.get("model_type"), config.get("model_type")} | ({family.block} if family is not None else set())
+    is_known = target.model_type in types or (family is not None and FAMILIES.get(target.model_type) is family)
+    sizes = {name: getattr(target, name, None) for name in ("hidden_size", "num_hidden_layers")}
+    return is_known and all(own.get(name, size) == size for name, size in sizes.items())
 
 
 def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
