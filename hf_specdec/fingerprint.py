@@ -104,6 +104,7 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
     """
     numbers = {None: None, **dict(zip(modules, range(len(modules)), strict=True))}
     contents = _Contents()
+    number_of, content_of, are_plain, plain = numbers.__getitem__, contents.of, _PLAIN_VALUES.issuperset, _PLAIN_VALUES
     layouts: dict[type, tuple] = {}  # of the last module of a class: most classes have one
     found: list[Any] = []
     for module in modules:
@@ -118,14 +119,14 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
         except KeyError:
             layouts[kind] = count, names, values_of = _layout(kind, *attributes)
             values = values_of(attributes)
-        if not _PLAIN_VALUES.issuperset(map(type, values)):
-            values = tuple([value if type(value) in _PLAIN_VALUES else contents.of(value) for value in values])
+        if not are_plain(map(type, values)):
+            values = tuple([value if type(value) in plain else content_of(value) for value in values])
         found += (kind, names, values)
         children = attributes["_modules"]
         if children:
             found += children
-            found += map(numbers.__getitem__, children.values())
-    forwards = [(contents.of(kind.forward), contents.of(kind.__call__)) for kind in layouts]
+            found += map(number_of, children.values())
+    forwards = [(content_of(kind.forward), content_of(kind.__call__)) for kind in layouts]
     return (*found, *forwards, *contents.of_objects)
 
 

@@ -26,6 +26,7 @@ ORDER = [
     "taps",
     "hosting",
     "pieces",
+    "fingerprint",
     "graphs",
     "peers",
     "sessions",
