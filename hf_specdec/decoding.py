@@ -22,6 +22,7 @@ from .drafters.base import Drafter
 from .experts import copies_experts, experts_without_host, own_experts
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, first_line, start_compiler
+from .patching import current_engine, engine
 from .peers import sums_over_peers
 from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
@@ -203,8 +204,10 @@ def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
 
 @contextmanager
 def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -> Iterator[Target]:
-    """Context in which `model` runs on a ragged cache; on exit, also by an error, it is as it was."""
+    """Context in which `model` runs on a ragged cache, for an engine; on exit, also by an error, it is as it was."""
     with ExitStack() as stack:
+        if current_engine() is None:
+            stack.enter_context(engine())
         stack.enter_context(ragged_attention(model))
         stack.enter_context(own_experts(model, drafter))
         stack.enter_context(local_products(model))
