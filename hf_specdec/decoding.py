@@ -27,7 +27,7 @@ from .fingerprint import behaviour_of, fingerprint, weights_of
 from .fusing import fused_products
 from .graphs import CAPTURE, Capture, first_line, start_compiler
 from .hosting import num_cache_layers, num_positions
-from .patching import caller
+from .patching import caller, current_engine, engine
 from .peers import sums_over_peers
 from .ranks import from_first_rank, local_products, tensor_parallel_group
 from .sampling import (
@@ -218,8 +218,10 @@ def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
 
 @contextmanager
 def hosted(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -> Iterator[Target]:
-    """Context in which `model` runs on a ragged cache; on exit, also by an error, it is as it was."""
+    """Context in which `model` runs on a ragged cache, for an engine; on exit, also by an error, it is as it was."""
     with ExitStack() as stack:
+        if current_engine() is None:
+            stack.enter_context(engine())
         stack.enter_context(ragged_attention(model))
         stack.enter_context(own_experts(model, drafter))
         stack.enter_context(local_products(model))
