@@ -43,6 +43,22 @@ def why_not_static(
     return why_not_hosted(model) or _why_not_call(config, input_ids, model_kwargs)
 
 
+def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
+    """What plain `generate()` returns for each step as attention weights, if `model` computes none.
+
+    Kernels other than eager attention never hold them. None if there are weights, or if nobody asks.
+    """
+    if not (config.return_dict_in_generate and config.output_attentions):
+        return None
+    if model.config.get_text_config()._attn_implementation == "eager":
+        return None
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        output = model(input_ids=token, use_cache=False, output_attentions=True, return_dict=True)
+    attentions = getattr(output, "attentions", None) or ()
+    return None if any(isinstance(weights, torch.Tensor) for weights in attentions) else attentions
+
+
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     """Whether layers of `model` keep a state that a token cannot be taken out of again."""
     layers = DynamicCache(config=model.config.get_text_config()).layers
