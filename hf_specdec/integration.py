@@ -105,7 +105,7 @@ def _asked_in(config: GenerationConfig) -> dict[str, Any]:
     settings = vars(config)
     if "_asked" not in settings:
         return settings
-    # It was prepared before, as pipelines of older versions do once for all calls; defaults may have been changed since.
+    # It was prepared before, as older pipelines do once for all calls, and filled with defaults.
     defaults = GenerationConfig._get_default_generation_params()
     changed = {name: settings.get(name) for name in _ASKED if settings.get(name) != defaults.get(name)}
     return settings["_asked"] | changed

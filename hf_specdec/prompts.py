@@ -24,7 +24,7 @@ def check_prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(
-            f"input_ids has shape {list(input_ids.shape)}; expected [batch, length] with at least one row and one token."
+            f"input_ids has shape {list(input_ids.shape)}; expected [batch, length], at least one row of one token."
         )
     if input_ids.dtype not in TOKEN_DTYPES:
         raise ValueError(f"input_ids is {input_ids.dtype}; expected token ids, torch.int64 or torch.int32.")
