@@ -82,7 +82,14 @@ def replace_modules(target):
         put(module)
 
 
-IN_PLACE = [train, write_through_data, load, write_in_inference_mode]
+def wrap_anew(target):
+    """Other parameters over the same memory, which is written to."""
+    for module in (target.get_input_embeddings(), target.get_output_embeddings()):
+        module.weight = torch.nn.Parameter(module.weight.data)
+        module.weight.data.add_(noise(module.weight))
+
+
+IN_PLACE = [wrap_anew, train, write_through_data, load, write_in_inference_mode]
 REPLACED = [assign, swap_data, cast, replace_modules]
 
 

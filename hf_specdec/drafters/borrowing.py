@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..ranks import local_part
-from .tensors import plain_weight
+from .tensors import is_plain, plain_weight
 
 # Rows of a copy that are compared with what they were copied from. Writing through `.data` leaves no other trace.
 _NUM_SAMPLES = 32
@@ -81,7 +81,8 @@ class Loan:
     def refresh(self, module: nn.Module) -> None:
         """Write what `module` holds now into the copy, if this is one. Its place stays, so captured rounds do too."""
         lender = module.weight
-        if self.weight is lender or not self._is_stale(lender):
+        shares_memory = self._rows is None and is_plain(lender)
+        if shares_memory or not self._is_stale(lender):
             return
         weight = plain_weight(lender).detach()
         with torch.no_grad():
@@ -95,7 +96,7 @@ class Loan:
         version = _version(lender)
         if version is None or version != self._version:
             return True
-        if self._rows is None:  # gathered or dequantised, which is no comparison for every call
+        if not is_plain(lender):  # To gather or dequantise it is too much for every call.
             return False
         step = max(len(self._rows) // _NUM_SAMPLES, 1)
         return not torch.equal(self.weight[::step], lender.detach()[self._rows[::step]])
