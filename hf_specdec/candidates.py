@@ -103,7 +103,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._recorder = recorder
         self._criteria = criteria
         self._config = config
-        self._num_draft_tokens = num_draft_tokens
+        self._num_draft_tokens = self._num_asked = num_draft_tokens
         self._temperature = sampling_temperature(config)
         self._seeds, self._row_temperatures = seeds, row_temperatures
         self._draft_probs = draws_draft_probs(drafter, self._temperature, row_temperatures)
@@ -143,7 +143,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
     def summary(self, reason: str) -> SpeculationStats:
         """Statistics of the whole call. The last block is counted as far as it got."""
         return self._counters.summary(
-            num_assistant_tokens=self._num_draft_tokens,
+            num_assistant_tokens=self._num_asked,
             engine="stock",
             reason=reason,
             draft_probs=self._draft_probs,
@@ -163,7 +163,9 @@ class DrafterCandidateGenerator(CandidateGenerator):
         taps = self._taps()
         num_seen = input_ids.shape[1] - 1 if taps is None else taps.shape[1]
         tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
-        max_new_tokens = self._config.max_length - input_ids.shape[1] + self._num_draft_tokens + 1
+        room = self._config.max_length - input_ids.shape[1]
+        self._num_draft_tokens = min(self._num_asked, room)
+        max_new_tokens = room + self._num_draft_tokens + 1
         shape = Shape(
             batch=1,
             slots=len(tokens) + max_new_tokens + 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 from typing import Any, get_args, get_origin
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -25,6 +26,20 @@ def default_taps(num_layers: int) -> list[int]:
     return sorted({min(max(boundary, 0), num_layers) for boundary in (2, num_layers // 2, num_layers - 3)})
 
 
+def _token_of_target(name: str) -> property:
+    """The target's special token `name`, read from its configuration; that of the file, if any, while unbound."""
+
+    def read(self: DrafterConfig):
+        if self.target is None:
+            return vars(self).get(name)
+        return getattr(self.target.get_text_config(), name, None)
+
+    def write(self: DrafterConfig, value) -> None:
+        vars(self)[name] = value
+
+    return property(read, write)
+
+
 class DrafterConfig(PreTrainedConfig):
     """What every drafter has, whatever its family.
 
@@ -36,7 +51,14 @@ class DrafterConfig(PreTrainedConfig):
         target_name_or_path: name of the target the drafter was trained for, if the checkpoint says.
         parallel_drafting: whether all K tokens are drafted in one pass, the last K - 1 of them at mask tokens.
         mask_token_id: the token that such a pass embeds where it has no token yet.
+
+    Attributes:
+        target: configuration of the target that the drafter is bound to; None before. It is not saved.
+        bos_token_id, eos_token_id, pad_token_id: of the target, which pipelines compare with an assistant's. Not saved.
     """
+
+    # A slot is no part of what transformers compares and saves, which is the instance's `__dict__`.
+    __slots__ = ("target",)
 
     model_type = "hf_specdec"
     family = "base"
@@ -52,6 +74,7 @@ class DrafterConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         check_types(self)
+        self.target: PreTrainedConfig | None = None
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -61,6 +84,10 @@ class DrafterConfig(PreTrainedConfig):
         check_num_assistant_tokens(self.num_assistant_tokens)
         self._check_mask_token()
         super().__post_init__(**kwargs)
+
+    bos_token_id = _token_of_target("bos_token_id")
+    eos_token_id = _token_of_target("eos_token_id")
+    pad_token_id = _token_of_target("pad_token_id")
 
     @property
     def num_embeddings(self) -> int:
@@ -323,9 +350,10 @@ def default_chaining(num_modules: int) -> str:
 
 def check_num_assistant_tokens(value: int) -> int:
     """Return `value` if it can be a number of draft tokens a round, else raise `ValueError`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_ASSISTANT_TOKENS:
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_number or not 1 <= value <= MOST_ASSISTANT_TOKENS:
         raise ValueError(
             f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
             f"{MOST_ASSISTANT_TOKENS} (draft tokens a round)."
         )
-    return value
+    return int(value)

@@ -62,6 +62,9 @@ FEWEST_COLUMNS, MOST_CAPTURED_TOKENS = 16, 1024
 # Buffers that are kept for other calls have a power of two of slots between these two, or a multiple of the second.
 FEWEST_SLOTS, SLOT_STEP = 512, 4096
 
+# Draft tokens a round up to which such buffers are as asked for, however few tokens there is room for.
+FEWEST_DRAFTS = 16
+
 # Rounds that a device may run ahead of what the host has read; none where host and device are one.
 LAG = {"cuda": 1}
 
@@ -76,7 +79,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """`GenerateDecoderOnlyOutput` with the statistics of the call.
 
     `past_key_values` is a cache that plain `generate()` can continue: the caller's, or on the static engine one that is
-    made when somebody looks at it. `attentions` is None on the static engine.
+    made when somebody looks at it. `attentions` there are those of a target that computes no weights: empty.
     """
 
     speculation: SpeculationStats | None = None
@@ -330,6 +333,14 @@ def slots_for(tokens: int, is_kept: bool) -> int:
     return SLOT_STEP * -(-slots // SLOT_STEP)
 
 
+def useful_drafts(asked: int, room: int, is_kept: bool) -> int:
+    """Draft tokens a round where `asked` are asked for and rows have `room` for new tokens: none beyond that.
+
+    Buffers that are kept for other calls are of a few sizes only, so of them small numbers are not cut down.
+    """
+    return min(asked, max(FEWEST_DRAFTS, next_power_of_two(room)) if is_kept else room)
+
+
 def captured_width(longest: int, batch: int, chunk_size: int) -> int | None:
     """Columns of the captured prefill of `batch` rows, up to `longest` tokens long; None if it is not captured."""
     width = max(FEWEST_COLUMNS, next_power_of_two(max(longest - 1, 1)))
@@ -455,7 +466,7 @@ class Rounds:
         state: prefilled.
         next_round: runs `step` on it, eagerly or captured.
         transcript: of what was said.
-        batch: rows that somebody asked for; the state may have more.
+        counters: of the rows that somebody asked for; the state may have more.
         longest: length of the longest prompt.
         rooms: new tokens that each row may have. A row that has as many without having stopped is an error: the target
             has no positions for more.
@@ -466,15 +477,15 @@ class Rounds:
         state: DecodeState,
         next_round: Callable[[], tuple[Verdict, torch.Tensor | None, torch.Tensor | None]],
         transcript: Transcript,
-        batch: int,
+        counters: Counters,
         longest: int,
         rooms: list[int],
     ):
         self.state = state
         self.transcript = transcript
-        self.counters = Counters(batch, state.num_draft_tokens)
+        self.counters = counters
         self._next_round = next_round
-        self._batch = batch
+        self._batch = len(counters.rows)
         self.num_rounds = 0
         self._longest = longest
         self._rooms = rooms
@@ -572,7 +583,7 @@ def decode(
     shape = Shape(
         next_power_of_two(batch) if is_kept and process.key is not None else batch,
         slots_for(longest + max_new_tokens, is_kept),
-        num_draft_tokens,
+        useful_drafts(num_draft_tokens, max_new_tokens, is_kept),
         temperature is not None,
         draws_draft_probs(drafter, temperature, factors),
         next_power_of_two(max(0 if config._eos_token_tensor is None else config._eos_token_tensor.numel(), 8)),
@@ -642,7 +653,8 @@ def decode(
         else:
             next_round = functools.partial(captured, process)
         start = time.perf_counter()
-        rounds = Rounds(state, next_round, transcript, batch, longest, rooms)
+        counters = Counters(batch, num_draft_tokens)
+        rounds = Rounds(state, next_round, transcript, counters, longest, rooms)
         rounds.run()
         seconds = time.perf_counter() - start
         call = FinishedCall(model, state.cache, prompts, transcript.sequences, transcript.columns_run(prompts))

@@ -70,6 +70,40 @@ def num_cache_layers(model: PreTrainedModel) -> int:
     return len(_cache_layers(model)) or len(decoder_layers(model))
 
 
+def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
+    """What plain `generate()` returns for each step as attention weights, if `model` computes none.
+
+    Kernels other than eager attention never hold them. None if there are weights, or if nobody asks.
+
+    Raises:
+        ValueError: there are weights, but not for every token of a block of drafts.
+    """
+    if not (config.return_dict_in_generate and config.output_attentions):
+        return None
+    if model.config.get_text_config()._attn_implementation != "eager":
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        with torch.no_grad():
+            output = model(input_ids=token, use_cache=False, output_attentions=True, return_dict=True)
+        attentions = getattr(output, "attentions", None) or ()
+        if not any(isinstance(weights, torch.Tensor) for weights in attentions):
+            return attentions
+    _check_attention_windows(model, config)
+    return None
+
+
+def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -> None:
+    # Behind a window the keys that a layer reads are another number for a block than for a token, and transformers'
+    # assisted generation, which cuts a block's weights into those of its tokens, takes them from the wrong place.
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    window = min((layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)), default=None)
+    if window is not None and config.max_length > window:
+        raise ValueError(
+            f"output_attentions is set, but a text of {config.max_length} tokens outgrows the window of {window} of "
+            f"{type(model).__name__}, where the attention weights of single tokens cannot be told from those of a "
+            "block of drafts; expected a shorter text. Drop output_attentions or assistant_model."
+        )
+
+
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     """Whether layers of `model` keep a state that a token cannot be taken out of again."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in _cache_layers(model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,16 +13,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMixin
+from transformers.generation import ContinuousBatchingManager, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 from .candidates import DrafterCandidateGenerator, assist
 from .continuation import Prompts, read_prompts
 from .decoding import decode
+from .drafters.auto import AutoDrafter
 from .drafters.base import Drafter
 from .graphs import on_device
-from .hosting import why_not_static
+from .hosting import empty_attentions, why_not_static
 from .patching import engine
+from .prompts import check_prompts, check_tokens
 from .ranks import check_same_call, check_same_tokens, tensor_parallel_group
 from .sampling import Randomness, check_processors
 from .soundness import why_not_sound
@@ -39,6 +43,9 @@ UNUSED_SETTINGS = {
 }
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 _OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
+# Settings of a call for which it matters that the caller asked for them.
+_ASKED = ("num_assistant_tokens", "use_cache", *UNUSED_SETTINGS)
 
 # Keywords of `generate()` that only a call with a `Drafter` has.
 _RANDOMNESS = tuple(field.name for field in fields(Randomness))
@@ -61,6 +68,15 @@ def hold(model: PreTrainedModel) -> threading.RLock:
         return _HOLDS.setdefault(model, threading.RLock())
 
 
+def _refuse_class(assistant: Any) -> None:
+    """Raise `ValueError` if a class of ours was passed where a drafter is expected."""
+    if isinstance(assistant, type) and issubclass(assistant, (AutoDrafter, Drafter)):
+        raise ValueError(
+            f"assistant_model is the class {assistant.__name__}; expected a drafter, which "
+            "AutoDrafter.from_pretrained(..., target=model) loads."
+        )
+
+
 @functools.wraps(_ASSISTED_DECODING)
 def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
     if not isinstance(assistant_model, Drafter):
@@ -80,19 +96,36 @@ def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
 def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
     prepared, model_kwargs = _PREPARE_GENERATION_CONFIG(self, generation_config, *args, **kwargs)
     # transformers fills in defaults of its own, after which it cannot be told what the caller asked for.
-    places = (kwargs, getattr(generation_config, "__dict__", {}), self.generation_config.__dict__)
+    places = (kwargs, {} if generation_config is None else _asked_in(generation_config))
+    own = {name: value for name, value in vars(self.generation_config).items() if name != "use_cache"}
     prepared._asked = {
-        name: next((place[name] for place in places if place.get(name) is not None), None)
-        for name in ("num_assistant_tokens", *UNUSED_SETTINGS)
+        name: next((place[name] for place in (*places, own) if place.get(name) is not None), None) for name in _ASKED
     }
     return prepared, model_kwargs
+
+
+def _asked_in(config: GenerationConfig) -> dict[str, Any]:
+    """The settings of `config` that its owner made."""
+    settings = vars(config)
+    if "_asked" not in settings:
+        return settings
+    # It was prepared before, as older pipelines do once for all calls, and filled with defaults.
+    defaults = GenerationConfig._get_default_generation_params()
+    changed = {name: settings.get(name) for name in _ASKED if settings.get(name) != defaults.get(name)}
+    return settings["_asked"] | changed
 
 
 @functools.wraps(_EXTRACT_GENERATION_MODE_KWARGS)
 def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
     extracted = _EXTRACT_GENERATION_MODE_KWARGS(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+    _refuse_class(assistant_model)
     if not isinstance(assistant_model, Drafter):
         return extracted
+    if custom_generate is not None:
+        raise ValueError(
+            f"custom_generate is {custom_generate!r}, which transformers calls without the assistant_model; expected "
+            "one of the two. Drop custom_generate or assistant_model."
+        )
     given = {name: kwargs.pop(name) for name in _RANDOMNESS if name in kwargs}
     return extracted | {name: value for name, value in given.items() if value is not None}
 
@@ -103,6 +136,9 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
     if not isinstance(drafter, Drafter):
         return _VALIDATE_GENERATION_MODE(self, generation_mode, generation_config, generation_mode_kwargs)
     synced_gpus = generation_mode_kwargs.get("synced_gpus", False)
+    if generation_config.use_cache is False and generation_config._asked["use_cache"] is None:
+        # Left behind in the model's own settings, by training say: without a cache the text would be the same.
+        generation_config.use_cache = True
     check_call(self, drafter, generation_mode, generation_config, synced_gpus)
     if generation_mode_kwargs.get("assistant_tokenizer") is not None:
         raise ValueError(
@@ -114,12 +150,42 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
     return _VALIDATE_GENERATION_MODE(self, GenerationMode.SAMPLE, generation_config, others)
 
 
-_SEAM: dict[str, tuple[Callable, Callable]] = {
-    "_assisted_decoding": (_ASSISTED_DECODING, _assisted_decoding),
-    "_extract_generation_mode_kwargs": (_EXTRACT_GENERATION_MODE_KWARGS, _extract_generation_mode_kwargs),
-    "_get_candidate_generator": (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
-    "_prepare_generation_config": (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
-    "_validate_generation_mode": (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
+def _without_drafters(method: Callable) -> Callable:
+    """`method` of continuous batching, refusing drafters, which it would ignore or not know."""
+
+    @functools.wraps(method)
+    def refuse(self, *args, **kwargs):
+        for name, value in kwargs.items():
+            _refuse_class(value)
+            if isinstance(value, Drafter):
+                raise ValueError(
+                    f"{method.__name__}() was given {name}={type(value).__name__}, but continuous batching does not "
+                    f"run drafters; expected a call without one. Use generate(assistant_model=...) with a padded "
+                    f"batch, or drop {name}."
+                )
+        return method(self, *args, **kwargs)
+
+    return refuse
+
+
+# What is replaced, by its owner and name: as transformers has it, and ours.
+_SEAM: dict[tuple[type, str], tuple[Callable, Callable]] = {
+    (GenerationMixin, "_assisted_decoding"): (_ASSISTED_DECODING, _assisted_decoding),
+    (GenerationMixin, "_extract_generation_mode_kwargs"): (
+        _EXTRACT_GENERATION_MODE_KWARGS,
+        _extract_generation_mode_kwargs,
+    ),
+    (GenerationMixin, "_get_candidate_generator"): (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
+    (GenerationMixin, "_prepare_generation_config"): (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
+    (GenerationMixin, "_validate_generation_mode"): (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
+    **{
+        (owner, name): (vars(owner)[name], _without_drafters(vars(owner)[name]))
+        for owner, names in (
+            (ContinuousMixin, ("continuous_batching_context_manager", "generate_batch", "init_continuous_batching")),
+            (ContinuousBatchingManager, ("add_request", "add_requests")),
+        )
+        for name in names
+    },
 }
 
 
@@ -128,14 +194,14 @@ def install() -> None:
 
     Calls without a `Drafter` go to transformers' own methods unchanged.
     """
-    for name, (_, ours) in _SEAM.items():
-        setattr(GenerationMixin, name, ours)
+    for (owner, name), (_, ours) in _SEAM.items():
+        setattr(owner, name, ours)
 
 
 def uninstall() -> None:
-    """Give `GenerationMixin` back exactly the methods it had before `install`."""
-    for name, (original, _) in _SEAM.items():
-        setattr(GenerationMixin, name, original)
+    """Give transformers back exactly the methods it had before `install`."""
+    for (owner, name), (original, _) in _SEAM.items():
+        setattr(owner, name, original)
 
 
 def check_call(
@@ -184,6 +250,11 @@ def check_call(
                 f"{setting} is {value!r}, which asks for drafts of another kind than those of the drafter that was "
                 "passed; expected one of the two. Drop that option or assistant_model."
             )
+    if config.dola_layers is not None:
+        raise ValueError(
+            f"dola_layers is {config.dola_layers!r}, which asks for DoLa decoding, but drafts are verified for greedy "
+            "search and sampling only. Drop that option or assistant_model."
+        )
     if model.device.type == "meta":
         raise ValueError(
             f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves "
@@ -215,8 +286,9 @@ def _generate(
 
     `seeds` and `generator` are keywords of `generate()` that a call with a `Drafter` has: see `Randomness`.
     """
-    if input_ids.shape[1] == 0:
-        raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
+    check_prompts(input_ids, model_kwargs)
+    input_ids = input_ids.long()
+    generation_config.max_length = math.ceil(generation_config.max_length)
     asked = getattr(generation_config, "_asked", {})
     num_draft_tokens = drafter.num_draft_tokens(asked.get("num_assistant_tokens"))
     for setting, why in UNUSED_SETTINGS.items():
@@ -226,17 +298,24 @@ def _generate(
     randomness = Randomness(seeds, generator)
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     prompts = read_prompts(input_ids, mask, getattr(generation_config, "_mask_length", None), cache)
+    attentions = empty_attentions(model, generation_config)
+    if attentions is not None:
+        generation_config.output_attentions = False
+        model_kwargs.pop("output_attentions", None)
     obstacle = why_not_static(model, generation_config, prompts, model_kwargs)
     if obstacle is None and not drafter.is_of_a_check:
         obstacle = why_not_sound(model, "static")
     engine, reason = _choose_engine(drafter, obstacle)
     if not drafter.is_of_a_check:
         _log_engine(engine, reason)
+    if engine == "static":
+        _check_same_device(model, drafter)
+        check_tokens(model, input_ids, model_kwargs.get("attention_mask"))
+    drafter.follow(model)
     if tensor_parallel_group(model) is not None:
         call = _what_is_asked(model, prompts, num_draft_tokens, generation_config, engine, randomness)
         check_same_call(model, stopping_criteria, call)
     if engine == "static":
-        _check_same_device(model, drafter)
         output = decode(
             model,
             drafter,
@@ -271,6 +350,8 @@ def _generate(
             **model_kwargs,
         )
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
+    if attentions is not None:
+        output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
 
 
@@ -322,7 +403,7 @@ def _check_same_device(model: PreTrainedModel, drafter: Drafter) -> None:
     if drafter.device != model.device:
         raise ValueError(
             f"The drafter is on {drafter.device} and {type(model).__name__} on {model.device}; expected the same "
-            f"device. Move it with drafter.to({str(model.device)!r}) and call drafter.bind(model) again."
+            f"device. Move it with drafter.to({str(model.device)!r})."
         )
 
 

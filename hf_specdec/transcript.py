@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from .patching import caller
 
@@ -14,6 +19,11 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
     from .continuation import Prompts
+
+# Criteria that are decided without calling them.
+_DECIDED_HERE = (EosTokenCriteria, MaxLengthCriteria)
+# transformers' own criteria that judge on any device: by the host's text a GPU does not have to be waited for.
+_JUDGE_ANYWHERE = (MaxTimeCriteria, StopStringCriteria)
 
 
 class Transcript:
@@ -23,6 +33,9 @@ class Transcript:
     is settled once every row that goes on has its token t: criteria are called with the batch up to t, finished rows
     are padded, the streamer gets the step's tokens. What a row has beyond the settled steps waits, and is dropped if
     the row turns out to have ended.
+
+    The text is in memory of the host, and where criteria of the caller read it on another device, once more there: a
+    settled token is written once to each, and criteria are shown views. So their cost does not grow with the text.
 
     Args:
         prompts: `[B, P]` int64, left-padded, as given to `generate()`.
@@ -45,7 +58,9 @@ class Transcript:
         keep_logits: bool = False,
     ):
         batch, self._width = prompts.shape
-        self._criteria = [rule for rule in criteria if type(rule) not in (EosTokenCriteria, MaxLengthCriteria)]
+        called = [rule for rule in criteria if type(rule) not in _DECIDED_HERE]
+        self._host_criteria = StoppingCriteriaList(rule for rule in called if type(rule) in _JUDGE_ANYWHERE)
+        self._criteria = StoppingCriteriaList(rule for rule in called if type(rule) not in _JUDGE_ANYWHERE)
         self._ends = {
             token for rule in criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id.tolist()
         }
@@ -55,13 +70,15 @@ class Transcript:
         self._streamer = streamer
         self._device = prompts.device
         self._sequences = torch.nn.functional.pad(prompts.cpu(), (0, max_new_tokens))
+        # What `self._criteria` are shown: in the memory that the prompts are in, as in plain `generate()`.
+        self._shown = self._sequences.to(prompts.device) if self._criteria else self._sequences
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         self._records = {
             name: [[] for _ in range(batch)]
             for name, wanted in (("scores", keep_scores), ("logits", keep_logits))
             if wanted
         }
-        self._settled: dict[str, tuple[torch.Tensor, ...]] = {name: () for name in self._records}
+        self._settled: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
         self.stopped = [False] * batch
         self.steps = 0
 
@@ -82,11 +99,14 @@ class Transcript:
     @property
     def scores(self) -> tuple[torch.Tensor, ...] | None:
         """One `[B, V]` a settled step, if kept; zeros for rows that had finished."""
-        return self._settled.get("scores")
+        return self._record("scores")
 
     @property
     def logits(self) -> tuple[torch.Tensor, ...] | None:
-        return self._settled.get("logits")
+        return self._record("logits")
+
+    def _record(self, name: str) -> tuple[torch.Tensor, ...] | None:
+        return tuple(self._settled[name]) if name in self._settled else None
 
     def columns_run(self, prompts: Prompts) -> int:
         """Leading columns of the text of `prompts` that the target has run in all rows; the last is never one."""
@@ -136,25 +156,32 @@ class Transcript:
             present = next(row for row in range(len(column)) if not self.is_done(row))
             blank = torch.zeros_like(record[present][step])
             values = [blank if self.is_done(row) else record[row][step] for row in range(len(column))]
-            self._settled[name] += (torch.stack(values),)
+            self._settled[name].append(torch.stack(values))
             for kept in record:
                 if step < len(kept):
                     kept[step] = None  # a view that would keep a whole round in memory
         tokens = torch.tensor(column)
-        self._sequences[:, self._width + step] = tokens
+        for text in {self._sequences, self._shown}:
+            text[:, self._width + step] = tokens
         self.steps += 1
 
         stops = [token in self._ends for token in column]
         if self._width + self.steps >= self._max_length:
             stops = [True] * len(column)
-        for rule in self._criteria:
-            with caller():
-                verdict = rule(self.sequences, self.scores)
-            verdict = verdict.tolist() if isinstance(verdict, torch.Tensor) else verdict
-            stops = [
-                stop or (verdict[row] if isinstance(verdict, list) else bool(verdict)) for row, stop in enumerate(stops)
-            ]
-        self.stopped = [before or now for before, now in zip(self.stopped, stops, strict=True)]
+        verdicts = self._verdicts()
+        self.stopped = [any(votes) for votes in zip(self.stopped, stops, *verdicts, strict=True)]
         if self._streamer is not None:
             with caller():
                 self._streamer.put(tokens)
+
+    def _verdicts(self) -> list[list[bool]]:
+        """What the criteria that are called say of each row."""
+        end = self._width + self.steps
+        verdicts = []
+        with caller():
+            if self._host_criteria:
+                verdicts.append(self._host_criteria(self._sequences[:, :end], None))
+            if self._criteria:
+                verdicts.append(self._criteria(self._shown[:, :end], self.scores))
+        # Criteria may say it in a column, `[B, 1]`.
+        return [verdict.reshape(len(self._rows), -1).any(dim=1).tolist() for verdict in verdicts]

@@ -141,7 +141,7 @@ def check_weights(target: PreTrainedModel) -> None:
     """A drafter's borrowed weights are whole and plain; a change of any part of the target's is noticed."""
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
-    assert type(drafter._borrowed["embedding"]) in (torch.Tensor, torch.nn.Parameter)
+    assert type(drafter._loans["embedding"].weight) in (torch.Tensor, torch.nn.Parameter)
     before = fingerprint(modules_of(target, drafter), target.device)
     assert fingerprint(modules_of(target, drafter), target.device) == before
     head = target.lm_head.weight

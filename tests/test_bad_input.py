@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from contract import PROMPTS
-from oracle import OracleDrafter, random_eagle3
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import padded_prompts, tiny_target
 from test_seam import traces
 from transformers import (
@@ -18,8 +19,9 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from hf_specdec import Drafter, DrafterConfig
+from hf_specdec import AutoDrafter, Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
+from hf_specdec.decoding import useful_drafts
 from hf_specdec.drafters import Eagle3Drafter
 from hf_specdec.integration import _OTHER_DRAFTERS, UNUSED_SETTINGS, _warn
 
@@ -221,6 +223,11 @@ def test_encoder_decoder(drafter):
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, which asks for drafts of another kind"),
         ({"assistant_early_exit": 2}, "assistant_early_exit is 2, .* Drop that option or assistant_model"),
         ({"use_mtp": True}, "use_mtp is True, .* Drop that option or assistant_model"),
+        ({"dola_layers": "low"}, "dola_layers is 'low', which asks for DoLa decoding, .* Drop that option"),
+        (
+            {"custom_generate": lambda model, input_ids, **_: input_ids},
+            "custom_generate is .* calls without the assist",
+        ),
         ({"speculation_type": "dflash"}, "speculation_type is 'dflash', .* Drop that option or assistant_model"),
         ({"assistant_tokenizer": object()}, "assistant_tokenizer was given, .* Drop that option"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state .* without a drafter"),
@@ -233,6 +240,181 @@ def test_encoder_decoder(drafter):
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_options_that_do_not_go_with_a_drafter(target, drafter, options, match, engine):
     refused(target, drafter.configure(engine=engine), match, **options)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("assistant", [AutoDrafter, Eagle3Drafter])
+def test_class_in_place_of_a_drafter(target, assistant):
+    with pytest.raises(ValueError, match=f"assistant_model is the class {assistant.__name__}; expected a drafter"):
+        target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=4, assistant_model=assistant)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_cache_switched_off_by_nobody_in_particular(engine):
+    """Training leaves the setting behind in a model; a call that asks for it is refused, see above."""
+    target = llama(use_cache=False)
+    target.generation_config.use_cache = False
+    drafter = random_eagle3(target).configure(engine=engine)
+    options = {**padded_prompts(PROMPTS[1]), "max_new_tokens": 8, "do_sample": False}
+    plain, before = target.generate(**options), traces(target)
+    out = target.generate(**options, assistant_model=drafter)
+    assert torch.equal(out, plain) and drafter.stats.engine == engine and traces(target) == before
+    refused(target, drafter, "use_cache is False", generation_config=GenerationConfig(use_cache=False))
+    assert target.generation_config.use_cache is False
+
+
+# ---- prompts
+
+
+IDS = torch.tensor([[5, 9, 33, 7, 21]])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    ("inputs", "match"),
+    [
+        ({"input_ids": IDS[:0]}, r"input_ids has shape \[0, 5\]; expected \[batch, length\]"),
+        ({"input_ids": IDS[:, :0]}, r"input_ids has shape \[1, 0\]; expected \[batch, length\]"),
+        ({"input_ids": IDS[None]}, r"input_ids has shape \[1, 1, 5\]; expected \[batch, length\]"),
+        ({"input_ids": IDS.float()}, r"input_ids is torch.float32; expected token ids, torch.int64 or torch.int32"),
+        ({"input_ids": IDS.half()}, "input_ids is torch.float16; expected token ids"),
+        ({"input_ids": IDS.bool()}, "input_ids is torch.bool; expected token ids"),
+        ({"input_ids": IDS.to(torch.uint8)}, "input_ids is torch.uint8; expected token ids"),
+        ({"attention_mask": [[0, 1, 1, 1, 1]] * 2}, r"attention_mask has shape \[2, 5\] and input_ids \[1, 5\]"),
+        ({"attention_mask": [0, 1, 1, 1, 1]}, r"attention_mask has shape \[5\] and input_ids \[1, 5\]"),
+        ({"attention_mask": [[0, 1, 1, 1, 1, 1]]}, r"attention_mask has shape \[1, 6\] and input_ids \[1, 5\]"),
+        ({"attention_mask": [[0, 2, 2, 2, 2]]}, "attention_mask holds 2; expected 0 for padding and 1 for tokens"),
+        ({"attention_mask": [[0.0, 0.5, 1.0, 1.0, 1.0]]}, "attention_mask holds 0.5; expected 0 for padding"),
+    ],
+)
+def test_prompts_of_another_form(target, drafter, inputs, match, engine):
+    inputs = {"input_ids": IDS, **inputs}
+    if "attention_mask" in inputs:
+        inputs["attention_mask"] = torch.tensor(inputs["attention_mask"])
+    refused(target, drafter.configure(engine=engine), match, inputs=inputs)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("token", [96, 2000, -1])
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_that_the_target_has_not(target, drafter, token, padded):
+    """On a GPU such a token ends the process."""
+    inputs = {"input_ids": torch.tensor([[5, token, 7], [4, 5, 6]])}
+    if padded:
+        inputs["attention_mask"] = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    match = f"input_ids holds the token {token}, but LlamaForCausalLM has tokens 0 to 95"
+    refused(target, drafter, match, inputs=inputs)
+
+
+@pytest.mark.core
+def test_padding_with_a_token_that_the_target_has_not(target, drafter):
+    """It is not read."""
+    inputs, strange = padded_prompts(PROMPTS[3]), padded_prompts(PROMPTS[3])
+    strange["input_ids"] = strange["input_ids"].where(strange["attention_mask"] == 1, 500)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    width, plain = inputs["input_ids"].shape[1], target.generate(**inputs, **options)
+    out = target.generate(**strange, **options, assistant_model=drafter)
+    assert torch.equal(out[:, width:], plain[:, width:])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input_ids": IDS.int()},
+        {"inputs": IDS, "input_ids": None},
+        {"attention_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])},
+        {"attention_mask": torch.tensor([[False, True, True, True, True]])},
+        {"max_new_tokens": 4.0},
+        {"max_new_tokens": 4.5},
+        {"num_return_sequences": 1},
+    ],
+)
+def test_prompts_of_unusual_forms(target, drafter, inputs, engine):
+    options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False, **inputs}
+    plain = target.generate(**options)
+    out = target.generate(**options, assistant_model=drafter.configure(engine=engine))
+    assert torch.equal(out, plain) and out.dtype == plain.dtype
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": None, "max_length": 3},
+        {"max_new_tokens": None, "max_length": 5},
+        {"num_return_sequences": 2},
+        {"inputs": IDS},
+        {"temperature": -1.0, "do_sample": True},
+    ],
+)
+def test_what_transformers_refuses_is_refused_in_its_words(target, drafter, options, engine):
+    options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False, **options}
+    with pytest.raises(ValueError) as plain:
+        target.generate(**options)
+    with pytest.raises(ValueError) as ours:
+        target.generate(**options, assistant_model=drafter.configure(engine=engine))
+    assert str(ours.value) == str(plain.value)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_number_of_drafts_from_numpy(target, drafter, engine):
+    options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False}
+    number = np.int64(3)
+    out = target.generate(**options, assistant_model=drafter.configure(engine=engine), num_assistant_tokens=number)
+    assert torch.equal(out, target.generate(**options))
+    assert drafter.stats.num_assistant_tokens == 3 and type(drafter.stats.num_assistant_tokens) is int
+
+
+# ---- more drafts than there is room for
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_no_drafts_beyond_the_room(target, kind, engine, monkeypatch):
+    drafter, drawn = RANDOM_DRAFTERS[kind](target).configure(engine=engine), []
+    join = drafter.join
+    monkeypatch.setattr(drafter, "join", lambda *args: (drawn.append(join(*args)), drawn[-1])[1])
+    options = {**padded_prompts(PROMPTS[1]), "max_new_tokens": 3, "do_sample": False}
+    out = target.generate(**options, assistant_model=drafter, num_assistant_tokens=1000)
+    assert torch.equal(out, target.generate(**options))
+    assert drawn and all(proposal.tokens.shape[1] <= 3 for proposal in drawn)
+    stats = drafter.stats
+    assert stats.num_assistant_tokens == len(stats.drafted_per_position) == 1000
+    first = 1 if engine == "stock" else 0  # a token that comes with the prompt, before there are drafts
+    assert sum(stats.drafted_per_position[3:]) == 0 and stats.committed == 3 - first
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("room", [1, 2, 9])
+def test_samples_do_not_depend_on_drafts_beyond_the_room(target, room, verification, monkeypatch):
+    options = {**padded_prompts(PROMPTS[3]), "do_sample": True, "max_new_tokens": room, "seeds": 7}
+
+    def say(number):
+        drafter = copy_of(target, noise=0.2).configure(verification=verification)
+        out = target.generate(**options, assistant_model=drafter, num_assistant_tokens=number)
+        return out.tolist(), [row.accepted for row in drafter.stats.rows]
+
+    cut = say(40)
+    monkeypatch.setattr("hf_specdec.decoding.useful_drafts", lambda asked, room, is_kept: asked)
+    assert say(40) == cut
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("asked", "room", "is_kept", "expected"),
+    [(5, 3, False, 3), (5, 100, False, 5), (0, 7, False, 0), (5, 3, True, 5), (1000, 3, True, 16), (40, 20, True, 32)],
+)
+def test_useful_drafts(asked, room, is_kept, expected):
+    assert useful_drafts(asked, room, is_kept) == expected
 
 
 @pytest.mark.core

@@ -1,5 +1,6 @@
 """With a drafter everything that `generate()` offers behaves as without, also inside a block of accepted tokens."""
 
+import copy
 import threading
 
 import pytest
@@ -537,19 +538,59 @@ def test_only_what_was_asked_for_is_returned():
     assert isinstance(out, torch.Tensor)
 
 
+def shapes(attentions):
+    return [[tuple(weights.shape) for weights in step] for step in attentions]
+
+
 @pytest.mark.core
-def test_attentions_come_from_the_stock_engine():
-    target, inputs, free = free_run(1)
-    options = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True, "output_attentions": True}
-    before = target.config._attn_implementation
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "qwen3-next"])
+def test_attention_weights_come_from_the_stock_engine(family):
+    target = copy.deepcopy(tiny_target(family))
     target.set_attn_implementation("eager")
-    try:
-        plain = target.generate(**inputs, **options)
-        out = target.generate(**inputs, **options, assistant_model=oracle(target, inputs, free, 0.6))
-    finally:
-        target.set_attn_implementation(before)
-    assert out.speculation.engine == "stock" and "attention weights" in out.speculation.reason
-    assert torch.equal(out.sequences, plain.sequences) and len(out.attentions) > 0
+    inputs = padded_prompts(PROMPTS[1])
+    options = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True, "output_attentions": True}
+    plain = target.generate(**inputs, **options)
+    out = target.generate(**inputs, **options, assistant_model=oracle(target, inputs, plain.sequences, 0.6))
+    assert out.speculation.engine == "stock" and torch.equal(out.sequences, plain.sequences)
+    assert shapes(out.attentions) == shapes(plain.attentions) and len(out.attentions[0]) > 0
+    for step, expected in zip(out.attentions, plain.attentions, strict=True):
+        torch.testing.assert_close(step, expected)
+    with pytest.raises(ValueError, match="one row at a time, but the batch has 3"):
+        target.generate(**padded_prompts(PROMPTS[3]), **options, assistant_model=random_eagle3(target))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt-oss"])
+def test_attention_weights_behind_a_window(family):
+    target = copy.deepcopy(tiny_target(family))
+    target.set_attn_implementation("eager")
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_attentions": True}
+    drafter, inputs = random_eagle3(target), padded_prompts([3])
+    with pytest.raises(ValueError, match="a text of 9 tokens outgrows the window of 7 of"):
+        target.generate(**inputs, **options, max_new_tokens=6, assistant_model=drafter)
+    plain = target.generate(**inputs, **options, max_new_tokens=4)
+    out = target.generate(**inputs, **options, max_new_tokens=4, assistant_model=drafter)
+    assert torch.equal(out.sequences, plain.sequences) and shapes(out.attentions) == shapes(plain.attentions)
+    for step, expected in zip(out.attentions, plain.attentions, strict=True):
+        torch.testing.assert_close(step, expected)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("family", "engine", "batch"),
+    [("llama", "static", 1), ("llama", "static", 3), ("llama", "stock", 1), ("qwen3-next", "stock", 1)],
+)
+def test_no_attention_weights_where_none_are_computed(family, engine, batch):
+    target, inputs = tiny_target(family), padded_prompts(PROMPTS[batch])
+    options = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True, "output_attentions": True}
+    plain = target.generate(**inputs, **options)
+    drafter = random_eagle3(target).configure(engine="stock" if engine == "stock" else "auto")
+    out = target.generate(**inputs, **options, assistant_model=drafter)
+    assert out.speculation.engine == engine and torch.equal(out.sequences, plain.sequences)
+    assert out.attentions == plain.attentions == ((),) * 6
+    assert "attentions" in out
+    del options["output_attentions"]
+    assert target.generate(**inputs, **options, assistant_model=drafter).attentions is None
 
 
 # ---- ways to call

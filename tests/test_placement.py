@@ -76,9 +76,9 @@ def test_quantised_target(kind, monkeypatch):
     before = fingerprint(modules_of(target, drafter), target.device)
     assert fingerprint(modules_of(target, drafter), target.device) == before
     weights = {"embedding": target.model.embed_tokens.weight, "head": target.lm_head.weight}
-    assert all(type(borrowed) is torch.Tensor for borrowed in drafter._borrowed.values())
-    assert torch.equal(drafter._borrowed["embedding"], weights["embedding"].dequantize())
-    assert torch.equal(drafter._borrowed["head"], weights["head"].dequantize()[drafter.target_ids])
+    assert all(type(loan.weight) is torch.Tensor for loan in drafter._loans.values())
+    assert torch.equal(drafter._loans["embedding"].weight, weights["embedding"].dequantize())
+    assert torch.equal(drafter._loans["head"].weight, weights["head"].dequantize()[drafter.target_ids])
     assert all(isinstance(weight, RoundedWeight) for weight in weights.values()), "the target has changed"
     target.lm_head.weight = nn.Parameter(RoundedWeight.of(weights["head"].dequantize()), requires_grad=False)
     assert fingerprint(modules_of(target, drafter), target.device) != before
@@ -88,8 +88,8 @@ def test_quantised_target(kind, monkeypatch):
 def test_ordinary_weights_are_borrowed_without_a_copy():
     target = tiny_target("llama")
     drafter = random_eagle3(target, own_embedding=False, own_head=False, draft_vocab_size=96)
-    assert drafter._borrowed["embedding"] is target.model.embed_tokens.weight
-    assert drafter._borrowed["head"] is target.lm_head.weight
+    assert drafter._loans["embedding"].weight is target.model.embed_tokens.weight
+    assert drafter._loans["head"].weight is target.lm_head.weight
 
 
 @pytest.fixture(scope="module")

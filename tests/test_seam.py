@@ -11,10 +11,11 @@ from contract import PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation import GenerationMixin
+from transformers.generation import ContinuousBatchingManager, GenerationMixin
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import install, uninstall
+from hf_specdec import AutoDrafter, install, uninstall
 
 BYSTANDER = """
 import json, sys, warnings, logging
@@ -87,22 +88,43 @@ def test_bystanders_are_untouched():
 
 
 @pytest.mark.core
-def test_install_twice_and_uninstall():
-    ours = dict(vars(GenerationMixin))
+@pytest.mark.parametrize("owner", [GenerationMixin, ContinuousMixin, ContinuousBatchingManager])
+def test_install_twice_and_uninstall(owner):
+    ours = dict(vars(owner))
     try:
         install()
-        assert dict(vars(GenerationMixin)) == ours
+        assert dict(vars(owner)) == ours
         uninstall()
-        theirs = dict(vars(GenerationMixin))
+        theirs = dict(vars(owner))
         assert list(theirs) == list(ours), "names appeared or vanished"
         changed = {name for name in ours if theirs[name] is not ours[name]}
-        assert changed and all(theirs[name].__module__.startswith("transformers.") for name in changed)
+        assert changed and not any("hf_specdec" in theirs[name].__code__.co_filename for name in changed)
+        assert all("hf_specdec" in ours[name].__code__.co_filename for name in changed)
         uninstall()
-        assert dict(vars(GenerationMixin)) == theirs
+        assert dict(vars(owner)) == theirs
         install()
-        assert dict(vars(GenerationMixin)) == ours
+        assert dict(vars(owner)) == ours
     finally:
         install()
+
+
+@pytest.mark.core
+def test_continuous_batching_refuses_drafters():
+    target = tiny_target("llama")
+    drafter, prompts = random_eagle3(target), [[5, 6, 7]]
+    calls = {
+        "generate_batch": lambda **options: target.generate_batch(prompts, **options),
+        "init_continuous_batching": target.init_continuous_batching,
+        "continuous_batching_context_manager": target.continuous_batching_context_manager,
+        "add_request": lambda **options: ContinuousBatchingManager.add_request(None, prompts[0], **options),
+        "add_requests": lambda **options: ContinuousBatchingManager.add_requests(None, prompts, **options),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}\(\) was given assistant_model=Eagle3Drafter, but continuous"):
+            call(assistant_model=drafter)
+        with pytest.raises(ValueError, match="assistant_model is the class AutoDrafter"):
+            call(assistant_model=AutoDrafter)
+    assert target.generate_batch([], assistant_model=None) == {}
 
 
 @pytest.mark.core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,12 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .. import ops
 from ..config import DrafterConfig, check_num_assistant_tokens
 from ..sessions import SessionPool
-from .tensors import KEY_MAPPING, check_tensors, plain_weight
+from .borrowing import Loan
+from .tensors import KEY_MAPPING, check_tensors
 
 if TYPE_CHECKING:
     from ..sampling import Verdict
     from ..state import DecodeState
     from .checkpoints import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
@@ -80,6 +84,10 @@ class Drafter(PreTrainedModel):
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self._target_config: Any = None
+        # Size of the target's vocabulary when the drafter was bound; None if its family notes no binding.
+        self._bound_vocabulary: int | None = None
+        # What the drafter has of the target, by "embedding" and "head"; set by `bind`.
+        self._loans: dict[str, Loan] = {}
         self.sessions = SessionPool()
         self._last_stats: Any = None
         self.num_assistant_tokens = config.num_assistant_tokens
@@ -203,8 +211,40 @@ class Drafter(PreTrainedModel):
 
     def _note_binding(self, target: PreTrainedModel) -> None:
         """The end of every `bind` that succeeds: rounds captured before may read what was borrowed then."""
-        self._target_config = target.config
+        self._target_config = self.config.target = target.config
+        self._bound_vocabulary = target.config.get_text_config().vocab_size
         self.release()
+
+    def follow(self, target: PreTrainedModel) -> None:
+        """Keep up with what the owner of `target` did to it since `bind`; called at the start of every generation.
+
+        What was written into its weights is copied to where the drafter has copies. A target whose embedding or head
+        was replaced, moved, cast or resized is bound again.
+
+        Raises:
+            ValueError: the drafter does not fit what the target is now.
+        """
+        if self._bound_vocabulary is None:
+            return
+        lenders = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
+        changes = [loan.how_changed(lenders[what]) for what, loan in self._loans.items()]
+        vocabulary = target.config.get_text_config().vocab_size
+        if vocabulary != self._bound_vocabulary:
+            changes.append(f"its vocabulary had {self._bound_vocabulary} tokens and has {vocabulary}")
+        changes = [change for change in changes if change is not None]
+        if not changes:
+            for what, loan in self._loans.items():
+                loan.refresh(lenders[what])
+            return
+        found = f"{type(target).__name__} has changed since the drafter was bound to it: {', '.join(changes)}"
+        try:
+            self.bind(target)
+        except ValueError as error:
+            raise ValueError(
+                f"{found}. It cannot be bound again as it is: {error} Change the target back, or load a drafter that "
+                "was made for it with AutoDrafter.from_pretrained(..., target=model)."
+            ) from error
+        logger.info("%s. It was bound again.", found)
 
     def check_bound_to(self, target: PreTrainedModel) -> None:
         """Raise `ValueError` unless the drafter was bound to `target`."""
@@ -267,37 +307,6 @@ def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, nam
             f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
             f"{text.vocab_size}: it is a drafter for another model."
         )
-
-
-def borrow_weight(module: nn.Module | None, what: str, width: int, name: str) -> torch.Tensor:
-    """The weight `[V, width]` of the target's `module`, its embedding or head, for a drafter called `name`.
-
-    Raises:
-        ValueError: it has none that can be read, or one of another width.
-    """
-    weight = getattr(module, "weight", None)
-    if weight is None or not weight.is_floating_point():
-        raise ValueError(
-            f"{name} has no {what} of its own and must borrow the target's, but the target's is "
-            f"{type(module).__name__}; expected a module with a floating-point `weight`."
-        )
-    if weight.device.type == "meta":
-        raise ValueError(
-            f"{name} has no {what} of its own and must borrow the target's, but that is offloaded and not in "
-            f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
-        )
-    if weight.dim() != 2:
-        raise ValueError(
-            f"{name} has no {what} of its own and must borrow the target's, but that has shape "
-            f"{list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, FSDP): load "
-            "all of the target in every process, or use a drafter that has its own."
-        )
-    if weight.shape[1] != width:
-        raise ValueError(
-            f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
-            f"{width}, so it cannot be borrowed."
-        )
-    return plain_weight(weight)
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

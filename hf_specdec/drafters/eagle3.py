@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ..attention import cached_attend
 from ..config import Eagle3Config, default_taps
 from ..taps import check_taps, decoder_layers
-from .base import borrow_weight, check_sizes, embed, register_drafter, score
+from .base import check_sizes, embed, register_drafter, score
+from .borrowing import Loan
 from .cached import CachedDrafter
 from .checkpoints import Checkpoint
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
@@ -84,7 +85,6 @@ class Eagle3Drafter(CachedDrafter):
         # `[H]`, what columns without a hidden state read; None if all of those are inert.
         self.register_buffer("mask_state", None, persistent=False)
         self._taps = config.taps
-        self._borrowed: dict[str, torch.Tensor] = {}
         self.post_init()
 
     @classmethod
@@ -118,21 +118,20 @@ class Eagle3Drafter(CachedDrafter):
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         taps = check_fit(config, target.config, len(decoder_layers(target)), name)
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-        borrowed = {}
+        loans = {}
         if self.embed_tokens is None:
-            borrowed["embedding"] = borrow_weight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
+            loans["embedding"] = Loan(target.get_input_embeddings(), "embedding", config.hidden_size, name)
         if self.lm_head is None:
-            head = borrow_weight(target.get_output_embeddings(), "head", config.hidden_size, name)
-            borrowed["head"] = head if target_ids is None else head.detach()[target_ids.to(head.device)]
+            loans["head"] = Loan(target.get_output_embeddings(), "head", config.hidden_size, name, rows=target_ids)
         check_taps(target, taps, self.taps_last_hidden_state, config.target_hidden_size, name)
-        self._borrowed = borrowed
+        self._loans = loans
         self.target_ids = target_ids
         self._taps = taps
         self._note_binding(target)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[...]` int64 target tokens to `[..., H]`."""
-        weight = self.embed_tokens.weight if self.embed_tokens is not None else self._borrowed["embedding"]
+        weight = self.embed_tokens.weight if self.embed_tokens is not None else self._loans["embedding"].weight
         return embed(tokens, weight, self.dtype)
 
     def combine(self, taps: torch.Tensor) -> torch.Tensor:
@@ -184,7 +183,7 @@ class Eagle3Drafter(CachedDrafter):
     @property
     def head_weight(self) -> torch.Tensor:
         """`[V_d, H]`, its own or the target's rows."""
-        return self.lm_head.weight if self.lm_head is not None else self._borrowed["head"]
+        return self.lm_head.weight if self.lm_head is not None else self._loans["head"].weight
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V_d]`."""

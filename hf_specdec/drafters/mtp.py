@@ -20,7 +20,8 @@ from ..cache import RaggedCache
 from ..config import MtpConfig, default_chaining
 from ..experts import former_experts_implementation
 from ..taps import check_taps
-from .base import Proposal, borrow_weight, check_sizes, embed, register_drafter, score
+from .base import Proposal, check_sizes, embed, register_drafter, score
+from .borrowing import Loan
 from .cached import CachedDrafter, DraftMemory
 from .checkpoints import Checkpoint, quiet_loading
 from .dialects import Decisions, Reading, rope_by_layer_type
@@ -313,7 +314,6 @@ class MtpDrafter(CachedDrafter):
         self.frames = nn.ModuleList([MtpFrame(config) for _ in range(config.num_modules)])
         takes_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
         self._layer_types = self.decoder.config.layer_types if takes_type else None
-        self._borrowed: dict[str, torch.Tensor] = {}
         self.post_init()
 
     @classmethod
@@ -381,15 +381,15 @@ class MtpDrafter(CachedDrafter):
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         check_sizes(config.hidden_size, config.vocab_size, target.config, name)
-        borrowed = {}
+        loans = {}
         if not config.own_embedding:
-            borrowed["embedding"] = borrow_weight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
+            loans["embedding"] = Loan(target.get_input_embeddings(), "embedding", config.hidden_size, name)
         if not config.own_head:
-            borrowed["head"] = borrow_weight(target.get_output_embeddings(), "head", config.hidden_size, name)
+            loans["head"] = Loan(target.get_output_embeddings(), "head", config.hidden_size, name)
         check_taps(target, [], True, config.hidden_size, name)
         if self.decoder._can_set_experts_implementation():
             self.decoder.set_experts_implementation(former_experts_implementation(target))
-        self._borrowed = borrowed
+        self._loans = loans
         self._note_binding(target)
 
     def new_memory(self, state: DecodeState) -> MtpMemory:
@@ -447,7 +447,7 @@ class MtpDrafter(CachedDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Module `index` over `[B, n]` slots, as for `run`; `attention` is what its attention is called with."""
         frame = self.frames[index]
-        weight = self._borrowed["embedding"] if frame.embed_tokens is None else frame.embed_tokens.weight
+        weight = self._loans["embedding"].weight if frame.embed_tokens is None else frame.embed_tokens.weight
         embeds = embed(tokens, weight, self.dtype)
         if self.config.zero_first_embedding:
             embeds = torch.where(slots[..., None] == 0, 0.0, embeds)
@@ -472,7 +472,7 @@ class MtpDrafter(CachedDrafter):
     def logits(self, step: int, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V]`, by the head of the module of `step`."""
         head = self.frames[step % self.config.num_modules].lm_head
-        weight = self._borrowed["head"] if head is None else head.weight
+        weight = self._loans["head"].weight if head is None else head.weight
         return score(normed, weight)
 
     @property
@@ -483,7 +483,7 @@ class MtpDrafter(CachedDrafter):
             ValueError: there are several modules, and each has a head of its own.
         """
         if not self.config.own_head:
-            return self._borrowed["head"]
+            return self._loans["head"].weight
         if len(self.frames) > 1:
             raise ValueError(
                 f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'}) cannot be trained here: each of its "

@@ -31,6 +31,11 @@ def rename(name: str) -> str:
     return name
 
 
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether all values of `weight` are in its own memory: it is neither split over processes nor quantised."""
+    return not isinstance(weight, DTensor) and type(weight).dequantize is torch.Tensor.dequantize
+
+
 def plain_weight(weight: torch.Tensor) -> torch.Tensor:
     """`weight` for others than the module that it belongs to: gathered if processes share it, dequantised if quantised.
 
@@ -38,8 +43,7 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
-    quantised = type(weight).dequantize is not torch.Tensor.dequantize
-    return weight.dequantize() if quantised else weight
+    return weight if is_plain(weight) else weight.dequantize()
 
 
 def check_tensors(checkpoint: Checkpoint, family: type[Drafter], config: DrafterConfig) -> None:
