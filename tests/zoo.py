@@ -1,0 +1,371 @@
+"""Every causal and image-text class of transformers, tiny and random, with drafters: right, refused or wrong?
+
+    python tests/zoo.py --write docs/targets.md      all classes; the table of what runs where
+    python tests/zoo.py --only LlamaForCausalLM      some of them, in full
+
+Each class is built with the default configuration of its own family, shrunk by `zoo_configs`. Then greedy `generate()`
+with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must say what
+plain `generate()` says, or refuse the call before it begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from oracle import OracleDrafter, random_draft_model
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, tiny_config
+
+import hf_specdec
+from hf_specdec import Drafter
+
+PROMPT_LENGTHS = (13, 6)
+MAX_NEW_TOKENS = 20
+NUM_DRAFT_TOKENS = 4
+ACCURACY = 0.6
+# Parameters of the largest model that is run.
+LARGEST_MODEL = 80_000_000
+# What weights of two and more dimensions are scaled to, so that random models say something.
+WEIGHT_STD = 0.3
+SECONDS_PER_CLASS = 120
+
+RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT = "right", "refused", "wrong", "crash", "not built", "no plain text"
+ROW_BY_ROW = "takes one row at a time"
+
+
+@dataclass
+class Outcome:
+    """What became of one class.
+
+    Attributes:
+        name: of the class.
+        model_type: of the configuration that it was built of.
+        engine: "static", "stock" or, where no call was run, None.
+        reason: why that engine, or why not.
+        outcome: one of RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT.
+        error: what was raised, or how the texts differ.
+        notes: of single calls, and of the plain text.
+        seconds: that all of it took.
+    """
+
+    name: str
+    model_type: str = ""
+    engine: str | None = None
+    reason: str = ""
+    outcome: str = NOT_BUILT
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def class_names() -> list[str]:
+    """The classes of both mappings, each once."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return list(dict.fromkeys(name for mapping in mappings for name in mapping.values()))
+
+
+def build(name: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny random model of the class `name`, in float32 and evaluation mode.
+
+    Raises:
+        Exception: whatever transformers raises of a class that cannot be built.
+    """
+    model_class = getattr(transformers, name)
+    model, failure = None, None
+    for others in (True, False):
+        try:
+            config = tiny_config(model_class.config_class, others)
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in model_class._from_config(config).parameters())
+            if size > LARGEST_MODEL:
+                raise ValueError(f"it has {size} parameters when shrunk")
+            torch.manual_seed(seed)
+            model = model_class._from_config(config, dtype=torch.float32)
+            break
+        except Exception as error:  # whatever configurations and models raise about sizes that do not fit
+            failure = failure or error
+    if model is None:
+        raise failure
+    enliven(model)
+    generation = model.generation_config
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    generation.pad_token_id = pad if isinstance(pad, int) and 0 <= pad < FIRST_PROMPT_ID else 0
+    generation.eos_token_id = None
+    generation.bos_token_id = 1
+    return model.eval()
+
+
+@torch.no_grad()
+def enliven(model: PreTrainedModel) -> None:
+    """Scale random weights up, and draw biases and sinks that are initialised to zero."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.numel() < 2:
+            continue
+        spread = float(parameter.std())
+        if parameter.dim() >= 2 and 0 < spread < WEIGHT_STD:
+            parameter.mul_(WEIGHT_STD / spread)
+        elif spread == 0 and float(parameter.abs().max()) == 0 and name.endswith(("bias", "sinks")):
+            parameter.normal_(std=WEIGHT_STD)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias") and float(buffer.abs().max()) == 0:
+            buffer.normal_(std=WEIGHT_STD)
+
+
+def prompts(model: PreTrainedModel, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Two left-padded prompts of unequal length: `input_ids` and `attention_mask` `[2, 13]`."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(PROMPT_LENGTHS)
+    input_ids = torch.full((len(PROMPT_LENGTHS), width), model.generation_config.pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, length in enumerate(PROMPT_LENGTHS):
+        tokens = torch.randint(FIRST_PROMPT_ID, LAST_PROMPT_ID + 1, (length,), generator=generator)
+        input_ids[row, width - length :], attention_mask[row, width - length :] = tokens, 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def rows_of(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Each prompt by itself, without padding."""
+    rows = []
+    for row in range(len(inputs["input_ids"])):
+        keep = inputs["attention_mask"][row].bool()
+        rows.append({name: value[row : row + 1, keep] for name, value in inputs.items()})
+    return rows
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], drafter: Drafter | None = None) -> torch.Tensor:
+    """`[B, T]`: the new tokens."""
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+    if drafter is not None:
+        options |= {"assistant_model": drafter, "num_assistant_tokens": NUM_DRAFT_TOKENS}
+    with torch.no_grad():
+        return model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+
+
+def last_line(error: BaseException) -> str:
+    """The error in one line, with the place that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def is_refusal(error: BaseException, generated: bool) -> bool:
+    """Whether `error` says that the call cannot be, and came before anything was generated."""
+    if not isinstance(error, ValueError):
+        return False
+    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    ours = Path(hf_specdec.__file__).parent in place.parents
+    return ours or (place.parts[-3:-1] == ("transformers", "generation") and not generated)
+
+
+@dataclass
+class Call:
+    """One call with a drafter: what came of it and why."""
+
+    outcome: str
+    engine: str | None = None
+    reason: str = ""
+    error: str = ""
+
+
+def call(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    expected: torch.Tensor | None,
+    drafter_of: Callable[[], Drafter],
+) -> Call:
+    """Generate with a drafter and compare with `expected` `[B, T]`; None if plain `generate()` failed."""
+    forwards: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    drafter = None
+    try:
+        drafter = drafter_of()
+        text = generate(model, inputs, drafter)
+    except Exception as error:
+        if is_refusal(error, bool(forwards)):
+            return Call(REFUSED, None, " ".join(str(error).split()))
+        engine = None if drafter is None or drafter.stats is None else drafter.stats.engine
+        return Call(CRASH, engine, error=last_line(error))
+    finally:
+        handle.remove()
+    stats = drafter.stats
+    if expected is None:
+        return Call(WRONG, stats.engine, stats.reason, "there is a text where plain generate() has none")
+    if text.shape == expected.shape and torch.equal(text, expected):
+        return Call(RIGHT, stats.engine, stats.reason)
+    return Call(WRONG, stats.engine, stats.reason, difference(text, expected))
+
+
+def difference(text: torch.Tensor, expected: torch.Tensor) -> str:
+    if text.shape != expected.shape:
+        return f"a text of shape {list(text.shape)} instead of {list(expected.shape)}"
+    row, place = (int(at) for at in (text != expected).nonzero()[0])
+    wrong = int((text != expected).sum())
+    return f"{wrong} of {expected.numel()} tokens differ, first token {place} of row {row}"
+
+
+def plain(model: PreTrainedModel, inputs: dict[str, torch.Tensor], notes: list[str]) -> torch.Tensor | None:
+    """What plain `generate()` says, `[B, T]`; None if it fails."""
+    try:
+        return generate(model, inputs)
+    except Exception as error:
+        notes.append(f"plain generate() of {len(inputs['input_ids'])}: {last_line(error)}")
+        return None
+
+
+def calls_of(model: PreTrainedModel, notes: list[str]) -> Iterator[tuple[str, Call]]:
+    """Every call, by its name: both prompts as a batch, then each by itself."""
+    inputs = prompts(model)
+    batches = [inputs, *rows_of(inputs)]
+    texts = [plain(model, batch, notes) for batch in batches]
+    rows = texts[1:]
+    if texts[0] is not None and all(text is not None for text in rows):
+        if not torch.equal(texts[0], torch.cat(rows)):
+            notes.append("plain generate() says something else of a padded batch than of its rows")
+        if any(len(set(row.tolist())) < 4 for row in texts[0]):
+            notes.append(f"texts of few different tokens: {[len(set(row.tolist())) for row in texts[0]]}")
+    for batch, text in zip(batches, texts, strict=True):
+        lengths = batch["attention_mask"].sum(dim=1).tolist()
+        answers = torch.zeros(len(lengths), MAX_NEW_TOKENS, dtype=torch.int64) if text is None else text
+        answers = torch.nn.functional.pad(answers, (0, 16), value=2)
+        where = "batch of two" if len(lengths) > 1 else f"row of {lengths[0]}"
+        yield (
+            f"{where}, scripted",
+            call(model, batch, text, lambda a=answers, n=lengths: OracleDrafter(model, a, n, ACCURACY)),
+        )
+        yield f"{where}, draft model", call(model, batch, text, lambda: random_draft_model(model))
+
+
+def run(name: str) -> Outcome:
+    """Build the class `name` and run all calls with it."""
+    start, result = time.perf_counter(), Outcome(name)
+    try:
+        result.model_type = getattr(getattr(getattr(transformers, name), "config_class", None), "model_type", "")
+        model = build(name)
+    except Exception as error:
+        result.error = last_line(error)
+    else:
+        judge(result, dict(calls_of(model, result.notes)))
+    result.seconds = round(time.perf_counter() - start, 2)
+    return result
+
+
+def judge(result: Outcome, calls: dict[str, Call]) -> None:
+    """Write what `calls`, by their names, come to into `result`."""
+    by_outcome = {
+        outcome: [(name, call) for name, call in calls.items() if call.outcome == outcome]
+        for outcome in (WRONG, CRASH, RIGHT, REFUSED)
+    }
+    result.outcome = next(outcome for outcome, found in by_outcome.items() if found)
+    if result.outcome in (WRONG, CRASH):
+        for outcome in (WRONG, CRASH):
+            result.notes += [f"{name}: {outcome}: {call.error}" for name, call in by_outcome[outcome]]
+        name, first = by_outcome[result.outcome][0]
+        result.error = f"{name}: {first.error}"
+    ran = [call for found in by_outcome.values() for _, call in found if call.engine is not None]
+    if ran:
+        result.engine, result.reason = ran[0].engine, ran[0].reason
+        refusals = {call.reason for _, call in by_outcome[REFUSED] if ROW_BY_ROW not in call.reason}
+        result.notes += [f"refused: {reason}" for reason in sorted(refusals)]
+    elif by_outcome[REFUSED]:
+        result.reason = by_outcome[REFUSED][0][1].reason
+
+
+def worker() -> None:
+    """Read names of classes from standard input and write their outcomes to standard output, one a line."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(asdict(run(line.strip()))), file=out, flush=True)
+
+
+class Worker:
+    """A process that runs classes, so that one which hangs or dies takes no other with it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def run(self, name: str, seconds: float = SECONDS_PER_CLASS) -> Outcome:
+        """The outcome of class `name`; a CRASH if its process dies or takes more than `seconds`."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            self.stop()
+            return Outcome(name, outcome=CRASH, error=f"took more than {seconds} s", seconds=seconds)
+        if not line:
+            return Outcome(name, outcome=CRASH, error=f"the process died with exit code {self._process.wait()}")
+        return Outcome(**json.loads(line))
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        self._process = process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._lines = lines = queue.Queue()
+
+        def read() -> None:
+            for line in process.stdout:
+                lines.put(line)
+            lines.put("")
+
+        threading.Thread(target=read, daemon=True).start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="CLASS", help="run only these classes")
+    parser.add_argument("--write", type=Path, help="write the table of all classes here")
+    parser.add_argument("--json", type=Path, help="write outcomes here, one a line")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker()
+        return
+    process, outcomes = Worker(), []
+    for name in args.only or class_names():
+        outcomes.append(outcome := process.run(name))
+        print(f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:12} {outcome.error or outcome.reason}"[:240], flush=True)
+        for note in outcome.notes if args.only else ():
+            print(f"    {note}")
+        if args.json:
+            args.json.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
+    process.stop()
+    print(Counter((outcome.engine or "-", outcome.outcome) for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()
