@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, tiny_config
+from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, VOCAB, tiny_config
 
 import hf_specdec
 from hf_specdec import Drafter
@@ -45,7 +45,7 @@ ACCURACY = 0.6
 # Parameters of the largest model that is run.
 LARGEST_MODEL = 80_000_000
 # What weights of two and more dimensions are scaled to, so that random models say something.
-WEIGHT_STD = 0.3
+WEIGHT_STD, SHARED_STD = 0.3, 0.03
 SECONDS_PER_CLASS = 120
 
 RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT = "right", "refused", "wrong", "crash", "not built", "no plain text"
@@ -116,14 +116,21 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
 
 @torch.no_grad()
 def enliven(model: PreTrainedModel) -> None:
-    """Scale random weights up, and draw biases and sinks that are initialised to zero."""
+    """Scale random weights up, and draw biases and sinks that are initialised to zero.
+
+    A matrix that is embedding and head at once stays small, or every token would be followed by itself.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    shared = head.weight if head is not None and head.weight is getattr(embedding, "weight", None) else None
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.numel() < 2:
             continue
         spread = float(parameter.std())
-        if parameter.dim() >= 2 and 0 < spread < WEIGHT_STD:
+        if parameter is shared:
+            parameter.mul_(SHARED_STD / spread)
+        elif parameter.dim() >= 2 and 0 < spread < WEIGHT_STD:
             parameter.mul_(WEIGHT_STD / spread)
-        elif spread == 0 and float(parameter.abs().max()) == 0 and name.endswith(("bias", "sinks")):
+        elif name.endswith(("bias", "sinks")) and len(parameter) != VOCAB and float(parameter.abs().max()) == 0:
             parameter.normal_(std=WEIGHT_STD)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias") and float(buffer.abs().max()) == 0:
@@ -152,12 +159,12 @@ def rows_of(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], drafter: Drafter | None = None) -> torch.Tensor:
-    """`[B, T]`: the new tokens."""
+    """`[B, P + T]`: what greedy `generate()` returns."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
     if drafter is not None:
         options |= {"assistant_model": drafter, "num_assistant_tokens": NUM_DRAFT_TOKENS}
     with torch.no_grad():
-        return model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+        return model.generate(**inputs, **options)
 
 
 def last_line(error: BaseException) -> str:
@@ -192,7 +199,7 @@ def call(
     expected: torch.Tensor | None,
     drafter_of: Callable[[], Drafter],
 ) -> Call:
-    """Generate with a drafter and compare with `expected` `[B, T]`; None if plain `generate()` failed."""
+    """Generate with a drafter and compare with `expected` `[B, P + T]`; None if plain `generate()` failed."""
     forwards: list[int] = []
     handle = model.register_forward_pre_hook(lambda *args: forwards.append(1))
     drafter = None
@@ -202,13 +209,12 @@ def call(
     except Exception as error:
         if is_refusal(error, bool(forwards)):
             return Call(REFUSED, None, " ".join(str(error).split()))
-        engine = None if drafter is None or drafter.stats is None else drafter.stats.engine
-        return Call(CRASH, engine, error=last_line(error))
+        return Call(CRASH if expected is not None else NO_TEXT, error=last_line(error))
     finally:
         handle.remove()
     stats = drafter.stats
     if expected is None:
-        return Call(WRONG, stats.engine, stats.reason, "there is a text where plain generate() has none")
+        return Call(NO_TEXT, stats.engine, stats.reason)
     if text.shape == expected.shape and torch.equal(text, expected):
         return Call(RIGHT, stats.engine, stats.reason)
     return Call(WRONG, stats.engine, stats.reason, difference(text, expected))
@@ -223,7 +229,7 @@ def difference(text: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def plain(model: PreTrainedModel, inputs: dict[str, torch.Tensor], notes: list[str]) -> torch.Tensor | None:
-    """What plain `generate()` says, `[B, T]`; None if it fails."""
+    """What plain `generate()` returns, `[B, P + T]`; None if it fails."""
     try:
         return generate(model, inputs)
     except Exception as error:
@@ -236,16 +242,18 @@ def calls_of(model: PreTrainedModel, notes: list[str]) -> Iterator[tuple[str, Ca
     inputs = prompts(model)
     batches = [inputs, *rows_of(inputs)]
     texts = [plain(model, batch, notes) for batch in batches]
-    rows = texts[1:]
-    if texts[0] is not None and all(text is not None for text in rows):
-        if not torch.equal(texts[0], torch.cat(rows)):
+    new = [None if text is None else text[:, -MAX_NEW_TOKENS:] for text in texts]
+    if all(text is not None for text in new):
+        if not torch.equal(new[0], torch.cat(new[1:])):
             notes.append("plain generate() says something else of a padded batch than of its rows")
-        if any(len(set(row.tolist())) < 4 for row in texts[0]):
-            notes.append(f"texts of few different tokens: {[len(set(row.tolist())) for row in texts[0]]}")
-    for batch, text in zip(batches, texts, strict=True):
+        variety = [len(set(row.tolist())) for row in new[0]]
+        if min(variety) < 4:
+            notes.append(f"texts of few different tokens: {variety}")
+    for batch, text, continuation in zip(batches, texts, new, strict=True):
         lengths = batch["attention_mask"].sum(dim=1).tolist()
-        answers = torch.zeros(len(lengths), MAX_NEW_TOKENS, dtype=torch.int64) if text is None else text
-        answers = torch.nn.functional.pad(answers, (0, 16), value=2)
+        if continuation is None:
+            continuation = torch.zeros(len(lengths), MAX_NEW_TOKENS, dtype=torch.int64)
+        answers = torch.nn.functional.pad(continuation, (0, 16), value=2)
         where = "batch of two" if len(lengths) > 1 else f"row of {lengths[0]}"
         yield (
             f"{where}, scripted",
@@ -272,9 +280,11 @@ def judge(result: Outcome, calls: dict[str, Call]) -> None:
     """Write what `calls`, by their names, come to into `result`."""
     by_outcome = {
         outcome: [(name, call) for name, call in calls.items() if call.outcome == outcome]
-        for outcome in (WRONG, CRASH, RIGHT, REFUSED)
+        for outcome in (WRONG, CRASH, RIGHT, REFUSED, NO_TEXT)
     }
     result.outcome = next(outcome for outcome, found in by_outcome.items() if found)
+    if result.outcome == NO_TEXT:
+        result.error = result.notes[0]
     if result.outcome in (WRONG, CRASH):
         for outcome in (WRONG, CRASH):
             result.notes += [f"{name}: {outcome}: {call.error}" for name, call in by_outcome[outcome]]

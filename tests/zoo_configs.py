@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CLIPVisionConfig, PreTrainedConfig
 
 VOCAB = 128
 # Ids of images and the like are put at the end of the vocabulary, where no prompt has tokens.
@@ -39,7 +39,7 @@ LARGEST: list[tuple[str, int]] = [
     (r"(num_hidden_layers|^n_layers?|^num_layers|_layers$|^depth$|_depth$|^layers$|num_blocks)", NUM_LAYERS),
     (r"(num_experts_per_tok|moe_top_?k$|^moe_k$|^top_k_experts$|^num_experts_per_token$)", 2),
     (r"(^topk_group|^n_shared_experts|num_shared_experts)", 1),
-    (r"(^n_group$|num_expert_group|zero_expert_num)", 2),
+    (r"(^n_groups?$|num_expert_group|zero_expert_num)", 2),
     (r"(experts$)", 4),
     (r"^index_topk$", WINDOW),
     (r"^index_topk_blocks$", 2),
@@ -61,9 +61,81 @@ LARGEST: list[tuple[str, int]] = [
     (r"(proj_dim|projection_dim|output_dim|out_dim|in_dim|input_size|d_ssm|hidden_dim|^dim$|text_width|width$)", WIDTH),
 ]
 
-# Kinds of layers that are not said by a list of the configuration's own, and what cannot be told from names.
-SETTINGS: dict[str, dict[str, Any]] = {}
+# What stands for None where a text's configuration leaves open what its models need, or leaves a part out.
+UNSET: dict[str, Any] = {
+    "head_dim": HEAD_DIM,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+    "sliding_window": WINDOW,
+}
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {**_ROPE, "mrope_section": [2, 1, 1]}
+_SLIDING_MLA = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+_SLIDING_MLA |= {"head_dim": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_QWEN4_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
+
+# Arguments of configuration classes that cannot be made without any.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+}
+
+# Parts for images whose models are those of another package.
+FOREIGN_VISION = frozenset({"timm_wrapper", "gemma3n_vision"})
+
+# What is set after shrinking, by model type: sizes that must agree, and kinds of layers that defaults do without.
+# `...` takes an entry out, so that the configuration derives it.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1, 3], "layers_block_type": ...},
+    "chameleon": {"vocabulary_map": {"<image>": VOCAB - 1, "IMGIMGA": VOCAB - 2}},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"sliding_attention": _MROPE, "full_attention": _MROPE},
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "dots1": {"max_window_layers": 2, "layer_types": ...},
+    "dots3_note_text": {
+        "head_dim": 16,
+        "layer_types": ["indexed_attention", "indexed_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "per_layer_config": {2: _SLIDING_MLA, 3: _SLIDING_MLA},
+    },
+    "emu3_vqgan": {"base_channels": 32},
+    "emu3": {"vocabulary_map": {"<image>": VOCAB - 1, "<|extra_200|>": VOCAB - 2}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+    "gemma4_assistant": {"text_config": {"num_kv_shared_layers": NUM_LAYERS}},
+    "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": NUM_LAYERS}},
+    "glm4v_text": {"rope_parameters": _MROPE},
+    "glm4v_moe_text": {"rope_parameters": _MROPE},
+    "glm_ocr_text": {"rope_parameters": _MROPE},
+    "hunyuan_vl_text": {"rope_parameters": _MROPE},
+    "glm5_next_text": {"index_topk": 8},
+    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 1]], "vision_config": {"hidden_size": 64}},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "hrm_text": {"num_layers_per_stack": ..., "num_hidden_layers": 2},
+    "inkling_vision": {"patch_size": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "mamba2": {"head_dim": 16},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
+    "qwen4_exp_text": {**_QWEN4_INDEXER, "indexer_compress_ratio": 2},
+    "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 16]},
+    "zamba2": {"attention_head_dim": ..., "mamba_headdim": ..., "kv_channels": ..., "attention_hidden_size": ...},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+}
 
 def is_text(config: Mapping[str, Any]) -> bool:
     return "vocab_size" in config
@@ -88,8 +160,10 @@ class Shrinker:
         if source.get("use_sliding_window") is False:
             small |= {"use_sliding_window": True, "sliding_window": WINDOW}
             small.pop("layer_types", None)
-        elif "sliding_window" in source and not source["sliding_window"] and is_text(source):
-            small["sliding_window"] = WINDOW
+        if is_text(source):
+            small |= {name: value for name, value in UNSET.items() if name in source and not source[name]}
+            if "kv_lora_rank" in source:  # Latent attention has keys and values for every head.
+                small["num_key_value_heads"] = small["num_attention_heads"]
         if "per_layer_config" in source and isinstance(source["per_layer_config"], Mapping):
             by_layer = {int(key): value for key, value in source["per_layer_config"].items()}
             small["per_layer_config"] = {
@@ -187,27 +261,29 @@ def _merged(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def settings_of(model_type: str) -> dict[str, Any]:
-    return SETTINGS.get(model_type, {})
-
-
 def tiny_config(config_class: type[PreTrainedConfig], others: bool = True) -> PreTrainedConfig:
     """The default configuration of `config_class`, shrunk.
 
     Args:
         others: see `Shrinker`.
     """
-    small = _settled(Shrinker(others)(config_class().to_dict()))
+    source = config_class(**ARGUMENTS.get(config_class.model_type, {}))
+    small = _settled(Shrinker(others)(source.to_dict()))
     for name in ("transformers_version", "architectures", "id2label", "label2id"):
         small.pop(name, None)
-    return config_class.from_dict(small)
+    config = config_class.from_dict(small)
+    vision = getattr(config, "vision_config", None)
+    if getattr(vision, "model_type", None) in FOREIGN_VISION:
+        # Text never reaches this part, and a package that transformers does without would have to build it.
+        config.vision_config = CLIPVisionConfig(
+            hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1, num_attention_heads=NUM_HEADS, image_size=28
+        )
+        config.vision_config.model_args = {"embed_dim": WIDTH}
+    return config
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:
     """`config` with the settings of its model type and of its parts'."""
     config = {name: _settled(value) if isinstance(value, dict) else value for name, value in config.items()}
-    return _merged(config, settings_of(config.get("model_type", "")))
+    return _merged(config, SETTINGS.get(config.get("model_type", ""), {}))
 
-
-def all_model_types() -> list[str]:
-    return list(CONFIG_MAPPING)
