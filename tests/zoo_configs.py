@@ -261,17 +261,18 @@ def _merged(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def tiny_config(config_class: type[PreTrainedConfig], others: bool = True) -> PreTrainedConfig:
+def tiny_config(config_class: type[PreTrainedConfig], others: bool = True, tied: bool = True) -> PreTrainedConfig:
     """The default configuration of `config_class`, shrunk.
 
     Args:
         others: see `Shrinker`.
+        tied: leave embeddings and head one matrix where they are.
     """
     source = config_class(**ARGUMENTS.get(config_class.model_type, {}))
     small = _settled(Shrinker(others)(source.to_dict()))
     for name in ("transformers_version", "architectures", "id2label", "label2id"):
         small.pop(name, None)
-    config = config_class.from_dict(small)
+    config = config_class.from_dict(small if tied else _untied(small))
     vision = getattr(config, "vision_config", None)
     if getattr(vision, "model_type", None) in FOREIGN_VISION:
         # Text never reaches this part, and a package that transformers does without would have to build it.
@@ -287,3 +288,7 @@ def _settled(config: dict[str, Any]) -> dict[str, Any]:
     config = {name: _settled(value) if isinstance(value, dict) else value for name, value in config.items()}
     return _merged(config, SETTINGS.get(config.get("model_type", ""), {}))
 
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    untied = {name: _untied(value) if isinstance(value, dict) else value for name, value in config.items()}
+    return untied | ({"tie_word_embeddings": False} if "model_type" in config else {})
