@@ -23,32 +23,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from oracle import OracleDrafter, random_draft_model
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
-from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, VOCAB, tiny_config
+from zoo_models import MAX_NEW_TOKENS, build, class_names, generate, prompts, rows_of
 
 import hf_specdec
 from hf_specdec import Drafter
 
-PROMPT_LENGTHS = (13, 6)
-MAX_NEW_TOKENS = 20
 NUM_DRAFT_TOKENS = 4
 ACCURACY = 0.6
-# Parameters of the largest model that is run.
-LARGEST_MODEL = 80_000_000
-# Ways to make a random model say something, the first that does is taken: what weights of two and more dimensions are
-# scaled to, and whether embeddings and head stay one matrix where a family has it so.
-LIVELINESS = ((0.3, True), (0.3, False), (0.12, True), (0.12, False), (0.06, False))
-SHARED_STD = 0.03
-ENOUGH_VARIETY = 6
 SECONDS_PER_CLASS = 120
 
 RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT = "right", "refused", "wrong", "crash", "not built", "no plain text"
@@ -78,119 +64,6 @@ class Outcome:
     error: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
-
-
-def class_names() -> list[str]:
-    """The classes of both mappings, each once."""
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping.values()))
-
-
-def build(name: str) -> PreTrainedModel:
-    """A tiny random model of the class `name`, in float32 and evaluation mode, that says something.
-
-    Raises:
-        Exception: whatever transformers raises of a class that cannot be built.
-    """
-    best, most = None, -1
-    for weight_std, tied in LIVELINESS:
-        model = instantiate(name, weight_std, tied)
-        variety = variety_of(model)
-        if variety > most:
-            best, most = model, variety
-        if most >= ENOUGH_VARIETY or variety < 0:
-            break
-    return best
-
-
-def instantiate(name: str, weight_std: float, tied: bool, seed: int = 0) -> PreTrainedModel:
-    """A tiny random model of the class `name`; see `LIVELINESS`."""
-    model_class = getattr(transformers, name)
-    model, failure = None, None
-    for others in (True, False):
-        try:
-            config = tiny_config(model_class.config_class, others, tied)
-            with torch.device("meta"):
-                size = sum(parameter.numel() for parameter in model_class._from_config(config).parameters())
-            if size > LARGEST_MODEL:
-                raise ValueError(f"it has {size} parameters when shrunk")
-            torch.manual_seed(seed)
-            model = model_class._from_config(config, dtype=torch.float32)
-            break
-        except Exception as error:  # whatever configurations and models raise about sizes that do not fit
-            failure = failure or error
-    if model is None:
-        raise failure
-    enliven(model, weight_std)
-    generation = model.generation_config
-    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    generation.pad_token_id = pad if isinstance(pad, int) and 0 <= pad < FIRST_PROMPT_ID else 0
-    generation.eos_token_id = None
-    generation.bos_token_id = 1
-    return model.eval()
-
-
-@torch.no_grad()
-def enliven(model: PreTrainedModel, weight_std: float) -> None:
-    """Scale random weights to `weight_std`, and draw biases and sinks that are initialised to zero.
-
-    A matrix that is embedding and head at once stays small, or every token would be followed by itself; so does what
-    adds to the scores, whatever the text.
-    """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    shared = head.weight if head is not None and head.weight is getattr(embedding, "weight", None) else None
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or parameter.numel() < 2:
-            continue
-        spread = float(parameter.std())
-        if parameter is shared:
-            parameter.mul_(SHARED_STD / spread)
-        elif parameter.dim() >= 2 and 0 < spread < weight_std:
-            parameter.mul_(weight_std / spread)
-        elif name.endswith(("bias", "sinks")) and len(parameter) != VOCAB and float(parameter.abs().max()) == 0:
-            parameter.normal_(std=weight_std)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias") and float(buffer.abs().max()) == 0:
-            buffer.normal_(std=weight_std)
-
-
-def variety_of(model: PreTrainedModel) -> int:
-    """Of how many different tokens the longer prompt's continuation is; -1 if there is none."""
-    try:
-        text = generate(model, rows_of(prompts(model))[0])
-    except Exception:  # what plain generate() raises is noted when it is compared
-        return -1
-    return len(set(text[0, -MAX_NEW_TOKENS:].tolist()))
-
-
-def prompts(model: PreTrainedModel, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Two left-padded prompts of unequal length: `input_ids` and `attention_mask` `[2, 13]`."""
-    generator = torch.Generator().manual_seed(seed)
-    width = max(PROMPT_LENGTHS)
-    input_ids = torch.full((len(PROMPT_LENGTHS), width), model.generation_config.pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, length in enumerate(PROMPT_LENGTHS):
-        tokens = torch.randint(FIRST_PROMPT_ID, LAST_PROMPT_ID + 1, (length,), generator=generator)
-        input_ids[row, width - length :], attention_mask[row, width - length :] = tokens, 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask}
-
-
-def rows_of(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Each prompt by itself, without padding."""
-    rows = []
-    for row in range(len(inputs["input_ids"])):
-        keep = inputs["attention_mask"][row].bool()
-        rows.append({name: value[row : row + 1, keep] for name, value in inputs.items()})
-    return rows
-
-
-def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], drafter: Drafter | None = None) -> torch.Tensor:
-    """`[B, P + T]`: what greedy `generate()` returns."""
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
-    if drafter is not None:
-        options |= {"assistant_model": drafter, "num_assistant_tokens": NUM_DRAFT_TOKENS}
-    with torch.no_grad():
-        return model.generate(**inputs, **options)
 
 
 def last_line(error: BaseException) -> str:
@@ -231,7 +104,7 @@ def call(
     drafter = None
     try:
         drafter = drafter_of()
-        text = generate(model, inputs, drafter)
+        text = generate(model, inputs, assistant_model=drafter, num_assistant_tokens=NUM_DRAFT_TOKENS)
     except Exception as error:
         if is_refusal(error, bool(forwards)):
             return Call(REFUSED, None, " ".join(str(error).split()))
@@ -294,7 +167,7 @@ def run(name: str) -> Outcome:
     try:
         result.model_type = getattr(getattr(getattr(transformers, name), "config_class", None), "model_type", "")
         model = build(name)
-    except Exception as error:
+    except Exception as error:  # whatever a class raises that is not made to be built so
         result.error = last_line(error)
     else:
         judge(result, dict(calls_of(model, result.notes)))
@@ -394,7 +267,10 @@ def main() -> None:
     process, outcomes = Worker(), []
     for name in args.only or class_names():
         outcomes.append(outcome := process.run(name))
-        print(f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:12} {outcome.error or outcome.reason}"[:240], flush=True)
+        print(
+            f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:12} {outcome.error or outcome.reason}"[:240],
+            flush=True,
+        )
         for note in outcome.notes if args.only else ():
             print(f"    {note}")
         if args.json:

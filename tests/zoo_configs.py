@@ -47,7 +47,10 @@ LARGEST: list[tuple[str, int]] = [
     (r"^index_kpool$", 2),
     (r"^(index_n_heads)$", 2),
     (r"^index_head_dim$", 16),
-    (r"(kv_heads|key_value_heads|kv_n_heads|linear_num_key_heads|num_query_groups|multi_query_group_num)", NUM_KV_HEADS),
+    (
+        r"(kv_heads|key_value_heads|kv_n_heads|linear_num_key_heads|num_query_groups|multi_query_group_num)",
+        NUM_KV_HEADS,
+    ),
     (r"(heads$|^n_head$|heads_per_ngram)", NUM_HEADS),
     (r"(lora_rank|laurel_rank|dt_rank|time_step_rank|norm_rank|hc_lowrank|adapter_rank)", 16),
     (r"(d_state|ssm_state_size|^state_size)", 8),
@@ -119,8 +122,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm_ocr_text": {"rope_parameters": _MROPE},
     "hunyuan_vl_text": {"rope_parameters": _MROPE},
     "glm5_next_text": {"index_topk": 8},
-    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 1]], "vision_config": {"hidden_size": 64}},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "granite4_vision": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-1, 1]],
+        "vision_config": {"hidden_size": 64},
+    },
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "hrm_text": {"num_layers_per_stack": ..., "num_hidden_layers": 2},
     "inkling_vision": {"patch_size": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
@@ -136,6 +147,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16,
     },
 }
+
 
 def is_text(config: Mapping[str, Any]) -> bool:
     return "vocab_size" in config
