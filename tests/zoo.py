@@ -254,29 +254,83 @@ class Worker:
         threading.Thread(target=read, daemon=True).start()
 
 
+def table(outcomes: list[Outcome]) -> str:
+    """`outcomes` as the Markdown of docs/targets.md."""
+    counts = Counter(kind_of(outcome) for outcome in outcomes)
+    lines = [
+        "# Targets",
+        "",
+        "Which engine runs which class of transformers, and whether the text is that of plain `generate()`.",
+        "",
+        f"Made by `python tests/zoo.py --write docs/targets.md` with transformers {transformers.__version__} and torch "
+        f"{torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in the default "
+        "configuration of its family, shrunk until windows, experts and top-k take effect, with random weights in "
+        "float32; text prompts, greedy, as a padded batch of two and one by one, with a drafter that is right at "
+        f"{ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
+        "",
+        f"| {len(outcomes)} classes | |",
+        "|---|---|",
+        *(f"| {kind} | {counts[kind]} |" for kind in KINDS if counts[kind]),
+        "",
+        "The static engine runs batches, the stock engine one row at a time.",
+        "",
+        "| class | engine | outcome | why |",
+        "|---|---|---|---|",
+    ]
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower()):
+        why = outcome.error if outcome.outcome in (WRONG, CRASH, NOT_BUILT, NO_TEXT) else outcome.reason
+        why = "" if outcome.engine == "static" and outcome.outcome == RIGHT else why.replace("|", "\\|")
+        lines.append(f"| {outcome.name} | {outcome.engine or ''} | {outcome.outcome} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+KINDS = (
+    "right on the static engine",
+    "right on the stock engine",
+    "refused with a reason",
+    "no text from a text prompt without a drafter either",
+    "not built",
+    "wrong",
+    "crash",
+)
+
+
+def kind_of(outcome: Outcome) -> str:
+    """The one of `KINDS` that `outcome` is of."""
+    if outcome.outcome == RIGHT:
+        return f"right on the {outcome.engine} engine"
+    return {REFUSED: KINDS[2], NO_TEXT: KINDS[3]}.get(outcome.outcome, outcome.outcome)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="CLASS", help="run only these classes")
+    parser.add_argument("--only", nargs="+", metavar="CLASS", help="run only these classes, and print every note")
     parser.add_argument("--write", type=Path, help="write the table of all classes here")
-    parser.add_argument("--json", type=Path, help="write outcomes here, one a line")
+    parser.add_argument("--json", type=Path, help="write outcomes here, one a line, as they come")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker()
         return
+    if args.only and args.write:
+        parser.error("--write is for all classes, not for those of --only")
     process, outcomes = Worker(), []
+    if args.json:
+        args.json.write_text("")
     for name in args.only or class_names():
         outcomes.append(outcome := process.run(name))
-        print(
-            f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:12} {outcome.error or outcome.reason}"[:240],
-            flush=True,
-        )
-        for note in outcome.notes if args.only else ():
-            print(f"    {note}")
+        line = f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:13} {outcome.error or outcome.reason}"
+        print(line[:240], *(f"    {note}" for note in (outcome.notes if args.only else ())), sep="\n", flush=True)
         if args.json:
-            args.json.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
+            with args.json.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
     process.stop()
-    print(Counter((outcome.engine or "-", outcome.outcome) for outcome in outcomes))
+    if args.write:
+        args.write.parent.mkdir(exist_ok=True)
+        args.write.write_text(table(outcomes))
+    counts = Counter(kind_of(outcome) for outcome in outcomes)
+    print("; ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind]))
+    sys.exit(bool(counts[WRONG] or counts[CRASH]))
 
 
 if __name__ == "__main__":
