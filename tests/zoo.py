@@ -302,6 +302,54 @@ def kind_of(outcome: Outcome) -> str:
     return {REFUSED: KINDS[2], NO_TEXT: KINDS[3]}.get(outcome.outcome, outcome.outcome)
 
 
+def table(outcomes: list[Outcome]) -> str:
+    """`outcomes` as the Markdown of docs/targets.md."""
+    counts = Counter(kind_of(outcome) for outcome in outcomes)
+    lines = [
+        "# Targets",
+        "",
+        "Which engine runs which class of transformers, and whether the text is that of plain `generate()`.",
+        "",
+        f"Made by `python tests/zoo.py --write docs/targets.md` with transformers {transformers.__version__} and torch "
+        f"{torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in its family's "
+        "default configuration, shrunk until windows, experts and top-k take effect, with random weights in float32; "
+        "text prompts, greedy, as a padded batch of two and one by one, with a drafter that is right at "
+        f"{ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
+        "",
+        f"| {len(outcomes)} classes | |",
+        "|---|---|",
+        *(f"| {kind} | {counts[kind]} |" for kind in KINDS if counts[kind]),
+        "",
+        "The static engine runs batches, the stock engine one row at a time.",
+        "",
+        "| class | engine | outcome | why |",
+        "|---|---|---|---|",
+    ]
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower()):
+        why = outcome.error if outcome.outcome in (WRONG, CRASH, NOT_BUILT, NO_TEXT) else outcome.reason
+        why = "" if outcome.engine == "static" and outcome.outcome == RIGHT else why.replace("|", "\\|")
+        lines.append(f"| {outcome.name} | {outcome.engine or ''} | {outcome.outcome} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+KINDS = (
+    "right on the static engine",
+    "right on the stock engine",
+    "refused with a reason",
+    "no text from a text prompt without a drafter either",
+    "not built",
+    "wrong",
+    "crash",
+)
+
+
+def kind_of(outcome: Outcome) -> str:
+    """The one of `KINDS` that `outcome` is of."""
+    if outcome.outcome == RIGHT:
+        return f"right on the {outcome.engine} engine"
+    return {REFUSED: KINDS[2], NO_TEXT: KINDS[3]}.get(outcome.outcome, outcome.outcome)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="run only these classes, and print every note")

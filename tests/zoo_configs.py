@@ -45,7 +45,9 @@ LARGEST: list[tuple[str, int]] = [
     (r"^index_topk_blocks$", 2),
     (r"^index_block_size$", 4),
     (r"^index_kpool$", 2),
-    (r"^(index_n_heads)$", 2),
+    # Scores of an indexer are sums of ReLUs over its heads; with few heads many are exactly zero, and which of equals
+    # are chosen depends on how many tokens are asked about at once.
+    (r"^index_n_heads$", 16),
     (r"^index_head_dim$", 16),
     (
         r"(kv_heads|key_value_heads|kv_n_heads|linear_num_key_heads|num_query_groups|multi_query_group_num)",
@@ -81,7 +83,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {**_ROPE, "mrope_section": [2, 1, 1]}
 _SLIDING_MLA = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
 _SLIDING_MLA |= {"head_dim": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-_QWEN4_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
+_QWEN4_INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 
 # Arguments of configuration classes that cannot be made without any.
 ARGUMENTS: dict[str, dict[str, Any]] = {
