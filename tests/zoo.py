@@ -116,15 +116,17 @@ def call(
         return Call(NO_TEXT, stats.engine, stats.reason)
     if text.shape == expected.shape and torch.equal(text, expected):
         return Call(RIGHT, stats.engine, stats.reason)
-    return Call(WRONG, stats.engine, stats.reason, difference(text, expected))
+    return Call(WRONG, stats.engine, stats.reason, difference(text, expected, inputs["input_ids"].shape[1]))
 
 
-def difference(text: torch.Tensor, expected: torch.Tensor) -> str:
+def difference(text: torch.Tensor, expected: torch.Tensor, width: int) -> str:
+    """In words, how `text` differs from `expected`, `[B, P + T]`, of which `width` tokens are prompts."""
     if text.shape != expected.shape:
         return f"a text of shape {list(text.shape)} instead of {list(expected.shape)}"
     row, place = (int(at) for at in (text != expected).nonzero()[0])
     wrong = int((text != expected).sum())
-    return f"{wrong} of {expected.numel()} tokens differ, first token {place} of row {row}"
+    new = expected[:, width:].numel()
+    return f"{wrong} of {new} new tokens differ, first token {place - width} of row {row}"
 
 
 def plain(model: PreTrainedModel, inputs: dict[str, torch.Tensor], notes: list[str]) -> torch.Tensor | None:
@@ -165,8 +167,8 @@ def run(name: str) -> Outcome:
     """Build the class `name` and run all calls with it."""
     start, result = time.perf_counter(), Outcome(name)
     try:
-        result.model_type = getattr(getattr(getattr(transformers, name), "config_class", None), "model_type", "")
         model = build(name)
+        result.model_type = model.config.model_type
     except Exception as error:  # whatever a class raises that is not made to be built so
         result.error = last_line(error)
     else:
@@ -266,54 +268,6 @@ def table(outcomes: list[Outcome]) -> str:
         f"{torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in the default "
         "configuration of its family, shrunk until windows, experts and top-k take effect, with random weights in "
         "float32; text prompts, greedy, as a padded batch of two and one by one, with a drafter that is right at "
-        f"{ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
-        "",
-        f"| {len(outcomes)} classes | |",
-        "|---|---|",
-        *(f"| {kind} | {counts[kind]} |" for kind in KINDS if counts[kind]),
-        "",
-        "The static engine runs batches, the stock engine one row at a time.",
-        "",
-        "| class | engine | outcome | why |",
-        "|---|---|---|---|",
-    ]
-    for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower()):
-        why = outcome.error if outcome.outcome in (WRONG, CRASH, NOT_BUILT, NO_TEXT) else outcome.reason
-        why = "" if outcome.engine == "static" and outcome.outcome == RIGHT else why.replace("|", "\\|")
-        lines.append(f"| {outcome.name} | {outcome.engine or ''} | {outcome.outcome} | {why} |")
-    return "\n".join(lines) + "\n"
-
-
-KINDS = (
-    "right on the static engine",
-    "right on the stock engine",
-    "refused with a reason",
-    "no text from a text prompt without a drafter either",
-    "not built",
-    "wrong",
-    "crash",
-)
-
-
-def kind_of(outcome: Outcome) -> str:
-    """The one of `KINDS` that `outcome` is of."""
-    if outcome.outcome == RIGHT:
-        return f"right on the {outcome.engine} engine"
-    return {REFUSED: KINDS[2], NO_TEXT: KINDS[3]}.get(outcome.outcome, outcome.outcome)
-
-
-def table(outcomes: list[Outcome]) -> str:
-    """`outcomes` as the Markdown of docs/targets.md."""
-    counts = Counter(kind_of(outcome) for outcome in outcomes)
-    lines = [
-        "# Targets",
-        "",
-        "Which engine runs which class of transformers, and whether the text is that of plain `generate()`.",
-        "",
-        f"Made by `python tests/zoo.py --write docs/targets.md` with transformers {transformers.__version__} and torch "
-        f"{torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in its family's "
-        "default configuration, shrunk until windows, experts and top-k take effect, with random weights in float32; "
-        "text prompts, greedy, as a padded batch of two and one by one, with a drafter that is right at "
         f"{ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
         "",
         f"| {len(outcomes)} classes | |",

@@ -141,6 +141,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
     "qwen4_exp_text": {**_QWEN4_INDEXER, "indexer_compress_ratio": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 16]},
+    "xmod": {"default_language": "en_XX"},
     "zamba2": {"attention_head_dim": ..., "mamba_headdim": ..., "kv_channels": ..., "attention_hidden_size": ...},
     "zamba": {
         "num_hidden_layers": 6,
@@ -275,25 +276,35 @@ def _merged(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def tiny_config(config_class: type[PreTrainedConfig], others: bool = True, tied: bool = True) -> PreTrainedConfig:
+def tiny_config(
+    config_class: type[PreTrainedConfig],
+    others: bool = True,
+    tied: bool = True,
+    extra: Mapping[str, Any] | None = None,
+) -> PreTrainedConfig:
     """The default configuration of `config_class`, shrunk.
 
     Args:
         others: see `Shrinker`.
         tied: leave embeddings and head one matrix where they are.
+        extra: entries to set besides.
     """
     source = config_class(**ARGUMENTS.get(config_class.model_type, {}))
     small = _settled(Shrinker(others)(source.to_dict()))
     for name in ("transformers_version", "architectures", "id2label", "label2id"):
         small.pop(name, None)
-    config = config_class.from_dict(small if tied else _untied(small))
+    config = config_class.from_dict((small if tied else _untied(small)) | dict(extra or {}))
     vision = getattr(config, "vision_config", None)
     if getattr(vision, "model_type", None) in FOREIGN_VISION:
         # Text never reaches this part, and a package that transformers does without would have to build it.
-        config.vision_config = CLIPVisionConfig(
+        plain = CLIPVisionConfig(
             hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1, num_attention_heads=NUM_HEADS, image_size=28
         )
-        config.vision_config.model_args = {"embed_dim": WIDTH}
+        plain.model_args = {"embed_dim": WIDTH}
+        for name, value in vision.to_dict().items():  # what the other parts read
+            if not hasattr(plain, name):
+                setattr(plain, name, value)
+        object.__setattr__(config, "vision_config", plain)  # past the check of what kind it is
     return config
 
 

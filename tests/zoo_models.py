@@ -22,11 +22,33 @@ LIVELINESS = ((0.3, True), (0.3, False), (0.12, True), (0.12, False), (0.06, Fal
 SHARED_STD = 0.03
 ENOUGH_VARIETY = 6
 
+# Classes that are encoders unless their configuration says otherwise, and how their names go on where it does.
+ENCODERS = (
+    "BertLMHeadModel",
+    "BertGenerationDecoder",
+    "BigBirdForCausalLM",
+    "CamembertForCausalLM",
+    "Data2VecTextForCausalLM",
+    "ElectraForCausalLM",
+    "ErnieForCausalLM",
+    "MegatronBertForCausalLM",
+    "RemBertForCausalLM",
+    "RoCBertForCausalLM",
+    "RoFormerForCausalLM",
+    "RobertaForCausalLM",
+    "RobertaPreLayerNormForCausalLM",
+    "XLMRobertaForCausalLM",
+    "XLMRobertaXLForCausalLM",
+    "XmodForCausalLM",
+)
+AS_DECODER = "(is_decoder)"
+
 
 def class_names() -> list[str]:
-    """The classes of both mappings, each once."""
+    """The classes of both mappings, each once, and then the encoders as decoders."""
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping.values()))
+    names = list(dict.fromkeys(name for mapping in mappings for name in mapping.values()))
+    return names + [f"{name} {AS_DECODER}" for name in ENCODERS if name in names]
 
 
 def build(name: str) -> PreTrainedModel:
@@ -47,12 +69,14 @@ def build(name: str) -> PreTrainedModel:
 
 
 def instantiate(name: str, weight_std: float, tied: bool, seed: int = 0) -> PreTrainedModel:
-    """A tiny random model of the class `name`; see `LIVELINESS`."""
-    model_class = getattr(transformers, name)
+    """A tiny random model of the class `name`, one of `class_names()`; see `LIVELINESS`."""
+    class_name, _, variant = name.partition(" ")
+    model_class = getattr(transformers, class_name)
+    extra = {"is_decoder": True} if variant == AS_DECODER else {}
     model, failure = None, None
     for others in (True, False):
         try:
-            config = tiny_config(model_class.config_class, others, tied)
+            config = tiny_config(model_class.config_class, others, tied, extra)
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in model_class._from_config(config).parameters())
             if size > LARGEST_MODEL:
