@@ -99,6 +99,7 @@ FOREIGN_VISION = frozenset({"timm_wrapper", "gemma3n_vision"})
 # `...` takes an entry out, so that the configuration derives it.
 SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1, 3], "layers_block_type": ...},
+    "blt": {"num_hidden_layers": NUM_LAYERS},
     "chameleon": {"vocabulary_map": {"<image>": VOCAB - 1, "IMGIMGA": VOCAB - 2}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -141,6 +142,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
     "qwen4_exp_text": {**_QWEN4_INDEXER, "indexer_compress_ratio": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 16]},
+    "xlstm": {"ffn_round_up_to_multiple_of": 8},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"attention_head_dim": ..., "mamba_headdim": ..., "kv_channels": ..., "attention_hidden_size": ...},
     "zamba": {
@@ -179,6 +181,8 @@ class Shrinker:
             small |= {name: value for name, value in UNSET.items() if name in source and not source[name]}
             if "kv_lora_rank" in source:  # Latent attention has keys and values for every head.
                 small["num_key_value_heads"] = small["num_attention_heads"]
+                whole = source["qk_nope_head_dim"] + source["qk_rope_head_dim"]
+                small |= {name: 2 * HEAD_DIM for name in ("head_dim", "qk_head_dim") if source.get(name) == whole}
         if "per_layer_config" in source and isinstance(source["per_layer_config"], Mapping):
             by_layer = {int(key): value for key, value in source["per_layer_config"].items()}
             small["per_layer_config"] = {

@@ -104,8 +104,11 @@ def enliven(model: PreTrainedModel, weight_std: float) -> None:
     A matrix that is embedding and head at once stays small, or every token would be followed by itself; so does what
     adds to the scores, whatever the text.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    shared = head.weight if head is not None and head.weight is getattr(embedding, "weight", None) else None
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    try:
+        shared = head if head is getattr(model.get_input_embeddings(), "weight", None) else None
+    except NotImplementedError:  # an encoder's
+        shared = None
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.numel() < 2:
             continue
@@ -125,9 +128,9 @@ def variety_of(model: PreTrainedModel) -> int:
     """Of how many different tokens the longer prompt's continuation is; -1 if there is none."""
     try:
         text = generate(model, rows_of(prompts(model))[0])
+        return len(set(text[0, -MAX_NEW_TOKENS:].tolist()))
     except Exception:  # what plain generate() raises is noted when it is compared
         return -1
-    return len(set(text[0, -MAX_NEW_TOKENS:].tolist()))
 
 
 def prompts(model: PreTrainedModel, seed: int = 1) -> dict[str, torch.Tensor]:
