@@ -112,6 +112,8 @@ def call(
     finally:
         handle.remove()
     stats = drafter.stats
+    if stats is None:
+        return Call(WRONG, error="the drafter was ignored")
     if expected is None:
         return Call(NO_TEXT, stats.engine, stats.reason)
     if text.shape == expected.shape and torch.equal(text, expected):
@@ -181,7 +183,7 @@ def judge(result: Outcome, calls: dict[str, Call]) -> None:
     """Write what `calls`, by their names, come to into `result`."""
     by_outcome = {
         outcome: [(name, call) for name, call in calls.items() if call.outcome == outcome]
-        for outcome in (WRONG, CRASH, RIGHT, REFUSED, NO_TEXT)
+        for outcome in (WRONG, CRASH, RIGHT, NO_TEXT, REFUSED)
     }
     result.outcome = next(outcome for outcome, found in by_outcome.items() if found)
     if result.outcome == NO_TEXT:

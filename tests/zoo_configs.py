@@ -142,7 +142,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
     "qwen4_exp_text": {**_QWEN4_INDEXER, "indexer_compress_ratio": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 16]},
-    "xlstm": {"ffn_round_up_to_multiple_of": 8},
+    "xlstm": {"hidden_size": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"attention_head_dim": ..., "mamba_headdim": ..., "kv_channels": ..., "attention_hidden_size": ...},
     "zamba": {
