@@ -157,4 +157,5 @@ def rows_of(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options) -> torch.Tensor:
     """`[B, P + T]`: what greedy `generate()` returns."""
     with torch.no_grad():
-        return model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS, **options)
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS, **options)
+    return getattr(output, "sequences", output)
