@@ -17,5 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 LONGEST = {"test_smollm2.py", "test_tensor_parallel.py"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # All classes of transformers take many minutes: they run when they are asked for by their mark.
+    if "zoo" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("zoo")])
+        items[:] = [item for item in items if not item.get_closest_marker("zoo")]
     items.sort(key=lambda item: item.path.name not in LONGEST)

@@ -1,0 +1,161 @@
+"""Tiny random models of every causal and image-text class of transformers, and prompts for them."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, VOCAB, tiny_config
+
+# The longer prompt goes beyond every window by itself, the shorter one with its continuation.
+PROMPT_LENGTHS = (13, 6)
+MAX_NEW_TOKENS = 20
+# Parameters of the largest model that is run.
+LARGEST_MODEL = 80_000_000
+# Ways to make a random model say something, the first that does is taken: what weights of two and more dimensions are
+# scaled to, and whether embeddings and head stay one matrix where a family has it so.
+LIVELINESS = ((0.3, True), (0.3, False), (0.12, True), (0.12, False), (0.06, False))
+SHARED_STD = 0.03
+ENOUGH_VARIETY = 6
+
+# Classes that are encoders unless their configuration says otherwise, and how their names go on where it does.
+ENCODERS = (
+    "BertLMHeadModel",
+    "BertGenerationDecoder",
+    "BigBirdForCausalLM",
+    "CamembertForCausalLM",
+    "Data2VecTextForCausalLM",
+    "ElectraForCausalLM",
+    "ErnieForCausalLM",
+    "MegatronBertForCausalLM",
+    "RemBertForCausalLM",
+    "RoCBertForCausalLM",
+    "RoFormerForCausalLM",
+    "RobertaForCausalLM",
+    "RobertaPreLayerNormForCausalLM",
+    "XLMRobertaForCausalLM",
+    "XLMRobertaXLForCausalLM",
+    "XmodForCausalLM",
+)
+AS_DECODER = "(is_decoder)"
+
+
+def class_names() -> list[str]:
+    """The classes of both mappings, each once, and then the encoders as decoders."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    names = list(dict.fromkeys(name for mapping in mappings for name in mapping.values()))
+    return names + [f"{name} {AS_DECODER}" for name in ENCODERS if name in names]
+
+
+def build(name: str) -> PreTrainedModel:
+    """A tiny random model of the class `name`, in float32 and evaluation mode, that says something.
+
+    Raises:
+        Exception: whatever transformers raises of a class that cannot be built.
+    """
+    best, most = None, -2
+    for weight_std, tied in LIVELINESS:
+        model = instantiate(name, weight_std, tied)
+        variety = variety_of(model)
+        if variety > most:
+            best, most = model, variety
+        if most >= ENOUGH_VARIETY or variety < 0:
+            break
+    return best
+
+
+def instantiate(name: str, weight_std: float, tied: bool, seed: int = 0) -> PreTrainedModel:
+    """A tiny random model of the class `name`, one of `class_names()`; see `LIVELINESS`."""
+    class_name, _, variant = name.partition(" ")
+    model_class = getattr(transformers, class_name)
+    extra = {"is_decoder": True} if variant == AS_DECODER else {}
+    model, failure = None, None
+    for others in (True, False):
+        try:
+            config = tiny_config(model_class.config_class, others, tied, extra)
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in model_class._from_config(config).parameters())
+            if size > LARGEST_MODEL:
+                raise ValueError(f"it has {size} parameters when shrunk")
+            torch.manual_seed(seed)
+            model = model_class._from_config(config, dtype=torch.float32)
+            break
+        except Exception as error:  # whatever configurations and models raise about sizes that do not fit
+            failure = failure or error
+    if model is None:
+        raise failure
+    enliven(model, weight_std)
+    generation = model.generation_config
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    generation.pad_token_id = pad if isinstance(pad, int) and 0 <= pad < FIRST_PROMPT_ID else 0
+    generation.eos_token_id = None
+    generation.bos_token_id = 1
+    return model.eval()
+
+
+@torch.no_grad()
+def enliven(model: PreTrainedModel, weight_std: float) -> None:
+    """Scale random weights to `weight_std`, and draw biases and sinks that are initialised to zero.
+
+    A matrix that is embedding and head at once stays small, or every token would be followed by itself; so does what
+    adds to the scores, whatever the text.
+    """
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    try:
+        shared = head if head is getattr(model.get_input_embeddings(), "weight", None) else None
+    except NotImplementedError:  # an encoder's
+        shared = None
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.numel() < 2:
+            continue
+        spread = float(parameter.std())
+        if parameter is shared:
+            parameter.mul_(SHARED_STD / spread)
+        elif parameter.dim() >= 2 and 0 < spread < weight_std:
+            parameter.mul_(weight_std / spread)
+        elif name.endswith(("bias", "sinks")) and len(parameter) != VOCAB and float(parameter.abs().max()) == 0:
+            parameter.normal_(std=weight_std)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias") and float(buffer.abs().max()) == 0:
+            buffer.normal_(std=weight_std)
+
+
+def variety_of(model: PreTrainedModel) -> int:
+    """Of how many different tokens the longer prompt's continuation is; -1 if there is none."""
+    try:
+        text = generate(model, rows_of(prompts(model))[0])
+        return len(set(text[0, -MAX_NEW_TOKENS:].tolist()))
+    except Exception:  # what plain generate() raises is noted when it is compared
+        return -1
+
+
+def prompts(model: PreTrainedModel, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Two left-padded prompts of unequal length: `input_ids` and `attention_mask` `[2, 13]`."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(PROMPT_LENGTHS)
+    input_ids = torch.full((len(PROMPT_LENGTHS), width), model.generation_config.pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, length in enumerate(PROMPT_LENGTHS):
+        tokens = torch.randint(FIRST_PROMPT_ID, LAST_PROMPT_ID + 1, (length,), generator=generator)
+        input_ids[row, width - length :], attention_mask[row, width - length :] = tokens, 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def rows_of(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Each prompt by itself, without padding."""
+    rows = []
+    for row in range(len(inputs["input_ids"])):
+        keep = inputs["attention_mask"][row].bool()
+        rows.append({name: value[row : row + 1, keep] for name, value in inputs.items()})
+    return rows
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options) -> torch.Tensor:
+    """`[B, P + T]`: what greedy `generate()` returns."""
+    with torch.no_grad():
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS, **options)
+    return getattr(output, "sequences", output)
