@@ -23,7 +23,6 @@ import torch.distributed as dist
 from oracle import RANDOM_DRAFTERS, OracleDrafter
 from replay import replay_on_cpu
 from targets import padded_prompts
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.distributed import DistributedConfig
 
@@ -239,9 +238,11 @@ def say_in_memory_as_on_a_gpu(folder: Path) -> list:
         target = load_split(folder / "llama")
         attention = target.model.layers[0].self_attn
         expected = attention.k_proj.weight.full_tensor()
-        for parameter in target.parameters():
-            if isinstance(parameter, DTensor):  # whose part is no view of the file where it is loaded to a GPU
-                parameter._local_tensor.data = parameter._local_tensor.clone()
+        fused = {name for names in fusing.GROUPS for name in names}
+        for name, module in target.named_modules():
+            if name.rpartition(".")[2] in fused:  # loaded to a GPU, their parts are no views of the file
+                part = module.weight._local_tensor
+                part.data = part.clone()
         replay_on_cpu(patch)
         patch.setitem(graphs.COMPILERS, "cpu", "eager")
         patch.setattr(pieces, "_LAST_OF_A_PIECE", {str(torch.nn.functional.scaled_dot_product_attention)})
