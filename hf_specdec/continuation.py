@@ -249,7 +249,7 @@ class DeferredCache(DynamicCache):
     def __init__(self, call: FinishedCall):
         self._call: FinishedCall | None = None
         self._is_copied = False
-        super().__init__(config=call.model.config.get_text_config(decoder=True))
+        super().__init__()
         self._call = call
 
     @property
@@ -272,6 +272,8 @@ class DeferredCache(DynamicCache):
         if call.sequences.is_cuda:  # whoever looks may use another stream than the call did
             torch.cuda.synchronize(call.sequences.device)
         self._call, self._is_copied = None, True
+        vars(self).update(vars(DynamicCache(config=call.model.config.get_text_config(decoder=True))))
+        self._layers = vars(self).pop("layers")
         with torch.inference_mode(False), torch.no_grad():
             call.write_to(self)
         call.ragged = None

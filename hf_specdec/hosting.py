@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .continuation import Prompts, why_not_readable
 from .taps import decoder_layers, find_decoder_layers, modules_of
+
+_T = TypeVar("_T")
 
 HOSTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -57,17 +61,48 @@ def _why_not_inputs(model: PreTrainedModel) -> str | None:
     return f"the target's inputs are prepared by a function that is not transformers' own ({place})"
 
 
-def _cache_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
-    """The layers of transformers' cache for `model`; none where its configuration describes none."""
+# Entries of a configuration that say where it comes from, and those that hosting a model changes.
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+_NOT_SETTINGS = frozenset({"_name_or_path", "_commit_hash", "_attn_implementation_internal"})
+
+
+def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
+    """What `config` says of how its model computes, hashable."""
+    settings: list[Hashable] = [type(config)]
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            settings.append((name, settings_of(value)))
+        elif name not in _NOT_SETTINGS:
+            settings.append((name, value if type(value) in _PLAIN else repr(value)))
+    return tuple(settings)
+
+
+def _kept(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
+    """Decorator: an answer about a model is kept for its class and configuration, as finding it takes a while."""
+    answers: dict[Hashable, _T] = {}
+
+    @functools.wraps(function)
+    def kept(model: PreTrainedModel) -> _T:
+        key = type(model), settings_of(model.config)
+        if key not in answers:
+            answers[key] = function(model)
+        return answers[key]
+
+    return kept
+
+
+@_kept
+def _cache_layer_kinds(model: PreTrainedModel) -> tuple[type[CacheLayerMixin], ...]:
+    """The kinds of layer of transformers' cache for `model`; none where its configuration describes none."""
     try:
-        return DynamicCache(config=model.config.get_text_config()).layers
+        return tuple(map(type, DynamicCache(config=model.config.get_text_config()).layers))
     except AttributeError:
-        return []
+        return ()
 
 
 def num_cache_layers(model: PreTrainedModel) -> int:
     """How many layers a cache of `model` has; a decoder layer may have several."""
-    return len(_cache_layers(model)) or len(decoder_layers(model))
+    return len(_cache_layer_kinds(model)) or len(decoder_layers(model))
 
 
 def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
@@ -106,9 +141,10 @@ def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     """Whether layers of `model` keep a state that a token cannot be taken out of again."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in _cache_layers(model))
+    return any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in _cache_layer_kinds(model))
 
 
+@_kept
 def num_positions(model: PreTrainedModel) -> int | None:
     """How many positions the table of `model` has; None where positions are computed, or none are embedded."""
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)

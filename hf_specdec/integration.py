@@ -286,7 +286,9 @@ def _generate(
 
     `seeds` and `generator` are keywords of `generate()` that a call with a `Drafter` has: see `Randomness`.
     """
-    check_prompts(input_ids, model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    mask = None if mask is None else mask.cpu()  # read here and there; a device is waited for once
+    check_prompts(input_ids, mask, model_kwargs)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
     asked = getattr(generation_config, "_asked", {})
@@ -296,7 +298,7 @@ def _generate(
             _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
     check_processors(logits_processor)
     randomness = Randomness(seeds, generator)
-    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    cache = model_kwargs.get("past_key_values")
     prompts = read_prompts(input_ids, mask, getattr(generation_config, "_mask_length", None), cache)
     attentions = empty_attentions(model, generation_config)
     if attentions is not None:
@@ -310,7 +312,7 @@ def _generate(
         _log_engine(engine, reason)
     if engine == "static":
         _check_same_device(model, drafter)
-        check_tokens(model, input_ids, model_kwargs.get("attention_mask"))
+        check_tokens(model, input_ids.cpu(), mask)
     drafter.follow(model)
     if tensor_parallel_group(model) is not None:
         call = _what_is_asked(model, prompts, num_draft_tokens, generation_config, engine, randomness)

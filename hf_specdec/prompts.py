@@ -10,11 +10,12 @@ from transformers import PreTrainedModel
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
 
-def check_prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+def check_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
     """Check shapes and dtypes of the prompts of a call.
 
     Args:
         input_ids: as prepared by `generate()`.
+        mask: the attention mask, likewise, on the host.
         model_kwargs: inputs of the model, likewise.
 
     Raises:
@@ -28,9 +29,9 @@ def check_prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None
         )
     if input_ids.dtype not in TOKEN_DTYPES:
         raise ValueError(f"input_ids is {input_ids.dtype}; expected token ids, torch.int64 or torch.int32.")
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
     if mask is None:
         return
+    cache = model_kwargs.get("past_key_values")
     # Behind a filled cache a mask may also cover what that holds: see `continuation.read_prompts`.
     is_filled = cache is not None and cache.get_seq_length() > 0
     shapes = (tuple(mask.shape[:1]), tuple(input_ids.shape[:1])) if is_filled else (mask.shape, input_ids.shape)
@@ -45,6 +46,11 @@ def check_prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None
 
 def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
     """Check that `model` has the tokens of a prompt; on a GPU, one that it has not would end the process.
+
+    Args:
+        model: the target.
+        input_ids: `[B, P]`, on the host.
+        attention_mask: `[B, P or more]`, on the host; None if all are tokens.
 
     Raises:
         ValueError: naming one that it does not have.

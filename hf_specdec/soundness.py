@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,6 +21,7 @@ from .attention import registered_attention
 from .config import DrafterConfig
 from .drafters.base import Drafter, Proposal
 from .graphs import first_line
+from .hosting import settings_of
 
 if TYPE_CHECKING:
     from .sampling import Verdict
@@ -61,21 +62,7 @@ def why_not_sound(model: PreTrainedModel, engine: str) -> str | None:
 def _kind_of(model: PreTrainedModel) -> tuple[Hashable, ...]:
     """What an outcome is kept for: the class, its configurations, data type and device, how its inputs are prepared."""
     prepare = model.prepare_inputs_for_generation
-    return type(model), getattr(prepare, "__func__", prepare), model.dtype, model.device.type, _settings(model.config)
-
-
-# Entries of a configuration that say where it comes from, and those that hosting a model changes.
-_NOT_SETTINGS = frozenset({"_name_or_path", "_commit_hash", "_attn_implementation_internal"})
-
-
-def _settings(config: PreTrainedConfig) -> tuple[Hashable, ...]:
-    settings: list[Hashable] = [type(config)]
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            settings.append((name, _settings(value)))
-        elif name not in _NOT_SETTINGS:
-            settings.append((name, value if isinstance(value, Hashable) else repr(value)))
-    return tuple(settings)
+    return type(model), getattr(prepare, "__func__", prepare), model.dtype, model.device.type, settings_of(model.config)
 
 
 class _ScriptedDrafter(Drafter):

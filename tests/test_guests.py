@@ -96,11 +96,18 @@ class Scored(BaseStreamer):
         with torch.inference_mode(False), torch.enable_grad():
             self.target(value.reshape(len(value), -1).to(DEVICE)).logits.logsumexp(-1).sum().backward()
         gradient = self.target.model.layers[0].self_attn.k_proj.weight.grad
-        self.said.append(gradient.tolist())
+        self.said.append(gradient.clone())
         self.target.zero_grad()
 
     def end(self):
-        self.said.append(None)
+        self.said.append(torch.zeros(1))
+
+
+def alike(found, expected):
+    """Whether tensors are the same bit for bit; on a GPU, where mixtures of experts add up in any order, nearly."""
+    if DEVICE == "cpu" or not expected.is_floating_point():
+        return torch.equal(found, expected)
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +133,9 @@ def test_criteria_and_streamers_that_run_the_target(engine, family):
         texts.append(greedy(target, inputs(engine, batch=1), **rules, **options))
         answers.append([rule.said if engine != "stock" else [], streamer.said[1:] if engine != "stock" else []])
     assert all(torch.equal(text, texts[0]) for text in texts)
-    assert all(answer == answers[0] for answer in answers)
+    for decided, gradients in answers:
+        assert decided == answers[0][0] and len(gradients) == len(answers[0][1])
+        assert all(map(alike, gradients, answers[0][1]))
 
 
 @pytest.mark.parametrize("kind", ["plain", "same drafter", "another drafter"])
@@ -177,8 +186,8 @@ def test_threads_that_run_the_target_meanwhile(engine, family):
         try:
             while not done.is_set() and not failures:
                 found = work[name]()
-                # Whoever is no engine gets the same bits as ever.
-                if not all(map(torch.equal, found, expected[name])):
+                # Whoever is no engine gets the same as ever.
+                if not all(map(alike, found, expected[name])):
                     raise AssertionError(f"{name}: another answer")
                 counts[name] += 1
                 if name == "drafter" and counts[name] == 4:
