@@ -61,9 +61,11 @@ def _why_not_inputs(model: PreTrainedModel) -> str | None:
     return f"the target's inputs are prepared by a function that is not transformers' own ({place})"
 
 
-# Entries of a configuration that say where it comes from, and those that hosting a model changes.
+# Entries of a configuration that say where it comes from, and those that change while a model generates.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
-_NOT_SETTINGS = frozenset({"_name_or_path", "_commit_hash", "_attn_implementation_internal"})
+_NOT_SETTINGS = frozenset(
+    {"_name_or_path", "_commit_hash", "_attn_implementation_internal", "_experts_implementation_internal"}
+)
 
 
 def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
