@@ -50,10 +50,10 @@ class Counted:
         self.columns += (output[0] if isinstance(output, tuple) else output).shape[1]
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("lengths", [[9], [9, 1, 5]], ids=str)
-@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("lengths", [pytest.param([9], marks=pytest.mark.core), [9, 1, 5]], ids=str)
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("gemma3", kind) for kind in RANDOM_DRAFTERS), ("llama", "eagle3"), ("llama", "draft-model")]
+)
 def test_turns_of_a_chat(family, kind, lengths):
     """Two calls, each with and without a drafter, whole text or only what is new: the second says the same always."""
     target, inputs = tiny_target(family), padded_prompts(lengths)

@@ -1,10 +1,13 @@
 """Classes of transformers of every kind: their text is plain `generate()`'s, or the call is refused."""
 
+import inspect
+
 import pytest
 import transformers
 import zoo
 import zoo_models
 from transformers import AutoConfig
+from transformers.integrations import sdpa_attention
 
 pytestmark = pytest.mark.core
 
@@ -57,7 +60,9 @@ def run(name: str) -> zoo.Outcome:
 def test_static(name):
     outcome = run(name)
     check(outcome)
-    assert (outcome.engine, outcome.notes) == ("static", [])
+    # What `sdpa` of transformers 5.17 says without the soft cap is no text of this engine.
+    drops_softcap = name == "Gemma2ForCausalLM" and "softcap" not in inspect.getsource(sdpa_attention)
+    assert (outcome.engine, outcome.notes) == ("stock" if drops_softcap else "static", [])
 
 
 @pytest.mark.parametrize("name", SAFE)
