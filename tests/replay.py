@@ -119,7 +119,7 @@ def traces(*models):
 def _watched(model, drafter, keep_hidden_states):
     untouched = traces(model, drafter)
     with _hosted(model, drafter, keep_hidden_states) as target:
-        Replay.hostings += 1
+        Replay.hostings += not drafter.is_of_a_check
         before, Replay.host = Replay.host, (model, drafter, target, untouched)
         try:
             yield target

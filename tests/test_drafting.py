@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specdec import AutoDrafter, Drafter, decoding, ops
 from hf_specdec.sampling import Verdict
+from hf_specdec.soundness import why_not_sound
 
 PROMPTS = [6, 1, 9]
 MASK = 5
@@ -107,7 +108,7 @@ class Script:
 
     def __call__(self, scores, state) -> Verdict:
         drafts = state.proposal.tokens
-        accepted = torch.tensor(next(self.patterns))
+        accepted = torch.tensor(next(self.patterns)).clamp(max=drafts.shape[1])  # fewer are drafted than asked for
         own = torch.randint(2, self.vocab_size, (len(drafts), 1), generator=self.generator)
         tokens = torch.cat([drafts, own], dim=1).scatter(1, accepted[:, None], own)
         return Verdict(tokens, accepted, accepted + 1)
@@ -176,20 +177,22 @@ def check(case: Case, rounds: list[list[Seen]], num_draft_tokens: int) -> None:
 
 def run_script(monkeypatch, case, num_draft_tokens, patterns, max_new_tokens=None) -> None:
     """Run the engine through `patterns`, a list of rounds of accepted drafts a row; check what it does."""
+    assert why_not_sound(case.target, "static") is None  # by true verification
     rounds = watch(monkeypatch, case.drafter)
     monkeypatch.setattr(decoding, "verify", Script(patterns, PLAIN.vocab_size))
     rows = PROMPTS[: len(patterns[0])]
+    room = max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
     case.target.generate(
         **padded_prompts(rows, seed=5),
         do_sample=False,
-        max_new_tokens=max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows))),
+        max_new_tokens=room,
         assistant_model=case.drafter,
         num_assistant_tokens=num_draft_tokens,
     )
     assert case.drafter.stats.engine == "static"
     if max_new_tokens is None:
         assert len(rounds) > len(patterns) // 2
-    check(case, rounds, num_draft_tokens)
+    check(case, rounds, min(num_draft_tokens, room))
 
 
 def random_patterns(num_draft_tokens, num_rounds, rows=3):
