@@ -11,6 +11,7 @@ from targets import VOCAB, padded_prompts
 from test_drafting import Script, random_patterns
 
 from hf_specdec import AutoDrafter, decoding
+from hf_specdec.soundness import why_not_sound
 
 # Families and numbers of modules; those with one module in their published form can have more.
 STATIC = [
@@ -159,12 +160,14 @@ def run_script(monkeypatch, at, chaining, num_draft_tokens, patterns, max_new_to
     """Run the engine through `patterns`, a list of rounds of accepted drafts a row; check what it does."""
     target = at.target.double()
     drafter = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining)
+    assert why_not_sound(target, "static") is None  # by true verification
     rounds, rows = watch(monkeypatch, drafter), [6, 1, 9][: len(patterns[0])]
     monkeypatch.setattr(decoding, "verify", Script(patterns, VOCAB))
+    room = max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
     target.generate(
         **padded_prompts(rows, seed=5),
         do_sample=False,
-        max_new_tokens=max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows))),
+        max_new_tokens=room,
         assistant_model=drafter,
         num_assistant_tokens=num_draft_tokens,
         **options,
@@ -172,7 +175,7 @@ def run_script(monkeypatch, at, chaining, num_draft_tokens, patterns, max_new_to
     assert drafter.stats.engine == "static"
     if max_new_tokens is None:
         assert len(rounds) > len(patterns) // 2
-    check(at, drafter, rounds, num_draft_tokens)
+    check(at, drafter, rounds, min(num_draft_tokens, room))
 
 
 @pytest.mark.parametrize("chaining", CHAININGS)
