@@ -657,7 +657,8 @@ def decode(
         rounds = Rounds(state, next_round, transcript, counters, longest, rooms)
         rounds.run()
         seconds = time.perf_counter() - start
-        call = FinishedCall(model, state.cache, prompts, transcript.sequences, transcript.columns_run(prompts))
+        sequences = transcript.sequences
+        call = FinishedCall(model, state.cache, prompts, sequences, transcript.columns_run(prompts))
         if continued is not None:
             with caller():
                 call.write_to(continued)
@@ -678,9 +679,9 @@ def decode(
         seconds=seconds,
     )
     if not config.return_dict_in_generate:
-        return transcript.sequences
+        return sequences
     return SpeculativeOutput(
-        sequences=transcript.sequences,
+        sequences=sequences,
         scores=transcript.scores,
         logits=transcript.logits,
         hidden_states=(host().hidden_states.steps(prompts, transcript.steps) if wants["hidden_states"] else None),

@@ -61,8 +61,9 @@ def _why_not_inputs(model: PreTrainedModel) -> str | None:
     return f"the target's inputs are prepared by a function that is not transformers' own ({place})"
 
 
-# Entries of a configuration that say where it comes from, and those that change while a model generates.
+# Values that are compared as they are; others by what they print.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+# Entries of a configuration that say where it comes from, and those that change while a model generates.
 _NOT_SETTINGS = frozenset(
     {"_name_or_path", "_commit_hash", "_attn_implementation_internal", "_experts_implementation_internal"}
 )
