@@ -65,7 +65,15 @@ STATIC_FAMILIES = [family for family in FAMILIES if family != "qwen3-next"]
 
 @functools.cache
 def tiny_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedModel:
-    """A random target in float32 and evaluation mode; shared between tests, so not to be changed."""
+    """The target of `new_target`, shared between tests, so not to be changed.
+
+    transformers adds hooks to a model that is once asked for `output_hidden_states`, also to this one.
+    """
+    return new_target(family, seed, num_layers)
+
+
+def new_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedModel:
+    """A random target in float32 and evaluation mode."""
     options = {**_COMMON, "num_hidden_layers": num_layers, **FAMILIES[family]}
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     torch.manual_seed(seed)

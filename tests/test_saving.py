@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from contract import greedy
 from oracle import random_eagle3
 from safetensors.torch import save_file, save_model
-from targets import padded_prompts, tiny_target
+from targets import new_target, padded_prompts
 from torch import nn
 from torch.utils import dlpack
 from transformers import AutoModelForCausalLM
@@ -33,7 +33,7 @@ def fusing_here(monkeypatch):
 
 
 def fresh(family="llama", dtype=torch.float32, bias=False):
-    target = copy.deepcopy(tiny_target(family))
+    target = new_target(family)
     if bias:
         for module in target.modules():
             if type(module) is nn.Linear:
