@@ -15,15 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from hf_specdec.kernels.types import VerificationResult
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specdec import ops
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters import Eagle3Drafter, PEagleDrafter
-from hf_specdec.graphs import CudaGraph
-from hf_specdec.patching import engine
-from hf_specdec.sampling import Verdict
-from hf_specdec.state import DecodeState, Shape
+from hf_specdec.engine.cuda_graphs import CudaGraph
+from hf_specdec.patching.linear import patched_linear
+from hf_specdec.patching.patch import engine
+from hf_specdec.state import Shape
 
 SHAPES = {
     "llama-3.1-8b": {
@@ -79,20 +79,20 @@ def make_drafters(args: argparse.Namespace) -> dict[str, Eagle3Drafter]:
 
 def drafting(drafter: Eagle3Drafter, batch: int, num_drafts: int, context: int) -> Callable[[], object]:
     """One round's drafting after a full cache of `context` tokens and a round that kept half of its drafts."""
-    device, width = drafter.device, drafter.config.tap_width
+    device, width = drafter.device, drafter.config.aux_hidden_size
     prompts = [torch.randint(drafter.config.vocab_size, (context,), device=device) for _ in range(batch)]
     shape = Shape(
         batch, slots=context + 65, num_draft_tokens=num_drafts, is_sampling=False, draft_probs=False, num_ends=0
     )
-    state = DecodeState.allocate(shape, drafter, num_layers=0, device=device)
+    state = drafter.new_state(shape, num_layers=0, device=device)
     state.begin(prompts, max_new_tokens=64, eos=None, seeds=torch.zeros(batch, dtype=torch.int64))
     slots = torch.arange(context - 1, device=device).expand(batch, -1)
-    taps = torch.randn(batch, context - 1, width, device=device, dtype=drafter.dtype)
-    drafter.prefill(state, taps, slots)
+    aux_hidden_states = torch.randn(batch, context - 1, width, device=device, dtype=drafter.dtype)
+    drafter.prefill(state, aux_hidden_states, slots)
     committed = torch.full_like(state.lengths, num_drafts // 2 + 1)
-    verdict = Verdict(state.tokens[:, : num_drafts + 1], committed - 1, committed)
-    window = taps[:, : num_drafts + 1].contiguous()
-    return lambda: drafter.propose(state, window, verdict)
+    result = VerificationResult(state.tokens[:, : num_drafts + 1], committed - 1, committed)
+    window = aux_hidden_states[:, : num_drafts + 1].contiguous()
+    return lambda: drafter.propose(state, window, result)
 
 
 def median_ms(run: Callable[[], object], device: str, repeats: int) -> float:
@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict:
     for name, drafter in make_drafters(args).items():
         for batch in args.batch_sizes:
             for num_drafts in args.num_assistant_tokens:
-                with ops.narrow_products(drafter), engine():
+                with patched_linear(drafter), engine():
                     run = drafting(drafter, batch, num_drafts, args.context)
                     for _ in range(3):
                         run()

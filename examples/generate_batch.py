@@ -31,8 +31,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import Drafter
-from hf_specdec.bench.models import load_drafter, load_target, load_tokenizer, settle_ends
-from hf_specdec.bench.prompts import Prompt, encode, pad_on_the_left, read_prompts
+from hf_specdec.bench.models import (
+    load_drafter,
+    load_target,
+    load_tokenizer,
+    settle_ends,
+)
+from hf_specdec.bench.prompts import (
+    Prompt,
+    encode,
+    pad_on_the_left,
+    read_prompts,
+)
 from hf_specdec.stats import RowStats, add_up
 
 # Arguments that no completion depends on, so that a run may go on with others.

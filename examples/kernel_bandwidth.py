@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import triton
+from hf_specdec.kernels.types import DraftInputs
 
 from hf_specdec import ops
 from hf_specdec.kernels import reference
@@ -119,7 +120,7 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
     lengths = torch.full((batch,), min(live, slots - 1), device="cuda")
     limits, committed = torch.full_like(lengths, slots - 1), torch.full_like(lengths, num_queries)
     finished = torch.zeros(batch, dtype=torch.bool, device="cuda")
-    outs = [ops.DraftInputs.allocate(batch, num_queries, "cuda") for _ in range(2)]
+    outs = [DraftInputs.allocate(batch, num_queries, "cuda") for _ in range(2)]
     settings = {"num_masks": 0, "mask_token": 0, "shift": 1}
 
     def call(prepare=ops.prepare_inputs, out=outs[0]) -> None:
@@ -127,7 +128,7 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
 
     call()
     call(reference.prepare_inputs, outs[1])
-    for name, got, expected in zip(ops.DraftInputs._fields, *outs, strict=True):
+    for name, got, expected in zip(DraftInputs._fields, *outs, strict=True):
         if not torch.equal(got, expected):
             raise SystemExit(f"prepare_inputs: {name} differ from the reference; no time is worth reporting")
     return seconds_per_call([call] * CALLS), 5 * batch * num_queries * 8

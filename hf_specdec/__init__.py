@@ -4,9 +4,10 @@ drafter = AutoDrafter.from_pretrained(repo, target=model)
 model.generate(**inputs, assistant_model=drafter)
 """
 
+from .auto import AutoDrafter
 from .config import DrafterConfig
-from .drafters import AutoDrafter, Drafter, register_drafter
-from .integration import install, uninstall
+from .drafters import Drafter, register_drafter
+from .integration.hooks import install, uninstall
 from .stats import SpeculationStats
 
 __all__ = [

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .bench import add_bench
-from .inspection import add_inspect
+from .inspection.report import add_inspect
 
 # Each adds one subcommand's parser, whose default `run` takes the parsed arguments and prints.
 SUBCOMMANDS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (add_inspect, add_bench)

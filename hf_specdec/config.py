@@ -18,12 +18,12 @@ MOST_ASSISTANT_TOKENS = 1024
 CHAININGS = ("modules", "target")
 
 
-def default_taps(num_layers: int) -> list[int]:
+def default_aux_layer_ids(num_layers: int) -> list[int]:
     """Boundaries tapped by EAGLE-3 when a checkpoint names none: 2, n // 2 and n - 3, ascending, without repeats.
 
     Boundary `b` is the residual stream that enters layer `b` (0-based) of a target with `num_layers` layers.
     """
-    return sorted({min(max(boundary, 0), num_layers) for boundary in (2, num_layers // 2, num_layers - 3)})
+    return sorted({min(max(layer_id, 0), num_layers) for layer_id in (2, num_layers // 2, num_layers - 3)})
 
 
 def _token_of_target(name: str) -> property:
@@ -114,6 +114,10 @@ class DrafterConfig(PreTrainedConfig):
             )
 
 
+# Fields of `Eagle3Config` that configurations saved by earlier versions have under another name.
+_EARLIER_NAMES = {"aux_hidden_state_layer_ids": "taps", "num_aux_hidden_states": "num_taps"}
+
+
 class Eagle3Config(DrafterConfig):
     """EAGLE-3 drafter (arXiv 2503.01840): decoder layers over tapped hidden states of the target.
 
@@ -162,7 +166,7 @@ class Eagle3Config(DrafterConfig):
     initializer_range: float = 0.02
 
     target_hidden_size: int | None = None
-    taps: list[int] | None = None
+    aux_hidden_state_layer_ids: list[int] | None = None
     use_aux_hidden_state: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -173,9 +177,12 @@ class Eagle3Config(DrafterConfig):
     logit_scale: float = 1.0
     own_embedding: bool = True
     own_head: bool = True
-    num_taps: int | None = None
+    num_aux_hidden_states: int | None = None
 
     def __post_init__(self, **kwargs):
+        for name, earlier in _EARLIER_NAMES.items():
+            if earlier in kwargs:
+                setattr(self, name, kwargs.pop(earlier))
         check_types(self)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -188,13 +195,15 @@ class Eagle3Config(DrafterConfig):
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         self._check_windows()
-        if self.use_aux_hidden_state and self.taps == []:
-            raise ValueError("taps is []; expected at least one boundary, or None for the default ones.")
-        if self.taps is not None:
-            self.taps = sorted(set(self.taps))
-            self.num_taps = len(self.taps)
-        elif self.num_taps is None:
-            self.num_taps = 3
+        if self.use_aux_hidden_state and self.aux_hidden_state_layer_ids == []:
+            raise ValueError(
+                "aux_hidden_state_layer_ids is []; expected at least one layer id, or None for the default ones."
+            )
+        if self.aux_hidden_state_layer_ids is not None:
+            self.aux_hidden_state_layer_ids = sorted(set(self.aux_hidden_state_layer_ids))
+            self.num_aux_hidden_states = len(self.aux_hidden_state_layer_ids)
+        elif self.num_aux_hidden_states is None:
+            self.num_aux_hidden_states = 3
         if not self.use_aux_hidden_state and self.target_hidden_size != self.hidden_size:
             raise ValueError(
                 f"use_aux_hidden_state is False, so the drafter reads the target's hidden states as they are, but "
@@ -215,9 +224,9 @@ class Eagle3Config(DrafterConfig):
             raise ValueError(f"layer_types is {types}, but sliding_window is {window}; expected a size.")
 
     @property
-    def tap_width(self) -> int:
+    def aux_hidden_size(self) -> int:
         """Width of what the drafter reads at one position: all taps side by side, or one hidden state."""
-        return (self.num_taps if self.use_aux_hidden_state else 1) * self.target_hidden_size
+        return (self.num_aux_hidden_states if self.use_aux_hidden_state else 1) * self.target_hidden_size
 
 
 class PEagleConfig(Eagle3Config):
@@ -244,7 +253,7 @@ class PEagleConfig(Eagle3Config):
             self.parallel_drafting = self.mask_token_id is not None
         super().__post_init__(**kwargs)
         if self.mask_hidden_shape is None:
-            self.mask_hidden_shape = [1, 1, self.tap_width]
+            self.mask_hidden_shape = [1, 1, self.aux_hidden_size]
 
 
 class DraftModelConfig(DrafterConfig):

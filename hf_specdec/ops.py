@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.library import CustomOpDef
-from torch.nn import functional as F
-from transformers import PreTrainedModel
 
+from .device_policy import policy_of
 from .kernels import reference
 from .kernels.reference import (
-    DraftInputs,
-    Stream,
-    Verdict,
     exponential,
+    exponential_sample,
     invert_draft_vocabulary,
     over_vocabulary,
-    race,
     row_seeds,
     uniform,
 )
-from .patching import replaced, runs_engine
+from .kernels.types import DraftInputs, VerificationResult
 
 __all__ = [
-    "PLAIN_WEIGHTS",
-    "DraftInputs",
-    "Stream",
-    "Verdict",
     "attention",
     "best_draft",
     "divide",
     "draw_draft",
     "expert_linear",
     "exponential",
+    "exponential_sample",
     "has_kernels",
     "invert_draft_vocabulary",
-    "linear",
-    "narrow_products",
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
-    "race",
     "references",
     "row_seeds",
     "uniform",
@@ -56,18 +44,10 @@ __all__ = [
     "write_kv",
 ]
 
-_NARROW_ROWS = 16
-
-# Weights that are neither quantised nor split: parameters, and the parts that `local_products` takes out of those.
-PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
-
-# Devices whose rounds run the Triton kernels; elsewhere, and in float64, their references.
-TRITON_DEVICES = {"cuda"}
-
 
 def has_kernels(device: torch.device) -> bool:
     """Whether rounds on `device` run the Triton kernels."""
-    return device.type in TRITON_DEVICES
+    return policy_of(device).triton
 
 
 class _Choice(threading.local):
@@ -189,10 +169,10 @@ def _verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     schema="(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
     "Tensor rooms) -> (Tensor, Tensor, Tensor)",
 )
-def _verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, rooms):
+def _verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining):
     from .kernels.verify import verify_block
 
-    return tuple(verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, rooms))
+    return tuple(verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining))
 
 
 @_verify_greedy.register_fake
@@ -301,19 +281,21 @@ def prepare_inputs(
         reference.prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift)
 
 
-def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
+def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
     """`kernels.reference.verify_greedy`; on a GPU in Triton."""
-    return Verdict(*(_verify_greedy if _is_for_triton(scores) else reference.verify_greedy)(scores, drafts))
+    return VerificationResult(*(_verify_greedy if _is_for_triton(scores) else reference.verify_greedy)(scores, drafts))
 
 
-def verify_sampling(scores: torch.Tensor, *law: torch.Tensor | None) -> Verdict:
+def verify_sampling(scores: torch.Tensor, *law: torch.Tensor | None) -> VerificationResult:
     """`kernels.reference.verify_sampling`; on a GPU in Triton."""
-    return Verdict(*(_verify_sampling if _is_for_triton(scores) else reference.verify_sampling)(scores, *law))
+    return VerificationResult(
+        *(_verify_sampling if _is_for_triton(scores) else reference.verify_sampling)(scores, *law)
+    )
 
 
-def verify_block(scores: torch.Tensor, *law: torch.Tensor | None) -> Verdict:
+def verify_block(scores: torch.Tensor, *law: torch.Tensor | None) -> VerificationResult:
     """`kernels.reference.verify_block`; on a GPU in Triton."""
-    return Verdict(*(_verify_block if _is_for_triton(scores) else reference.verify_block)(scores, *law))
+    return VerificationResult(*(_verify_block if _is_for_triton(scores) else reference.verify_block)(scores, *law))
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -342,53 +324,3 @@ def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     On a GPU torch multiplies by the reciprocal of a number (`div_true_kernel_cuda`).
     """
     return values * by.reciprocal() if values.is_cuda else values / by
-
-
-def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`; a few float32 rows on a CPU as `(weight @ inputs.T).T`.
-
-    Weight-bound products run about twice as fast that way round: on two cores the products of a 135M-parameter model
-    take 31 ms instead of 71 ms at 5 rows (torch 2.13, SmolLM2 shapes). One row is computed as two for the same reason.
-
-    `F.linear` of some columns of `[B, n, in]` by a weight that takes no gradient is a product for each of B rows, which
-    reads the weight B times; here it is read once.
-    """
-    rows = inputs.numel() // inputs.shape[-1]
-    flat = inputs.reshape(rows, -1)
-    if rows > _NARROW_ROWS or inputs.device.type != "cpu" or weight.dtype != torch.float32:
-        out = F.linear(flat, weight, bias)
-    else:
-        out = (weight @ (flat.repeat(2, 1) if rows == 1 else flat).t())[:, :rows].t().contiguous()
-        if bias is not None:
-            out = out + bias
-    return out.reshape(*inputs.shape[:-1], -1)
-
-
-def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    if not runs_engine():
-        return nn.Linear.forward(module, inputs)
-    return linear(inputs, module.weight, module.bias)
-
-
-def _is_unchanged(module: nn.Linear) -> bool:
-    """Whether nobody has given `module` a `forward` of its own, other calls with a drafter excepted."""
-    forward = vars(module).get("forward")
-    return forward is None or getattr(forward, "func", None) is _forward
-
-
-def narrow_products(*models: nn.Module) -> AbstractContextManager[None]:
-    """Context in which the `nn.Linear` layers of `models` on a CPU, and their heads anywhere, compute by `linear`.
-
-    Layers with weights of another kind (quantised, sharded) or a `forward` of their own are left alone.
-    """
-    modules = [module for model in models for module in model.modules()]
-    heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}
-    chosen = {
-        module: functools.partial(_forward, module)
-        for module in modules
-        if type(module) is nn.Linear
-        and type(module.weight) in PLAIN_WEIGHTS
-        and _is_unchanged(module)
-        and (module.weight.device.type == "cpu" or id(module) in heads)
-    }
-    return replaced("forward", chosen.items())

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cache import RaggedCache
-from .drafters.base import Drafter, Proposal
-from .sampling import Verdict
+from .kernels.types import Proposal, VerificationResult
+from .patching.cache import RaggedCache
 
 # Stands in `DecodeState.eos` where there is no further end-of-sequence token.
 NO_TOKEN = -1
@@ -86,10 +85,10 @@ class DecodeState:
     memory: Any = None
 
     @classmethod
-    def allocate(cls, shape: Shape, drafter: Drafter, num_layers: int, device: torch.device) -> DecodeState:
+    def allocate(cls, shape: Shape, num_layers: int, device: torch.device) -> DecodeState:
         """Buffers for generations of one shape. `num_layers` is the target's; 0 if it keeps its own cache."""
         batch = shape.batch
-        state = cls(
+        return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
             lengths=torch.ones(batch, dtype=torch.int64, device=device),
             limits=torch.ones(batch, dtype=torch.int64, device=device),
@@ -108,8 +107,6 @@ class DecodeState:
             cache=RaggedCache(num_layers, shape.slots) if num_layers else None,
             live=shape.slots,
         )
-        state.memory = drafter.new_memory(state)
-        return state
 
     def begin(
         self,
@@ -166,10 +163,10 @@ class DecodeState:
             yield
         finally:
             self.finished.copy_(finished)
-            self.adopt(proposal)
+            self.set_proposal(proposal)
 
     @property
-    def scrap(self) -> int:
+    def dummy_slot(self) -> int:
         """The slot for what belongs nowhere."""
         return self.slots - 1
 
@@ -183,11 +180,11 @@ class DecodeState:
                 self.limits[:, None],
             )
         )
-        return torch.where(finished | (positions > limits - 2), self.scrap, positions)
+        return torch.where(finished | (positions > limits - 2), self.dummy_slot, positions)
 
     def position_ids(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions to embed for `slots`; the scrap slot gets 0, which every model has, whatever its longest text."""
-        return torch.where(slots < self.scrap, slots, 0)
+        return torch.where(slots < self.dummy_slot, slots, 0)
 
     def block(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, `[B, K + 1]` int64: the last committed one, then the drafts; and their slots."""
@@ -195,7 +192,7 @@ class DecodeState:
         steps = torch.arange(self.num_draft_tokens + 1, device=last.device)
         return torch.cat([last, self.proposal.tokens], dim=1), self.slot_of((self.lengths - 1)[:, None] + steps)
 
-    def adopt(self, proposal: Proposal) -> None:
+    def set_proposal(self, proposal: Proposal) -> None:
         """Keep `proposal` for the next round."""
         if self.proposal is None:
             self.proposal = _copy(proposal)
@@ -204,23 +201,23 @@ class DecodeState:
         if self.proposal.probs is not None:
             self.proposal.probs.copy_(proposal.probs)
 
-    def commit(self, verdict: Verdict) -> Verdict:
+    def commit(self, result: VerificationResult) -> VerificationResult:
         """Append the verdict's tokens to the rows, as far as an end-of-sequence token or the limit lets them.
 
         Returns the verdict with `committed` cut accordingly.
         """
-        steps = torch.arange(verdict.tokens.shape[1], device=verdict.tokens.device)
-        room = torch.where(self.finished, 0, self.limits - self.lengths)
-        committed = torch.minimum(verdict.committed, room)
-        ends = torch.isin(verdict.tokens, self.eos) & (steps < committed[:, None])
+        steps = torch.arange(result.tokens.shape[1], device=result.tokens.device)
+        remaining = torch.where(self.finished, 0, self.limits - self.lengths)
+        committed = torch.minimum(result.committed, remaining)
+        ends = torch.isin(result.tokens, self.eos) & (steps < committed[:, None])
         has_ended = ends.any(dim=1)
         committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
 
-        slots = torch.where(steps < committed[:, None], self.lengths[:, None] + steps, self.scrap)
-        self.tokens.scatter_(1, slots, verdict.tokens)
+        slots = torch.where(steps < committed[:, None], self.lengths[:, None] + steps, self.dummy_slot)
+        self.tokens.scatter_(1, slots, result.tokens)
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
-        return Verdict(verdict.tokens, verdict.accepted, committed)
+        return VerificationResult(result.tokens, result.accepted, committed)
 
 
 def _copy(proposal: Proposal) -> Proposal:

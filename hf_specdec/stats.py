@@ -105,7 +105,7 @@ class Counters:
     def __init__(self, batch: int, num_draft_tokens: int):
         self.rows = [RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0) for _ in range(batch)]
 
-    def count(self, row: int, accepted: int, committed: int, room: int) -> None:
+    def count(self, row: int, accepted: int, committed: int, remaining: int) -> None:
         """Add one round of a row that takes part in it.
 
         Args:
@@ -117,7 +117,7 @@ class Counters:
         counts = self.rows[row]
         counts.rounds += 1
         counts.committed += committed
-        for position in range(min(room, len(counts.drafted_per_position))):
+        for position in range(min(remaining, len(counts.drafted_per_position))):
             counts.drafted_per_position[position] += 1
         for position in range(min(accepted, committed)):
             counts.accepted_per_position[position] += 1

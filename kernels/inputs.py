@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .reference import DraftInputs
+from .types import DraftInputs
 
 
 # Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.

@@ -5,11 +5,10 @@ They run wherever there is no Triton kernel for the device, and they are what th
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import NamedTuple
-
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+from .types import DraftInputs, RandomStream, VerificationResult
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -99,28 +98,6 @@ def write_kv(
     rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
     keys[rows, positions] = key_states.transpose(1, 2).to(keys.dtype)
     values[rows, positions] = value_states.transpose(1, 2).to(values.dtype)
-
-
-class DraftInputs(NamedTuple):
-    """What a drafter's first pass of a round runs, `[B, W]` int64 each; written by `prepare_inputs`.
-
-    Attributes:
-        tokens: to embed.
-        slots: of the drafter's cache; the scrap slot for columns that are inert.
-        positions: to embed; 0 for columns that are inert.
-        sources: which row of the round's verified block a column's hidden state comes from; -1 for mask columns,
-            which have a hidden state of their own, and for inert ones.
-    """
-
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    sources: torch.Tensor
-
-    @classmethod
-    def allocate(cls, batch: int, width: int, device: torch.device | str) -> DraftInputs:
-        """Buffers for `batch` rows of `width` columns: K + 1 for the tokens of a round, and K - 1 for masks."""
-        return cls(*(torch.zeros(batch, width, dtype=torch.int64, device=device) for _ in cls._fields))
 
 
 def prepare_inputs(
@@ -245,11 +222,11 @@ def exponential(
 def row_seeds(seed: torch.Tensor, batch: int) -> torch.Tensor:
     """`[batch]` int64 seeds of rows, at least 0, from one `seed` `[1]` int64; row r's does not depend on `batch`."""
     rows = torch.arange(batch, device=seed.device)
-    words = _philox(seed, torch.zeros_like(rows), rows, Stream.SEED, 0)
+    words = _philox(seed, torch.zeros_like(rows), rows, RandomStream.SEED, 0)
     return words[0] | ((words[1] >> 1) << 32)
 
 
-def race(
+def exponential_sample(
     weights: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
@@ -274,31 +251,7 @@ def race(
     return (weights / exponential(seeds[..., None], positions[..., None], tokens, stream, steps)).argmax(dim=-1)
 
 
-class Stream(IntEnum):
-    """Purposes of random numbers; numbers of different streams are independent (see `uniform`)."""
-
-    ACCEPT = 0
-    TARGET = 1
-    DRAFT = 2
-    SEED = 3
-
-
-class Verdict(NamedTuple):
-    """Outcome of one round.
-
-    Attributes:
-        tokens: `[B, K + 1]` int64: the accepted draft tokens, then the recovered or bonus token; the rest is undefined.
-        accepted: `[B]` int64, number of accepted draft tokens, 0 to K.
-        committed: `[B]` int64, number of leading `tokens` that the row commits: `accepted + 1`, less what lies after
-            an end-of-sequence token or the length limit, and 0 for finished rows.
-    """
-
-    tokens: torch.Tensor
-    accepted: torch.Tensor
-    committed: torch.Tensor
-
-
-def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
+def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
     """Accept the longest prefix of the drafts that greedy decoding would have produced.
 
     Of equal scores the lowest token is the largest. NaN is larger than every number, so a row with NaN yields its first
@@ -310,7 +263,7 @@ def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
     """
     tokens = scores.argmax(dim=-1)
     accepted = (drafts == tokens[:, :-1]).cumprod(dim=1).sum(dim=1)
-    return Verdict(tokens, accepted, accepted + 1)
+    return VerificationResult(tokens, accepted, accepted + 1)
 
 
 def invert_draft_vocabulary(target_ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -354,15 +307,17 @@ def _follow(
     accepted: torch.Tensor,
     seeds: torch.Tensor,
     lengths: torch.Tensor,
-) -> Verdict:
+) -> VerificationResult:
     """The verdict that accepts `accepted` `[B]` drafts and draws the token after them.
 
     It is drawn from `residual` `[B, V]`; from `probs` `[B, V]` where `is_bonus` `[B]` or where the residual is 0.
     """
     is_whole = is_bonus[:, None] | (residual.sum(dim=1, keepdim=True) <= 0.0)
-    following = race(torch.where(is_whole, probs, residual), seeds, lengths + accepted, Stream.TARGET)
+    following = exponential_sample(
+        torch.where(is_whole, probs, residual), seeds, lengths + accepted, RandomStream.TARGET
+    )
     tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)
-    return Verdict(tokens.scatter(1, accepted.unsqueeze(1), following.unsqueeze(1)), accepted, accepted + 1)
+    return VerificationResult(tokens.scatter(1, accepted.unsqueeze(1), following.unsqueeze(1)), accepted, accepted + 1)
 
 
 def verify_sampling(
@@ -372,7 +327,7 @@ def verify_sampling(
     draft_ids: torch.Tensor | None,
     seeds: torch.Tensor,
     lengths: torch.Tensor,
-) -> Verdict:
+) -> VerificationResult:
     """Lossless rejection sampling (arXiv 2211.17192, algorithm 1): committed tokens are distributed as the target's.
 
     Draft d is accepted if `u * q(d) < p(d)`; on rejection the recovered token is drawn from max(p - q, 0), normalised;
@@ -398,7 +353,7 @@ def verify_sampling(
 
     p_draft = probs[:, :-1].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     q_draft = torch.ones_like(p_draft) if draft_probs is None else _draft_prob(draft_probs, draft_ids, drafts)
-    numbers = uniform(seeds[:, None], lengths[:, None], torch.zeros_like(drafts), Stream.ACCEPT, steps)
+    numbers = uniform(seeds[:, None], lengths[:, None], torch.zeros_like(drafts), RandomStream.ACCEPT, steps)
     accepted = (numbers * q_draft < p_draft).cumprod(dim=1).sum(dim=1)
 
     p_next = probs[rows, accepted]
@@ -418,8 +373,8 @@ def verify_block(
     draft_ids: torch.Tensor | None,
     seeds: torch.Tensor,
     lengths: torch.Tensor,
-    rooms: torch.Tensor,
-) -> Verdict:
+    remaining: torch.Tensor,
+) -> VerificationResult:
     """Lossless block verification (arXiv 2403.10444, algorithm 2): the drafts of a row are judged together.
 
     With w(0) = 1 and w(i) = min(w(i - 1) p(d_i) / q(d_i), 1), and e(i) = sum of max(w(i) p - q, 0) over the tokens
@@ -453,8 +408,8 @@ def verify_block(
 
     excess = torch.cat([residuals.sum(dim=2), weights[:, -1:]], dim=1)[:, 1:]
     weights_after = weights[:, 1:]
-    numbers = uniform(seeds[:, None], lengths[:, None], torch.zeros_like(drafts), Stream.ACCEPT, steps)
-    count = rooms.clamp(0, num_drafts)
+    numbers = uniform(seeds[:, None], lengths[:, None], torch.zeros_like(drafts), RandomStream.ACCEPT, steps)
+    count = remaining.clamp(0, num_drafts)
     is_last = steps + 1 == count[:, None]
     holds = torch.where(is_last, numbers < weights_after, numbers * (excess + 1.0 - weights_after) < excess)
     holds &= steps < count[:, None]
@@ -496,7 +451,7 @@ def draw_draft(
     """
     probs = (logits.float() / temperatures[:, None, None]).softmax(dim=-1)
     steps = torch.arange(first, first + logits.shape[1], device=logits.device)[:, None]
-    return race(probs, seeds[:, None], lengths[:, None], Stream.DRAFT, steps), probs
+    return exponential_sample(probs, seeds[:, None], lengths[:, None], RandomStream.DRAFT, steps), probs
 
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:

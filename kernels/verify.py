@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from .random import exponential, uniform
-from .reference import Stream, Verdict
+from .types import RandomStream, VerificationResult
 
-_ACCEPT = tl.constexpr(int(Stream.ACCEPT))
-_TARGET = tl.constexpr(int(Stream.TARGET))
-_DRAFT = tl.constexpr(int(Stream.DRAFT))
+_ACCEPT = tl.constexpr(int(RandomStream.ACCEPT))
+_TARGET = tl.constexpr(int(RandomStream.TARGET))
+_DRAFT = tl.constexpr(int(RandomStream.DRAFT))
 _LEAST_KEY = tl.constexpr(-(2**63))
 _WORD = tl.constexpr(0xFFFFFFFF)
 
@@ -321,7 +321,7 @@ def _verify_block_kernel(
     draft_ids_ptr,
     seeds_ptr,
     lengths_ptr,
-    rooms_ptr,
+    remaining_ptr,
     laws_ptr,
     excesses_ptr,
     keys_ptr,
@@ -333,7 +333,7 @@ def _verify_block_kernel(
     draft_probs_stride_n,
     seeds_stride,
     lengths_stride,
-    rooms_stride,
+    remaining_stride,
     num_drafts,
     num_scans,
     vocabulary,
@@ -346,8 +346,8 @@ def _verify_block_kernel(
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row * seeds_stride)
     length = tl.load(lengths_ptr + row * lengths_stride)
-    room = tl.load(rooms_ptr + row * rooms_stride)
-    count = tl.maximum(tl.minimum(room, num_drafts), 0).to(tl.int32)
+    remaining = tl.load(remaining_ptr + row * remaining_stride)
+    count = tl.maximum(tl.minimum(remaining, num_drafts), 0).to(tl.int32)
 
     # Number `held` of the first drafts holds, 1 to K; its random number is that of the last of them.
     held = tl.arange(0, STEPS)
@@ -501,16 +501,16 @@ def _scan(scores: torch.Tensor, temperatures: torch.Tensor | None = None) -> tor
     return scans
 
 
-def _empty_verdict(drafts: torch.Tensor) -> Verdict:
+def _empty_verdict(drafts: torch.Tensor) -> VerificationResult:
     batch, num_drafts = drafts.shape
-    return Verdict(
+    return VerificationResult(
         torch.empty(batch, num_drafts + 1, dtype=torch.int64, device=drafts.device),
         torch.empty(batch, dtype=torch.int64, device=drafts.device),
         torch.empty(batch, dtype=torch.int64, device=drafts.device),
     )
 
 
-def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> Verdict:
+def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
     """See `reference.verify_greedy`, equal in every element. Two launches; rows of `scores` may lie anywhere."""
     batch, num_drafts = drafts.shape
     assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
@@ -550,7 +550,7 @@ def verify_sampling(
     draft_ids: torch.Tensor | None,
     seeds: torch.Tensor,
     lengths: torch.Tensor,
-) -> Verdict:
+) -> VerificationResult:
     """See `reference.verify_sampling`: the same up to rounding. Three launches.
 
     One pass over all rows of `scores` for their normalisers, and one over the row whose token is drawn. Every program
@@ -601,8 +601,8 @@ def verify_block(
     draft_ids: torch.Tensor | None,
     seeds: torch.Tensor,
     lengths: torch.Tensor,
-    rooms: torch.Tensor,
-) -> Verdict:
+    remaining: torch.Tensor,
+) -> VerificationResult:
     """See `reference.verify_block`: the same up to rounding. Five launches.
 
     One pass over all rows of `scores` for their normalisers, one over all rows but the last, and over those of
@@ -656,7 +656,7 @@ def verify_block(
         draft_ids,
         seeds,
         lengths,
-        rooms,
+        remaining,
         laws,
         excesses,
         keys,
@@ -666,7 +666,7 @@ def verify_block(
         *draft_probs.stride()[:2],
         seeds.stride(0),
         lengths.stride(0),
-        rooms.stride(0),
+        remaining.stride(0),
         num_drafts,
         shape[1],
         vocabulary,
@@ -681,7 +681,7 @@ def verify_block(
     return out
 
 
-def _merge_verify(keys: torch.Tensor, drafts: torch.Tensor, out: Verdict) -> None:
+def _merge_verify(keys: torch.Tensor, drafts: torch.Tensor, out: VerificationResult) -> None:
     """Finish `out`, whose `accepted` is known, by the races' `keys` `[2, B, blocks]`."""
     batch, num_drafts = drafts.shape
     _merge_verify_kernel[(batch,)](

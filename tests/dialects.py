@@ -39,7 +39,7 @@ class Spec:
     vocab_size: int = 128
     draft_vocab_size: int = 40
     target_layers: int = 8
-    taps: tuple[int, ...] = (2, 4, 5)
+    aux_hidden_state_layer_ids: tuple[int, ...] = (2, 4, 5)
     eps: float = 1e-5
     rope_theta: float = 10000.0
     qk_norm: bool = False
@@ -88,9 +88,9 @@ def draft_tokens(spec: Spec) -> torch.Tensor:
 def make_weights(spec: Spec, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random weights under the names `layers.0.*`, without prefix."""
     generator = torch.Generator().manual_seed(seed)
-    width, taps = spec.hidden_size, len(spec.taps) * spec.target_hidden_size
+    width, aux_size = spec.hidden_size, len(spec.aux_hidden_state_layer_ids) * spec.target_hidden_size
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, taps)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, aux_size)}
     for index in range(spec.num_layers):
         prefix, inputs = f"layers.{index}.", 2 * width if index == 0 else width
         shapes |= {
@@ -110,9 +110,12 @@ def make_weights(spec: Spec, seed: int = 1) -> dict[str, torch.Tensor]:
             shapes[prefix + "self_attn.q_norm.weight"] = (spec.head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (spec.head_dim,)
     if spec.norm_before_fc:
-        shapes["input_norm.weight"] = (taps,)
+        shapes["input_norm.weight"] = (aux_size,)
     if spec.fc_norm:
-        shapes |= {f"fc_norm.{index}.weight": (spec.target_hidden_size,) for index in range(len(spec.taps))}
+        shapes |= {
+            f"fc_norm.{index}.weight": (spec.target_hidden_size,)
+            for index in range(len(spec.aux_hidden_state_layer_ids))
+        }
     if spec.own_embedding:
         shapes["embed_tokens.weight"] = (spec.vocab_size, width)
     shapes |= {"norm.weight": (width,), "lm_head.weight": (spec.draft_vocab_size, width)}
@@ -126,7 +129,7 @@ def make_weights(spec: Spec, seed: int = 1) -> dict[str, torch.Tensor]:
         weights["d2t"] = tokens - torch.arange(len(tokens))
         weights["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
     if spec.parallel:
-        weights["mask_hidden"] = torch.randn(1, 1, taps, generator=generator)
+        weights["mask_hidden"] = torch.randn(1, 1, aux_size, generator=generator)
     return weights
 
 
@@ -165,7 +168,10 @@ def safeailab_config(spec: Spec) -> dict[str, Any]:
 
 
 def specforge_config(spec: Spec) -> dict[str, Any]:
-    nested = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.taps], "use_aux_hidden_state": True}
+    nested = {
+        "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.aux_hidden_state_layer_ids],
+        "use_aux_hidden_state": True,
+    }
     return _plain_config(spec) | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": nested}
 
 
@@ -173,7 +179,7 @@ def modelopt_config(spec: Spec) -> dict[str, Any]:
     config = _plain_config(spec) | {"architectures": ["LlamaForCausalLMEagle3"], "rope_scaling": None}
     config["rope_scaling"] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     config["eagle_config"] = {
-        "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.taps],
+        "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.aux_hidden_state_layer_ids],
         "use_aux_hidden_state": True,
         "use_input_layernorm_in_first_layer": True,
         "use_last_layernorm": True,
@@ -200,7 +206,7 @@ def speculators_config(spec: Spec) -> dict[str, Any]:
         "fc_norm": spec.fc_norm,
         "norm_output": spec.norm_output,
         "target_hidden_size": spec.target_hidden_size if spec.target_hidden_size != spec.hidden_size else None,
-        "eagle_aux_hidden_state_layer_ids": list(spec.taps),
+        "eagle_aux_hidden_state_layer_ids": list(spec.aux_hidden_state_layer_ids),
         "transformer_layer_config": changed,
         "speculators_config": {
             "algorithm": "eagle3",
@@ -212,7 +218,10 @@ def speculators_config(spec: Spec) -> dict[str, Any]:
 
 
 def amazon_config(spec: Spec) -> dict[str, Any]:
-    nested = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.taps], "use_aux_hidden_state": True}
+    nested = {
+        "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.aux_hidden_state_layer_ids],
+        "use_aux_hidden_state": True,
+    }
     config = _plain_config(spec) | {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": spec.mask_token}
     return config | {"eagle_config": nested}
 
@@ -227,8 +236,8 @@ def amazon_nested_config(spec: Spec) -> dict[str, Any]:
     }
     if spec.target_hidden_size != spec.hidden_size:
         config["target_hidden_size"] = spec.target_hidden_size
-    if spec.taps != Spec.taps:
-        config["eagle_aux_hidden_state_layer_ids"] = list(spec.taps)
+    if spec.aux_hidden_state_layer_ids != Spec.aux_hidden_state_layer_ids:
+        config["eagle_aux_hidden_state_layer_ids"] = list(spec.aux_hidden_state_layer_ids)
     return config
 
 
@@ -243,8 +252,11 @@ def specforge_peagle_config(spec: Spec) -> dict[str, Any]:
     }
     config = _plain_config(spec) | {"architectures": ["PEagleDraftModel"], "mask_token_id": spec.mask_token}
     config |= {"rope_scaling": scaling}
-    if spec.taps != Spec.taps:
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(spec.taps), "use_aux_hidden_state": True}
+    if spec.aux_hidden_state_layer_ids != Spec.aux_hidden_state_layer_ids:
+        config["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": list(spec.aux_hidden_state_layer_ids),
+            "use_aux_hidden_state": True,
+        }
     return config
 
 
@@ -265,8 +277,8 @@ def automodel_config(spec: Spec) -> dict[str, Any]:
         "parallel_drafting": True,
         "mask_token_id": spec.mask_token,
         "num_depths": 6,
-        "num_aux_hidden_states": len(spec.taps),
-        "eagle_aux_hidden_state_layer_ids": list(spec.taps),
+        "num_aux_hidden_states": len(spec.aux_hidden_state_layer_ids),
+        "eagle_aux_hidden_state_layer_ids": list(spec.aux_hidden_state_layer_ids),
     }
 
 

@@ -3,11 +3,22 @@
 from functools import partial
 
 import torch
+from hf_specdec.kernels.types import Proposal
 from transformers import LlamaConfig, PreTrainedModel
 
 from hf_specdec import Drafter, DrafterConfig, register_drafter
-from hf_specdec.config import DraftModelConfig, Eagle3Config, MtpConfig, PEagleConfig
-from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, MtpDrafter, PEagleDrafter, Proposal
+from hf_specdec.config import (
+    DraftModelConfig,
+    Eagle3Config,
+    MtpConfig,
+    PEagleConfig,
+)
+from hf_specdec.drafters import (
+    DraftModelDrafter,
+    Eagle3Drafter,
+    MtpDrafter,
+    PEagleDrafter,
+)
 from hf_specdec.drafters.mtp import block_settings
 
 
@@ -47,7 +58,7 @@ class OracleDrafter(Drafter):
     def device(self) -> torch.device:
         return self._answers.device
 
-    def propose(self, state, taps, verdict) -> Proposal:
+    def propose(self, state, aux_hidden_states, result) -> Proposal:
         at = (state.lengths - self._prompt_lengths)[:, None] + torch.arange(state.num_draft_tokens)
         return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
@@ -63,7 +74,7 @@ def eagle_options(target: PreTrainedModel, **options) -> dict:
         "num_key_value_heads": 2,
         "vocab_size": text.vocab_size,
         "draft_vocab_size": text.vocab_size // 2,
-        "taps": [1, 3, text.num_hidden_layers],
+        "aux_hidden_state_layer_ids": [1, 3, text.num_hidden_layers],
         "initializer_range": 0.3,
         **options,
     }

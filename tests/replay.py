@@ -4,14 +4,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from targets import set_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specdec import decoding, graphs
-from hf_specdec.attention import submodel_configs
-from hf_specdec.cache import RaggedCache
+from hf_specdec.engine import cuda_graphs, static_engine
+from hf_specdec.patching.attention import submodel_configs
+from hf_specdec.patching.cache import RaggedCache
 
-_hosted = decoding.hosted
+_hosted = static_engine.patched_target
 
 
 def in_place(result, new):
@@ -42,7 +43,7 @@ class Replay:
     def __init__(self, function, memory=None):
         assert Replay.host is not None, "what is captured needs a host: see `replay_on_cpu`"
         type(self).count += 1
-        for _ in range(graphs.WARM_UPS):
+        for _ in range(cuda_graphs.WARM_UPS):
             function()
         self._function, self._host = function, Replay.host
         self.result = function()
@@ -89,7 +90,7 @@ class Tape:
 
     def __init__(self, function, memory=None):
         type(self).count += 1
-        for _ in range(graphs.WARM_UPS):
+        for _ in range(cuda_graphs.WARM_UPS):
             function()
         with Recorder() as recorder:
             self.result = function()
@@ -119,7 +120,7 @@ def traces(*models):
 def _watched(model, drafter, keep_hidden_states):
     untouched = traces(model, drafter)
     with _hosted(model, drafter, keep_hidden_states) as target:
-        Replay.hostings += not drafter.is_of_a_check
+        Replay.hostings += not drafter.is_equivalence_check
         before, Replay.host = Replay.host, (model, drafter, target, untouched)
         try:
             yield target
@@ -129,8 +130,9 @@ def _watched(model, drafter, keep_hidden_states):
 
 def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Replay]:
     """Let calls on a CPU capture and replay; returns `Replay`, whose counts begin anew."""
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", stand_in)
-    monkeypatch.setattr(decoding, "hosted", _watched)
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", stand_in)
+    monkeypatch.setattr(static_engine, "patched_target", _watched)
     monkeypatch.setattr(Replay, "count", 0)
     monkeypatch.setattr(Replay, "hostings", 0)
     return Replay
@@ -143,6 +145,7 @@ def tape_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Tape]:
         cache.positions, cache.span = positions, cache.slots
 
     monkeypatch.setattr(RaggedCache, "advance", advance)
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", Tape)
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Tape)
     monkeypatch.setattr(Tape, "count", 0)
     return Tape

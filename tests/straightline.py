@@ -37,12 +37,12 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def target_taps(target, token_ids: torch.Tensor, boundaries: tuple[int, ...]) -> torch.Tensor:
+def target_taps(target, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
     """`[S, taps * H_t]`: the streams that enter the layers `boundaries`, from a float64 pass over `[S]` tokens."""
     if len(token_ids) == 0:
-        return torch.zeros(0, len(boundaries) * target.config.hidden_size, dtype=torch.float64)
+        return torch.zeros(0, len(layer_ids) * target.config.hidden_size, dtype=torch.float64)
     states = target.double()(token_ids[None], output_hidden_states=True, use_cache=False).hidden_states
-    return torch.cat([states[boundary][0] for boundary in boundaries], dim=-1)
+    return torch.cat([states[layer_id][0] for layer_id in layer_ids], dim=-1)
 
 
 def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -110,13 +110,15 @@ def _run(
     return hidden, cache
 
 
-def _combine(weights: dict[str, torch.Tensor], spec: Spec, taps: torch.Tensor) -> torch.Tensor:
+def _combine(weights: dict[str, torch.Tensor], spec: Spec, aux_hidden_states: torch.Tensor) -> torch.Tensor:
     if spec.norm_before_fc:
-        taps = _rms(taps, weights["input_norm.weight"], spec.eps)
+        aux_hidden_states = _rms(aux_hidden_states, weights["input_norm.weight"], spec.eps)
     if spec.fc_norm:
-        chunks = taps.split(spec.target_hidden_size, dim=-1)
-        taps = torch.cat([_rms(c, weights[f"fc_norm.{i}.weight"], spec.eps) for i, c in enumerate(chunks)], dim=-1)
-    return taps @ weights["fc.weight"].T
+        chunks = aux_hidden_states.split(spec.target_hidden_size, dim=-1)
+        aux_hidden_states = torch.cat(
+            [_rms(c, weights[f"fc_norm.{i}.weight"], spec.eps) for i, c in enumerate(chunks)], dim=-1
+        )
+    return aux_hidden_states @ weights["fc.weight"].T
 
 
 def _head(weights: dict[str, torch.Tensor], spec: Spec, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +148,7 @@ def propose(
         of one token, which leaves no slot to draft from.
     """
     embedding = _embedding(weights, target)
-    hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.taps))
+    hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.aux_hidden_state_layer_ids))
     tokens, drafts, logits = token_ids[1:].tolist(), [], []
     for _ in range(num_draft_tokens if tokens else 0):
         stream, _cache = _run(weights, spec, hidden, embedding[tokens])
@@ -164,8 +166,8 @@ def propose_in_parallel(
 ) -> tuple[list[int], list[torch.Tensor]]:
     """P-EAGLE's one pass; as `propose`. After a text of one token there is no slot for the first draft token."""
     num_masks = num_draft_tokens - 1
-    taps = target_taps(target, token_ids[:-1], spec.taps)
-    hidden = torch.cat([taps, weights["mask_hidden"].view(1, -1).expand(num_masks, -1)])
+    aux_hidden_states = target_taps(target, token_ids[:-1], spec.aux_hidden_state_layer_ids)
+    hidden = torch.cat([aux_hidden_states, weights["mask_hidden"].view(1, -1).expand(num_masks, -1)])
     hidden = _combine(weights, spec, hidden)
     tokens = token_ids[1:].tolist() + [spec.mask_token] * num_masks
     stream, _cache = _run(weights, spec, hidden, _embedding(weights, target)[tokens])
@@ -178,7 +180,7 @@ def eagle_cache(
     weights: dict[str, torch.Tensor], spec: Spec, target, token_ids: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values `[T - 1, kv_heads, D]` of every layer after one pass over `token_ids` with their true taps."""
-    hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.taps))
+    hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.aux_hidden_state_layer_ids))
     return _run(weights, spec, hidden, _embedding(weights, target)[token_ids[1:]])[1]
 
 

@@ -1,11 +1,14 @@
 """Small random targets of every family that the static engine is tested on, and prompts for them."""
 
 import functools
+from dataclasses import replace
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdec.soundness import why_not_sound
+from hf_specdec.device_policy import DEVICE_POLICIES, DevicePolicy
+from hf_specdec.engine.equivalence import why_not_equivalent
 
 VOCAB = 96
 PAD = 0
@@ -63,6 +66,12 @@ FAMILIES = {
 STATIC_FAMILIES = [family for family in FAMILIES if family != "qwen3-next"]
 
 
+def set_policy(patch: pytest.MonkeyPatch, device_type: str, **changes: object) -> None:
+    """Let engines compute on a kind of device as they do elsewhere: fields of `DevicePolicy`."""
+    before = DEVICE_POLICIES.get(device_type, DevicePolicy())
+    patch.setitem(DEVICE_POLICIES, device_type, replace(before, **changes))
+
+
 @functools.cache
 def tiny_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedModel:
     """The target of `new_target`, shared between tests, so not to be changed.
@@ -85,7 +94,7 @@ def new_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedMod
     model.generation_config.pad_token_id = PAD
     model.generation_config.eos_token_id = None
     if family in STATIC_FAMILIES:  # before a test replaces parts of the engine
-        assert why_not_sound(model, "static") is None
+        assert why_not_equivalent(model, "static") is None
     return model
 
 

@@ -13,7 +13,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,19 @@ import torch
 import torch.distributed as dist
 from oracle import RANDOM_DRAFTERS, OracleDrafter
 from replay import replay_on_cpu
-from targets import padded_prompts
+from targets import padded_prompts, set_policy
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.distributed import DistributedConfig
 
-from hf_specdec import Drafter, cli, fusing, graphs, ops, peers, pieces
+from hf_specdec import Drafter, cli
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.fingerprint import fingerprint
-from hf_specdec.taps import modules_of
+from hf_specdec.engine import piecewise
+from hf_specdec.engine.fingerprint import fingerprint
+from hf_specdec.parallel import all_reduce
+from hf_specdec.patching import fused_linear
+from hf_specdec.patching.hidden_states import modules_of
 
 PROMPT_LENGTHS = [2, 13, 7]
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}
@@ -140,7 +143,7 @@ def check_weights(target: PreTrainedModel) -> None:
     """A drafter's borrowed weights are whole and plain; a change of any part of the target's is noticed."""
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
-    assert type(drafter._loans["embedding"].weight) in (torch.Tensor, torch.nn.Parameter)
+    assert type(drafter._shared_weights["embedding"].weight) in (torch.Tensor, torch.nn.Parameter)
     before = fingerprint(modules_of(target, drafter), target.device)
     assert fingerprint(modules_of(target, drafter), target.device) == before
     head = target.lm_head.weight
@@ -196,21 +199,25 @@ def peer_memory_on_cpu() -> Iterator[pytest.MonkeyPatch]:
     """Context in which processes on CPUs sum in memory as GPUs do, by a stand-in for torch's operator."""
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("one_shot_all_reduce", sum_by_messages, "CPU")
-        patch.setattr(peers, "PEER_DEVICES", {"cpu"})
-        patch.setattr(peers, "MOST_BYTES", 2048)  # more than what rounds of three rows sum, less than their prefill
-        patch.setattr(peers, "are_linked", lambda device, count: True)
-        patch.setattr(peers, "allocate", lambda size, device, group: torch.empty(size, dtype=torch.uint8))
-        patch.setattr(peers, "_memories", weakref.WeakKeyDictionary())
+        set_policy(patch, "cpu", symmetric_memory=True)
+        patch.setattr(
+            all_reduce, "MOST_BYTES", 2048
+        )  # more than what rounds of three rows sum, less than their prefill
+        patch.setattr(all_reduce, "are_linked", lambda device, count: True)
+        patch.setattr(all_reduce, "allocate", lambda size, device, group: torch.empty(size, dtype=torch.uint8))
+        patch.setattr(all_reduce, "_memories", weakref.WeakKeyDictionary())
         yield patch
 
 
 @contextmanager
 def watched_sums() -> Iterator[list[tuple[int, ...]]]:
     """Context in which the shapes of what is summed in memory are written down."""
-    total, shapes = peers.PeerMemory.total, []
+    total, shapes = all_reduce.SymmetricMemoryBuffer.total, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            peers.PeerMemory, "total", lambda memory, room: shapes.append(tuple(room.shape)) or total(memory, room)
+            all_reduce.SymmetricMemoryBuffer,
+            "total",
+            lambda memory, room: shapes.append(tuple(room.shape)) or total(memory, room),
         )
         yield shapes
 
@@ -238,16 +245,16 @@ def say_in_memory_as_on_a_gpu(folder: Path) -> list:
         target = load_split(folder / "llama")
         attention = target.model.layers[0].self_attn
         expected = attention.k_proj.weight.full_tensor()
-        fused = {name for names in fusing.GROUPS for name in names}
+        fused = {name for names in fused_linear.GROUPS for name in names}
         for name, module in target.named_modules():
             if name.rpartition(".")[2] in fused:  # loaded to a GPU, their parts are no views of the file
                 part = module.weight._local_tensor
                 part.data = part.clone()
         replay_on_cpu(patch)
-        patch.setitem(graphs.COMPILERS, "cpu", "eager")
-        patch.setattr(pieces, "_LAST_OF_A_PIECE", {str(torch.nn.functional.scaled_dot_product_attention)})
-        patch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
-        patch.setattr(ops, "narrow_products", lambda *models: nullcontext())
+        set_policy(patch, "cpu", compiler="eager")
+        patch.setattr(piecewise, "_LAST_OF_A_PIECE", {str(torch.nn.functional.scaled_dot_product_attention)})
+        set_policy(patch, "cpu", fused_linear=True)
+        set_policy(patch, "cpu", transposed_linear=False)
         drafter = NoDrafter(target)
         options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "assistant_model": drafter}
         out = target.generate(**padded_prompts(PROMPT_LENGTHS), **options)
@@ -260,7 +267,7 @@ def say_in_memory_as_on_a_gpu(folder: Path) -> list:
 
 def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
     """What is said, logged and summed in memory where the second process fails in one of the steps to it."""
-    check = peers.PeerMemory.check
+    check = all_reduce.SymmetricMemoryBuffer.check
 
     def fail(*arguments: Any) -> None:
         if failing == "check":  # which needs all of them until its sums are there
@@ -270,19 +277,24 @@ def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    peers.logger.addHandler(handler)
-    peers.logger.setLevel(logging.INFO)
+    all_reduce.logger.addHandler(handler)
+    all_reduce.logger.setLevel(logging.INFO)
     try:
         with peer_memory_on_cpu() as patch, watched_sums() as shapes:
             if failing == "host":
-                patch.setattr(peers.socket, "gethostname", lambda: f"host {dist.get_rank()}")
+                patch.setattr(all_reduce.socket, "gethostname", lambda: f"host {dist.get_rank()}")
             elif dist.get_rank() == 1:
-                patch.setattr(*{"allocate": (peers, "allocate"), "check": (peers.PeerMemory, "check")}[failing], fail)
+                patch.setattr(
+                    *{"allocate": (all_reduce, "allocate"), "check": (all_reduce.SymmetricMemoryBuffer, "check")}[
+                        failing
+                    ],
+                    fail,
+                )
             target = load_split(folder / "llama")
             said = say_briefly(target)
     finally:
-        peers.logger.setLevel(logging.NOTSET)
-        peers.logger.removeHandler(handler)
+        all_reduce.logger.setLevel(logging.NOTSET)
+        all_reduce.logger.removeHandler(handler)
     return {"said": said, "logged": logged, "sums": sorted(set(shapes))}
 
 

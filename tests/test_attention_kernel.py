@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hf_specdec.kernels.attention import attention, choose_splits
+from hf_specdec.kernels.cache import write_kv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.cache import RaggedCache
 from hf_specdec.kernels import reference
-from hf_specdec.kernels.attention import attention, choose_splits
-from hf_specdec.kernels.cache import write_kv
+from hf_specdec.patching.cache import RaggedCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")

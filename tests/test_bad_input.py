@@ -21,9 +21,10 @@ from transformers import (
 
 from hf_specdec import AutoDrafter, Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
-from hf_specdec.decoding import useful_drafts
 from hf_specdec.drafters import Eagle3Drafter
-from hf_specdec.integration import _OTHER_DRAFTERS, UNUSED_SETTINGS, _warn
+from hf_specdec.engine.buckets import useful_drafts
+from hf_specdec.integration.hooks import UNUSED_SETTINGS, _warn
+from hf_specdec.integration.validation import _OTHER_DRAFTERS
 
 
 def refused(target, drafter, match, inputs=None, **options):
@@ -81,7 +82,7 @@ def test_drafter_bound_to_another_target(drafter):
     [
         ({"hidden_size": 64}, "made for a target with hidden_size 32, but llama has hidden_size 64"),
         ({"vocab_size": 128}, "made for a vocabulary of 96 tokens, but llama has 128"),
-        ({"num_hidden_layers": 5}, r"taps the boundaries \[1, 3, 6\], but llama has 5 layers"),
+        ({"num_hidden_layers": 5}, r"reads the auxiliary hidden states \[1, 3, 6\], but llama has 5 layers"),
     ],
 )
 def test_drafter_for_another_model(target, drafter, options, match):
@@ -92,7 +93,7 @@ def test_drafter_for_another_model(target, drafter, options, match):
         with pytest.raises(ValueError, match=match) as error:
             one.bind(other)
         assert "drafter for another model" in str(error.value)
-    assert not unbound.is_bound and unbound.tap_boundaries == drafter.config.taps
+    assert not unbound.is_bound and unbound.aux_hidden_state_layer_ids == drafter.config.aux_hidden_state_layer_ids
     assert traces(other) == before
     plain = target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=6)
     out = target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=6, assistant_model=drafter)
@@ -101,9 +102,14 @@ def test_drafter_for_another_model(target, drafter, options, match):
 
 @pytest.mark.core
 def test_taps_that_the_rule_cannot_give(drafter):
-    config = Eagle3Config(**{**drafter.config.to_dict(), "taps": None, "num_taps": 3})
+    config = Eagle3Config(
+        **{**drafter.config.to_dict(), "aux_hidden_state_layer_ids": None, "num_aux_hidden_states": 3}
+    )
     unbound = Eagle3Drafter(config)
-    with pytest.raises(ValueError, match=r"reads 3 taps, but the rule for 4 layers .* \[1, 2\]; pass `taps=`"):
+    with pytest.raises(
+        ValueError,
+        match=r"reads 3 auxiliary hidden states, but the rule for 4 layers .* \[1, 2\]; pass `aux_hidden_state_",
+    ):
         unbound.bind(llama(num_hidden_layers=4))
     assert not unbound.is_bound
 
@@ -404,7 +410,7 @@ def test_samples_do_not_depend_on_drafts_beyond_the_room(target, room, verificat
         return out.tolist(), [row.accepted for row in drafter.stats.rows]
 
     cut = say(40)
-    monkeypatch.setattr("hf_specdec.decoding.useful_drafts", lambda asked, room, is_kept: asked)
+    monkeypatch.setattr("hf_specdec.engine.static_engine.useful_drafts", lambda asked, room, is_kept: asked)
     assert say(40) == cut
 
 

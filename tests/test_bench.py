@@ -22,6 +22,7 @@ from dialects import (
     write,
     write_draft_model,
 )
+from hf_specdec.kernels.types import RandomStream
 from mtp import publish
 from oracle import RANDOM_DRAFTERS
 from targets import VOCAB, padded_prompts
@@ -29,17 +30,24 @@ from targets import tiny_target as family_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_specdec import AutoDrafter, decoding, ops
+from hf_specdec import AutoDrafter, ops
 from hf_specdec.bench.clock import busy_time
 from hf_specdec.bench.command import measure_all
 from hf_specdec.bench.measure import Bench, Case, count_tokens
 from hf_specdec.bench.models import load_target, random_drafter
-from hf_specdec.bench.prompts import PROMPTS, load_prompts, random_batches, read_prompts, text_batches
+from hf_specdec.bench.prompts import (
+    PROMPTS,
+    load_prompts,
+    random_batches,
+    read_prompts,
+    text_batches,
+)
 from hf_specdec.bench.synthetic import acceptance_rates, scripted_acceptance
 from hf_specdec.bench.traffic import copy_bandwidth, round_bytes
 from hf_specdec.cli import main
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.sampling import Stream, verify_sampling
+from hf_specdec.engine import rounds
+from hf_specdec.ops import verify_sampling
 
 SPEC = Spec()
 FAMILIES = ("eagle3", "p-eagle", "pard", "draft-model")
@@ -133,9 +141,9 @@ def test_synthetic_acceptance(folders, tmp_path):
     drafters = [tmp_path / family for family in FAMILIES]
     options = ["--random-weights", "--prompt-length", 5, "--batch-size", 16, "--max-new-tokens", 40, "--runs", 1]
     options += ["--baselines", "engine", "--output", tmp_path / "out.json"]
-    asked, judge = 2.3, decoding.verify
+    asked, judge = 2.3, rounds.verify
     assert bench(tmp_path, "--drafter", *drafters, "-k", 4, *options, "--synthetic-acceptance", asked) == 0
-    assert decoding.verify is judge
+    assert rounds.verify is judge
     rates = acceptance_rates([asked], 4)
     for case in json.loads((tmp_path / "out.json").read_text())["cases"]:
         assert case["error"] is None and case["tokens"] == 16 * 40
@@ -256,7 +264,7 @@ def test_scripted_acceptance_ends_with_its_context():
     target = family_target("llama")
     drafter, prompts = RANDOM_DRAFTERS["eagle3"](target), padded_prompts([4, 7])
     options = {"max_new_tokens": 24, "do_sample": False, "assistant_model": drafter, "num_assistant_tokens": 3}
-    plain, judge = target.generate(**prompts, max_new_tokens=24, do_sample=False), decoding.verify
+    plain, judge = target.generate(**prompts, max_new_tokens=24, do_sample=False), rounds.verify
     with pytest.raises(RuntimeError, match="inside"), scripted_acceptance([1.0, 1.0, 0.0], torch.device("cpu")):
         target.generate(**prompts, **options)
         stats = drafter.stats
@@ -264,7 +272,7 @@ def test_scripted_acceptance_ends_with_its_context():
         assert drafter.stats.acceptance_per_position == [1.0, 1.0, 0.0]
         raise RuntimeError("inside")
     assert stats.acceptance_per_position == [1.0, 1.0, 0.0] and stats.rounds == 2 * 8
-    assert decoding.verify is judge
+    assert rounds.verify is judge
     assert torch.equal(target.generate(**prompts, **options), plain)
 
 
@@ -290,10 +298,10 @@ def test_sampling_without_drafts():
     scores = torch.randn(5, 1, 9, generator=generator)
     seeds, lengths = torch.arange(5), torch.tensor([3, 1, 4, 1, 5])
     drafts = torch.empty(5, 0, dtype=torch.int64)
-    verdict = verify_sampling(scores, drafts, None, None, seeds, lengths)
-    drawn = ops.race(scores[:, 0].softmax(-1), seeds, lengths, Stream.TARGET)
-    assert torch.equal(verdict.tokens, drawn[:, None])
-    assert verdict.accepted.tolist() == [0] * 5 and verdict.committed.tolist() == [1] * 5
+    result = verify_sampling(scores, drafts, None, None, seeds, lengths)
+    drawn = ops.exponential_sample(scores[:, 0].softmax(-1), seeds, lengths, RandomStream.TARGET)
+    assert torch.equal(result.tokens, drawn[:, None])
+    assert result.accepted.tolist() == [0] * 5 and result.committed.tolist() == [1] * 5
 
 
 @pytest.mark.parametrize("dialect", [*DIALECTS, *PEAGLE_DIALECTS])
@@ -308,7 +316,7 @@ def test_random_drafters_have_the_shapes_of_loaded_ones(dialect, tmp_path):
         if path.name != "config.json":
             path.unlink()
     built = random_drafter(str(folder), target)
-    assert type(built) is type(loaded) and built.tap_boundaries == loaded.tap_boundaries
+    assert type(built) is type(loaded) and built.aux_hidden_state_layer_ids == loaded.aux_hidden_state_layer_ids
     shapes = [{name: tensor.shape for name, tensor in one.state_dict().items()} for one in (built, loaded)]
     for found in shapes:  # Published beside the draft layers or not, an embedding is read a row at a time.
         found.pop("embed_tokens.weight", None)

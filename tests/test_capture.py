@@ -1,20 +1,20 @@
 """What is captured and replayed over kept buffers: same texts; on a CPU with a stand-in for the CUDA graph."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
 from contract import MAX_NEW_TOKENS, PROMPTS, continuations
+from hf_specdec.kernels.types import Proposal
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp, random_peagle
 from replay import Replay, replay_on_cpu
-from targets import PAD, padded_prompts, tiny_target
+from targets import PAD, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec import decoding, experts, fusing, graphs, ops
-from hf_specdec.drafters import Proposal
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.taps import modules_of
+from hf_specdec.engine import buckets, cuda_graphs, static_engine
+from hf_specdec.patching import experts
+from hf_specdec.patching.hidden_states import modules_of
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_captured_rounds_say_the_same(monkeypatch, option, batch):
                 )
             )
             rows.append(drafter.stats.rows)
-            monkeypatch.delitem(graphs.CAPTURE, "cpu", raising=False)
+            set_policy(monkeypatch, "cpu", cuda_graphs=False)
         assert all(torch.equal(text, texts[0]) for text in texts)
         assert all(row == rows[0] for row in rows)
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_replayed_is_not_captured(capture):
 
 
 def test_hooks_that_hidden_states_leave_behind_are_no_obstacle(capture, monkeypatch):
-    monkeypatch.setitem(graphs.COMPILERS, "cpu", "eager")
+    set_policy(monkeypatch, "cpu", compiler="eager")
     target = copy.deepcopy(tiny_target("llama", num_layers=3))
     inputs = padded_prompts([5])
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=6)
@@ -144,12 +144,11 @@ def test_a_round_as_on_a_gpu(monkeypatch, kind, option):
     options = {"max_new_tokens": 5, "num_assistant_tokens": 3, "seeds": 5, **OPTIONS[option]}
     expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target))
 
-    monkeypatch.setattr(ops, "TRITON_DEVICES", {"cpu"})
-    monkeypatch.setattr(ops, "_NARROW_ROWS", 0)
-    monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
-    monkeypatch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
+    set_policy(monkeypatch, "cpu", triton=True)
+    set_policy(monkeypatch, "cpu", transposed_linear=False)
+    set_policy(monkeypatch, "cpu", fused_linear=True)
     replay_on_cpu(monkeypatch)
-    monkeypatch.setitem(graphs.COMPILERS, "cpu", "aot_eager")
+    set_policy(monkeypatch, "cpu", compiler="aot_eager")
     drafter = RANDOM_DRAFTERS[kind](target)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
     assert drafter.stats.execution == "captured in one graph, compiled"
@@ -160,7 +159,7 @@ def test_a_round_as_on_a_gpu(monkeypatch, kind, option):
 
 @pytest.mark.core
 def test_what_cannot_be_compiled_is_captured_all_the_same(capture, monkeypatch, caplog):
-    monkeypatch.setitem(graphs.COMPILERS, "cpu", "aot_eager")
+    set_policy(monkeypatch, "cpu", compiler="aot_eager")
     target = tiny_target("llama")
     forward = target.model.norm.forward
     monkeypatch.setattr(target.model.norm, "forward", torch._dynamo.disable(lambda hidden: forward(hidden)))
@@ -178,9 +177,11 @@ def test_what_cannot_be_compiled_is_captured_all_the_same(capture, monkeypatch, 
 def test_processes_that_share_a_target_compile_alike(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
-    monkeypatch.setattr(graphs, "in_pieces", lambda compiler: asked.append(compiler.keywords["config_patches"]))
+    monkeypatch.setattr(
+        cuda_graphs, "piecewise_backend", lambda compiler: asked.append(compiler.keywords["config_patches"])
+    )
     for same_everywhere in (False, True):
-        graphs.compiled(lambda: None, "inductor", same_everywhere)
+        cuda_graphs.compiled(lambda: None, "inductor", same_everywhere)
     alone, together = asked
     assert alone["combo_kernels"] and "deterministic" not in alone
     assert together.get("deterministic", False) == ("deterministic" in torch._inductor.list_options())
@@ -192,7 +193,8 @@ def refuse(function, memory):
 
 @pytest.mark.core
 def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", refuse)
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)
     target = tiny_target("llama")
     drafter = random_eagle3(target)
     options = {**padded_prompts([5, 2]), "do_sample": False, "max_new_tokens": 6}
@@ -205,7 +207,8 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_nothing_of_an_earlier_call_is_seen(monkeypatch, kind):
     """Prompts of one token leave drafters that look a token back without anything to draft from."""
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", refuse)  # buffers are kept all the same
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)  # buffers are kept all the same
     target = tiny_target("llama")
     inputs = padded_prompts([9, 1, 5])
     drafter = RANDOM_DRAFTERS[kind](target)
@@ -222,7 +225,8 @@ def test_nothing_of_an_earlier_call_is_seen(monkeypatch, kind):
 
 @pytest.mark.core
 def test_what_is_kept_makes_room_for_a_call(monkeypatch):
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", refuse)
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)
     target = tiny_target("llama")
     drafter = copy_of(target)
     short, long = padded_prompts([5]), padded_prompts([600])
@@ -328,7 +332,7 @@ def test_graphs_of_one_session_share_memory(monkeypatch):
 
 @pytest.mark.core
 def test_every_bucket_of_lengths_has_a_prefill_up_to_a_limit(capture, monkeypatch):
-    monkeypatch.setattr(decoding, "MOST_CAPTURED_TOKENS", 32)
+    monkeypatch.setattr(buckets, "MOST_CAPTURED_TOKENS", 32)
     target = tiny_target("llama")
     drafter = copy_of(target)
 
@@ -392,8 +396,8 @@ def test_memory_that_a_prefill_needs_is_made(monkeypatch):
 
 @pytest.mark.core
 def test_weights_that_a_call_moves_are_captured_once(capture, monkeypatch):
-    monkeypatch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
-    monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
+    set_policy(monkeypatch, "cpu", fused_linear=True)
+    set_policy(monkeypatch, "cpu", transposed_linear=False)
     target = copy.deepcopy(tiny_target("llama"))
     weight = target.model.layers[0].self_attn.k_proj.weight
     before = weight.data_ptr()
@@ -401,7 +405,7 @@ def test_weights_that_a_call_moves_are_captured_once(capture, monkeypatch):
     replayed = say(target, drafter, batches)
     assert weight.data_ptr() != before
     assert (capture.count, capture.hostings, len(drafter.sessions)) == (2, 1, 1)
-    monkeypatch.delitem(graphs.CAPTURE, "cpu")
+    set_policy(monkeypatch, "cpu", cuda_graphs=False)
     assert say(target, random_eagle3(target), batches) == replayed
 
 
@@ -451,9 +455,9 @@ def test_experts_compute_by_our_products_while_a_target_is_hosted(family):
 
     def implementations():
         """While the target is hosted, and while a round of it is captured."""
-        with decoding.hosted(target, drafter, keep_hidden_states=False):
+        with static_engine.patched_target(target, drafter, keep_hidden_states=False):
             found = [target.config.get_text_config()._experts_implementation]
-            with experts.experts_without_host(target, drafter):
+            with experts.capturable_experts(target, drafter):
                 return [*found, target.config.get_text_config()._experts_implementation]
 
     choices = {"eager": "hf_specdec", "grouped_mm": "hf_specdec", "batched_mm": "batched_mm"}
@@ -468,6 +472,6 @@ def test_experts_compute_by_our_products_while_a_target_is_hosted(family):
     assert implementations() == ["grouped_mm", "hf_specdec_batched"], (
         "the host is not asked about other products either"
     )
-    with pytest.raises(KeyError), experts.own_experts(target.float()):
+    with pytest.raises(KeyError), experts.triton_experts(target.float()):
         raise KeyError
     assert target.config.get_text_config()._experts_implementation == "grouped_mm"

@@ -8,7 +8,7 @@ from contract import PROMPTS
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts, tiny_target
 
-from hf_specdec.drafters.borrowing import Loan
+from hf_specdec.drafters.shared_weights import SharedWeight
 
 # Drafters that borrow both, one of them copying the head's rows of a draft vocabulary.
 BORROWERS = {
@@ -106,16 +106,16 @@ def test_drafter_keeps_up(kind, change):
     target = own_target()
     drafter = BORROWERS[kind](target)
     drafts(target, drafter)
-    places = {what: loan.weight.data_ptr() for what, loan in drafter._loans.items()}
+    places = {what: loan.weight.data_ptr() for what, loan in drafter._shared_weights.items()}
     change(target)
     said, accepted = drafts(target, drafter)
     plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=12)
     fresh = BORROWERS[kind](target)
     assert said == plain.tolist() and (said, accepted) == drafts(target, fresh)
-    for what, loan in drafter._loans.items():
-        assert torch.equal(loan.weight, fresh._loans[what].weight) and loan.weight.dtype == target.dtype
+    for what, loan in drafter._shared_weights.items():
+        assert torch.equal(loan.weight, fresh._shared_weights[what].weight) and loan.weight.dtype == target.dtype
     if change in IN_PLACE:
-        assert places == {what: loan.weight.data_ptr() for what, loan in drafter._loans.items()}
+        assert places == {what: loan.weight.data_ptr() for what, loan in drafter._shared_weights.items()}
 
 
 @pytest.mark.core
@@ -123,13 +123,13 @@ def test_nothing_is_copied_where_nothing_changed(monkeypatch):
     target = own_target()
     drafter = BORROWERS["eagle3"](target)
     drafts(target, drafter)
-    version = drafter._loans["head"].weight._version
+    version = drafter._shared_weights["head"].weight._version
     drafts(target, drafter)
-    assert drafter._loans["head"].weight._version == version
+    assert drafter._shared_weights["head"].weight._version == version
     monkeypatch.setattr(drafter, "bind", None)
     train(target)
     drafts(target, drafter)
-    assert drafter._loans["head"].weight._version > version
+    assert drafter._shared_weights["head"].weight._version > version
 
 
 @pytest.mark.core
@@ -150,7 +150,7 @@ def test_binding_in_inference_mode():
     with torch.inference_mode():
         drafter = BORROWERS["eagle3"](target)
         drafts(target, drafter)
-    assert not any(loan.weight.is_inference() for loan in drafter._loans.values())
+    assert not any(loan.weight.is_inference() for loan in drafter._shared_weights.values())
     train(target)
     assert drafts(target, drafter) == drafts(target, BORROWERS["eagle3"](target))
 
@@ -167,7 +167,7 @@ def test_target_made_in_inference_mode():
     with torch.inference_mode():
         target.lm_head.weight[3] += 1.0
     drafts(target, drafter)
-    assert torch.equal(drafter._loans["head"].weight, target.lm_head.weight[drafter.target_ids])
+    assert torch.equal(drafter._shared_weights["head"].weight, target.lm_head.weight[drafter.target_ids])
 
 
 # ---- another vocabulary
@@ -213,7 +213,7 @@ def test_resized_back_is_bound_again():
 @pytest.mark.core
 def test_words_for_a_move():
     module = torch.nn.Embedding(6, 4)
-    loan = Loan(module, "embedding", 4, "it")
+    loan = SharedWeight(module, "embedding", 4, "it")
     assert loan.how_changed(module) is None
     assert loan.how_changed(module.to("meta")) == (
         "its embedding was [6, 4] in float32 on cpu and is [6, 4] in float32 on meta"

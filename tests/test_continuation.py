@@ -12,7 +12,7 @@ from replay import replay_on_cpu
 from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, StaticCache
 
-from hf_specdec.continuation import DeferredCache
+from hf_specdec.engine.kv_transfer import DeferredCache
 
 NEW = 12
 OPTIONS = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-from hf_specdec.transcript import Transcript
+from hf_specdec.engine.transcript import Transcript
 
 
 class Copies(TorchFunctionMode):

@@ -27,9 +27,9 @@ PROMPT = torch.tensor([5, 17, 99, 3, 42, 42, 8, 120, 64])
 
 
 @torch.no_grad()
-def draft(drafter, target, token_ids: torch.Tensor, num_draft_tokens: int, taps: tuple[int, ...]):
+def draft(drafter, target, token_ids: torch.Tensor, num_draft_tokens: int, aux_hidden_states: tuple[int, ...]):
     """Draft greedily with `Eagle3Drafter.forward`, whole sequence and whole chain each time."""
-    width = target_taps(target, token_ids[:-1], taps)
+    width = target_taps(target, token_ids[:-1], aux_hidden_states)
     drafts, logits, last = [], [], len(token_ids) - 2
     for step in range(num_draft_tokens):
         tokens = torch.cat([token_ids, torch.tensor(drafts, dtype=torch.int64)])
@@ -49,10 +49,10 @@ def test_drafts_match_straight_line(dialect, variant, tmp_path):
     folder = write(dialect, tmp_path, spec, make_weights(spec))
     drafter = AutoDrafter.from_pretrained(folder, target=target)
     expected, expected_logits = propose(read_tensors(folder), spec, target, PROMPT, 4)
-    drafted, logits = draft(drafter, target, PROMPT, 4, spec.taps)
+    drafted, logits = draft(drafter, target, PROMPT, 4, spec.aux_hidden_state_layer_ids)
     assert drafted == expected
     torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), rtol=1e-4, atol=1e-4)
-    assert drafter.tap_boundaries == list(spec.taps)
+    assert drafter.aux_hidden_state_layer_ids == list(spec.aux_hidden_state_layer_ids)
     assert drafter.dtype == target.dtype and not drafter.training and drafter.is_bound
 
 

@@ -67,7 +67,7 @@ def test_ordinary(target, tmp_path):
     assert type(drafter) is DraftModelDrafter and type(drafter.model) is LlamaForCausalLM
     assert (config.dialect, config.parallel_drafting, config.mask_token_id) == ("transformers", False, None)
     assert (config.vocab_size, config.draft_vocab_size, drafter.num_assistant_tokens) == (128, 128, 5)
-    assert drafter.is_bound and not drafter.training and drafter.tap_boundaries == []
+    assert drafter.is_bound and not drafter.training and drafter.aux_hidden_state_layer_ids == []
     check_lossless(target, drafter)
 
 
@@ -121,7 +121,12 @@ def test_token_outside_the_vocabulary(target, tmp_path):
 @pytest.mark.parametrize("token", [None, 7])
 def test_keywords_of_other_families(token, target, tmp_path):
     folder = write_draft_model(tmp_path, pard_token=token)
-    for options in ({"taps": [1, 2]}, {"norm_output": True}, {"rope_theta": 1.0}, {"share_head": False}):
+    for options in (
+        {"aux_hidden_state_layer_ids": [1, 2]},
+        {"norm_output": True},
+        {"rope_theta": 1.0},
+        {"share_head": False},
+    ):
         (name,) = options
         refuse(folder, target, str(folder), f"draft model, which reads tokens only: it has no {name}", **options)
 
@@ -400,4 +405,4 @@ def test_saved_forms_take_keywords_too(target, tmp_path):
     assert not AutoDrafter.from_pretrained(tmp_path / "c", target).config.parallel_drafting
     again = AutoDrafter.from_pretrained(tmp_path / "c", target, parallel_drafting=True)
     assert again.config.parallel_drafting and again.config.mask_token_id == 7
-    refuse(tmp_path / "c", target, "reads tokens only: it has no taps", taps=[1])
+    refuse(tmp_path / "c", target, "reads tokens only: it has no taps", aux_hidden_state_layer_ids=[1])

@@ -12,13 +12,13 @@ import pytest
 import straightline
 import torch
 from dialects import PEAGLE, make_weights, tiny_target, write
+from hf_specdec.kernels.types import DraftInputs, VerificationResult
 from targets import padded_prompts
 from test_dialects import PLAIN, VARIANTS
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_specdec import AutoDrafter, Drafter, decoding, ops
-from hf_specdec.sampling import Verdict
-from hf_specdec.soundness import why_not_sound
+from hf_specdec import AutoDrafter, Drafter, ops
+from hf_specdec.engine.equivalence import why_not_equivalent
 
 PROMPTS = [6, 1, 9]
 MASK = 5
@@ -106,12 +106,12 @@ class Script:
         self.vocab_size = vocab_size
         self.generator = torch.Generator().manual_seed(3)
 
-    def __call__(self, scores, state) -> Verdict:
+    def __call__(self, scores, state) -> VerificationResult:
         drafts = state.proposal.tokens
         accepted = torch.tensor(next(self.patterns)).clamp(max=drafts.shape[1])  # fewer are drafted than asked for
         own = torch.randint(2, self.vocab_size, (len(drafts), 1), generator=self.generator)
         tokens = torch.cat([drafts, own], dim=1).scatter(1, accepted[:, None], own)
-        return Verdict(tokens, accepted, accepted + 1)
+        return VerificationResult(tokens, accepted, accepted + 1)
 
 
 @dataclass
@@ -133,9 +133,9 @@ def watch(monkeypatch, drafter, answer=lambda state, proposal: proposal) -> list
         scored.append(logits)
         return draw(state, logits, first)
 
-    def watched(state, taps, verdict):
+    def watched(state, aux_hidden_states, result):
         scored.clear()
-        proposal = propose(state, taps, verdict)
+        proposal = propose(state, aux_hidden_states, result)
         logits = torch.cat(scored, dim=1)
         rows = []
         for row, length in enumerate(state.lengths.tolist()):
@@ -177,9 +177,9 @@ def check(case: Case, rounds: list[list[Seen]], num_draft_tokens: int) -> None:
 
 def run_script(monkeypatch, case, num_draft_tokens, patterns, max_new_tokens=None) -> None:
     """Run the engine through `patterns`, a list of rounds of accepted drafts a row; check what it does."""
-    assert why_not_sound(case.target, "static") is None  # by true verification
+    assert why_not_equivalent(case.target, "static") is None  # by true verification
     rounds = watch(monkeypatch, case.drafter)
-    monkeypatch.setattr(decoding, "verify", Script(patterns, PLAIN.vocab_size))
+    monkeypatch.setattr("hf_specdec.engine.rounds.verify", Script(patterns, PLAIN.vocab_size))
     rows = PROMPTS[: len(patterns[0])]
     room = max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
     case.target.generate(
@@ -257,13 +257,13 @@ def test_stock_engine(monkeypatch, tmp_path, family):
     check(case, rounds, 4)
 
 
-def layout(text, committed, limit, is_finished, scrap, width, num_masks, mask_token, shift):
+def layout(text, committed, limit, is_finished, dummy_slot, width, num_masks, mask_token, shift):
     """What the columns of one row of a first pass hold, `[W]` of (token, slot, position, source), one by one."""
     kept = [(len(text) - committed + n, n) for n in range(committed)]
     columns = [(text[at], at - shift, at - shift, source) for at, source in kept if at >= shift]
     masks = range(len(text) - shift, len(text) - shift + num_masks)
     columns += [(mask_token, slot, slot, -1) for slot in masks]
-    inert = (0, scrap, 0, -1)
+    inert = (0, dummy_slot, 0, -1)
     columns = [inert] * (width - len(columns)) + columns
     return [inert if is_finished or column[1] + 1 + shift >= limit else column for column in columns]
 
@@ -283,7 +283,7 @@ def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
     committed = draw(1, lengths.clamp(max=num_draft_tokens + 1))
     limits = draw(lengths + ~finished, slots - 1)
     tokens = torch.randint(1, 90, (batch, slots), generator=generator)
-    out = ops.DraftInputs.allocate(batch, width, "cpu")
+    out = DraftInputs.allocate(batch, width, "cpu")
     for buffer in out:
         buffer.fill_(-77)
     before = [argument.clone() for argument in (tokens, lengths, committed, limits, finished)]

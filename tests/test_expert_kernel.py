@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract import PROMPTS, greedy
+from hf_specdec.kernels.experts import expert_linear, plan_experts
 from oracle import random_eagle3
-from targets import padded_prompts, tiny_target
+from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-from hf_specdec import experts, ops
+from hf_specdec import ops
 from hf_specdec.kernels import reference
-from hf_specdec.kernels.experts import expert_linear, plan_experts
-from hf_specdec.patching import engine
+from hf_specdec.patching import experts
+from hf_specdec.patching.patch import engine
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")
@@ -133,7 +134,7 @@ def test_experts_answer_as_transformers_do(monkeypatch, kind, through):
     if not kind.keys() <= known.keys():
         pytest.skip("this transformers has no such experts")
     if through == "kernels":
-        monkeypatch.setattr(ops, "TRITON_DEVICES", {DEVICE})
+        set_policy(monkeypatch, DEVICE, triton=True)
     torch.manual_seed(0)
     config = SimpleNamespace(_experts_implementation="batched_mm")
     module = experts_class(**kind)(config).to(DEVICE)

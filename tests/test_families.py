@@ -12,8 +12,13 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specdec import AutoDrafter
-from hf_specdec.drafters.families import DRAFT_MODEL, MTP, P_EAGLE, check_family
-from hf_specdec.drafters.families import EAGLE3 as EAGLE_3
+from hf_specdec.checkpoints.detection import (
+    DRAFT_MODEL,
+    MTP,
+    P_EAGLE,
+    check_family,
+)
+from hf_specdec.checkpoints.detection import EAGLE3 as EAGLE_3
 
 SPEC = Spec()
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 128}

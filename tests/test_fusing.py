@@ -4,18 +4,18 @@ import copy
 
 import pytest
 import torch
-from targets import STATIC_FAMILIES, padded_prompts, tiny_target
+from targets import STATIC_FAMILIES, padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_specdec import fusing
-from hf_specdec.fusing import fused_products
-from hf_specdec.patching import engine
+from hf_specdec.patching import fused_linear
+from hf_specdec.patching.fused_linear import fused_linears
+from hf_specdec.patching.patch import engine
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
+    set_policy(monkeypatch, "cpu", fused_linear=True)
 
 
 def projections(model):
@@ -30,7 +30,7 @@ def test_same_logits(family):
     with torch.no_grad():
         expected = model(**inputs).logits
         for _ in range(2):
-            with fused_products(model), engine():
+            with fused_linears(model), engine():
                 found = model(**inputs).logits
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-4)
@@ -45,8 +45,8 @@ def test_one_product_a_group_and_one_copy_of_the_weights(monkeypatch):
     before = [parameter.detach().clone() for parameter in parameters]
     calls = []
     original = torch.nn.functional.linear
-    monkeypatch.setattr(fusing.F, "linear", lambda *args: calls.append(args[1].shape[0]) or original(*args))
-    with torch.no_grad(), fused_products(model), engine():
+    monkeypatch.setattr(fused_linear.F, "linear", lambda *args: calls.append(args[1].shape[0]) or original(*args))
+    with torch.no_grad(), fused_linears(model), engine():
         model(**padded_prompts([5]))
     heads, key_heads, dim, inner, layers = 4, 2, 8, 64, 6
     assert calls.count((heads + 2 * key_heads) * dim) == layers and calls.count(2 * inner) == layers
@@ -58,7 +58,7 @@ def test_one_product_a_group_and_one_copy_of_the_weights(monkeypatch):
     assert addresses == [addresses[0], addresses[0] + now[0].nbytes, addresses[1] + now[1].nbytes]
     assert all(parameter.untyped_storage().data_ptr() == parameter.data_ptr() for parameter in now)
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in now)
-    with fused_products(layer):
+    with fused_linears(layer):
         assert [parameter.data_ptr() for parameter in now] == addresses
 
 
@@ -66,7 +66,7 @@ def test_one_product_a_group_and_one_copy_of_the_weights(monkeypatch):
 def test_the_model_saves_trains_and_converts_as_before(tmp_path):
     model = copy.deepcopy(tiny_target("qwen3"))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with fused_products(model):
+    with fused_linears(model):
         pass
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     model.save_pretrained(tmp_path)
@@ -78,7 +78,7 @@ def test_the_model_saves_trains_and_converts_as_before(tmp_path):
     model.to(torch.float64)
     with torch.no_grad():
         plain = model(**inputs).logits
-        with fused_products(model), engine():
+        with fused_linears(model), engine():
             torch.testing.assert_close(model(**inputs).logits, plain)
 
 
@@ -93,7 +93,7 @@ def test_layers_that_are_not_plain_are_left_alone():
     second.v_proj.register_forward_hook(lambda module, args, output: output)
     third.q_proj.weight.data = third.q_proj.weight.data.double()
     addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    with fused_products(first, second, third):
+    with fused_linears(first, second, third):
         assert all("forward" not in vars(module) for module in projections(model))
     assert addresses == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
 
@@ -111,6 +111,6 @@ def test_a_module_that_calls_its_layers_in_its_own_way():
     torch.manual_seed(0)
     odd, x = Odd(), torch.randn(3, 8)
     expected = odd(x)
-    with fused_products(odd), engine():
+    with fused_linears(odd), engine():
         for _ in range(2):
             torch.testing.assert_close(odd(x), expected)

@@ -6,16 +6,17 @@ import gc
 import pytest
 import torch
 from oracle import RANDOM_DRAFTERS
-from targets import PAD, STATIC_FAMILIES, padded_prompts, tiny_target
+from targets import PAD, STATIC_FAMILIES, padded_prompts, set_policy, tiny_target
 from test_randomness import MODES as DRAWS
 from test_randomness import drafter_of, sample
 from test_sampling_law import Cells, p_value
 from test_smollm2 import DRAFTERS, chat_batches
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from hf_specdec import AutoDrafter, graphs, ops
-from hf_specdec.decoding import capture_prefill, capture_round
-from hf_specdec.sessions import MAX_SESSIONS
+from hf_specdec import AutoDrafter, ops
+from hf_specdec.engine import cuda_graphs
+from hf_specdec.engine.capture import capture_prefill, capture_round
+from hf_specdec.engine.sessions import MAX_SESSIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,8 +48,8 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
     target = on_gpu("llama")
     inputs = prompts([9, 1, 5, 12, 3, 3, 8, 2][:batch], seed=batch)
     texts, rows = [], []
-    for capture in (graphs.CAPTURE, {}):
-        monkeypatch.setattr("hf_specdec.decoding.CAPTURE", capture)
+    for captures in (True, False):
+        set_policy(monkeypatch, "cuda", cuda_graphs=captures)
         drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
         for _ in range(2):
             torch.manual_seed(3)
@@ -57,7 +58,7 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
             )
             texts.append(out)
             rows.append(drafter.stats.rows)
-        assert len(drafter.sessions) == len(capture)
+        assert len(drafter.sessions) == int(captures)
     assert all(torch.equal(text, texts[0]) for text in texts)
     assert all(row == rows[0] for row in rows)
 
@@ -73,10 +74,10 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
         widths.append(width)
         return capture_prefill(session, target, drafter, width)
 
-    monkeypatch.setattr("hf_specdec.decoding.capture_prefill", counted)
+    monkeypatch.setattr("hf_specdec.engine.static_engine.capture_prefill", counted)
     said = []
-    for capture in (graphs.CAPTURE, {}):
-        monkeypatch.setattr("hf_specdec.decoding.CAPTURE", capture)
+    for captures in (True, False):
+        set_policy(monkeypatch, "cuda", cuda_graphs=captures)
         drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
         for seed, some in enumerate(lengths):
             torch.manual_seed(seed)
@@ -88,7 +89,7 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
                 **MODES[mode],
             )
             said.append((out.tolist(), drafter.stats.rows))
-        assert len(drafter.sessions) == len(capture)
+        assert len(drafter.sessions) == int(captures)
     assert said[: len(lengths)] == said[len(lengths) :]
     assert widths == [16, 64, 32]
 
@@ -149,16 +150,16 @@ def test_a_seed_says_the_same_alone_in_a_batch_eager_and_captured(monkeypatch, k
     target, lengths = on_gpu("llama"), [9, 1, 5, 12, 3, 3, 8, 2]
     inputs, seeds = prompts(lengths), torch.arange(8) * 7 + 2**40
     texts = []
-    for capture in (graphs.CAPTURE, {}):
-        monkeypatch.setattr("hf_specdec.decoding.CAPTURE", capture)
+    for captures in (True, False):
+        set_policy(monkeypatch, "cuda", cuda_graphs=captures)
         drafter = drafter_of(target, kind, mode).configure(compile_rounds=False)
         for _ in range(2):
             texts.append(sample(target, inputs, drafter, seeds=seeds, temperature=1.2, top_k=0))
-        assert drafter.stats.execution.startswith("captured in one graph" if capture else "eager")
+        assert drafter.stats.execution.startswith("captured in one graph" if captures else "eager")
         for row, length in enumerate(lengths):
             some = {name: tensor[row : row + 1, -length:] for name, tensor in inputs.items()}
             alone = sample(target, some, drafter, seeds=seeds[row : row + 1], temperature=1.2, top_k=0)
-            assert torch.equal(alone[0], texts[0][row]), (row, bool(capture))
+            assert torch.equal(alone[0], texts[0][row]), (row, captures)
     assert all(torch.equal(text, texts[0]) for text in texts)
 
 
@@ -217,24 +218,24 @@ def test_what_reads_the_host_runs_eagerly(caplog):
 
 
 def test_graphs_share_memory_until_a_capture_fails():
-    memory, current = graphs.GraphMemory(), torch.cuda.current_stream()
+    memory, current = cuda_graphs.GraphPool(), torch.cuda.current_stream()
     buffer = torch.zeros(2**20, device="cuda")
 
     def of_its_own():
         return (buffer + 1).sqrt().sum()
 
-    count = graphs.CudaGraph(lambda: buffer.add_(1), memory)
-    others = [graphs.CudaGraph(of_its_own, memory) for _ in range(2)]
+    count = cuda_graphs.CudaGraph(lambda: buffer.add_(1), memory)
+    others = [cuda_graphs.CudaGraph(of_its_own, memory) for _ in range(2)]
     pool = memory.owner.pool()
     with pytest.raises(RuntimeError):
-        graphs.CudaGraph(lambda: of_its_own().item(), memory)
+        cuda_graphs.CudaGraph(lambda: of_its_own().item(), memory)
     assert memory.owner is None and torch.cuda.current_stream() == current
-    others += [graphs.CudaGraph(of_its_own, memory) for _ in range(2)]
+    others += [cuda_graphs.CudaGraph(of_its_own, memory) for _ in range(2)]
     assert memory.owner.pool() != pool
     for number in range(1, 4):
         count()
         assert [float(graph()) for graph in others] == [float(of_its_own())] * 4
-        assert float(buffer[0]) == number + graphs.WARM_UPS
+        assert float(buffer[0]) == number + cuda_graphs.WARM_UPS
 
 
 def test_many_calls_leave_no_memory_behind(monkeypatch):
@@ -248,7 +249,7 @@ def test_many_calls_leave_no_memory_behind(monkeypatch):
         captured.append(len(reserved))
         return capture_round(*args)
 
-    monkeypatch.setattr("hf_specdec.decoding.capture_round", counted)
+    monkeypatch.setattr("hf_specdec.engine.static_engine.capture_round", counted)
     for call in range(1000):
         batch, length, new = (int(torch.randint(1, top, (1,), generator=generator)) for top in (9, 40, 30))
         # Capturing is what takes time: batches of all sizes share a few captures before K changes and they are gone.

@@ -8,11 +8,11 @@ import weakref
 import pytest
 import torch
 from oracle import RANDOM_DRAFTERS, copy_of
-from targets import padded_prompts, tiny_target
+from targets import padded_prompts, set_policy, tiny_target
 from test_gpu import MODES
 from test_sessions import with_adapters
 
-from hf_specdec import decoding, graphs, sessions
+from hf_specdec.engine import sessions, static_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,14 +55,14 @@ def check(target, drafter):
 def captures(monkeypatch):
     """Rounds that were captured, as weak references."""
     made = []
-    capture_round = decoding.capture_round
+    capture_round = static_engine.capture_round
 
     def noting(*args):
         captured = capture_round(*args)
         made.append(weakref.ref(captured))
         return captured
 
-    monkeypatch.setattr(decoding, "capture_round", noting)
+    monkeypatch.setattr(static_engine, "capture_round", noting)
     return made
 
 
@@ -242,12 +242,12 @@ def test_a_target_on_another_device_than_the_current_one(monkeypatch, kind, mode
     torch.cuda.synchronize(0)
     torch.cuda.reset_peak_memory_stats(0)
     before = torch.cuda.memory_allocated(0)
-    for capture in (graphs.CAPTURE, {}):
-        monkeypatch.setattr("hf_specdec.decoding.CAPTURE", capture)
+    for captures in (True, False):
+        set_policy(monkeypatch, "cuda", cuda_graphs=captures)
         drafter = drafter_of(there, kind)
         for _ in range(2):
             assert say(there, drafter, mode=mode) == expected
-        assert drafter.stats.execution.startswith("captured" if capture else "eager")
+        assert drafter.stats.execution.startswith("captured" if captures else "eager")
     assert torch.cuda.max_memory_allocated(0) == before
     assert torch.cuda.current_device() == 0
 

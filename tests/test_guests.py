@@ -2,19 +2,18 @@
 
 import copy
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
 from contract import PROMPTS, greedy
 from oracle import random_draft_model, random_eagle3, random_mtp
 from replay import replay_on_cpu
-from targets import padded_prompts, tiny_target
+from targets import padded_prompts, set_policy, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specdec import attention, fusing, ops
+from hf_specdec.patching import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = ["llama", "gemma3", "gpt-oss", "qwen3-moe"]
@@ -26,9 +25,9 @@ pytestmark = pytest.mark.core
 @pytest.fixture(params=ENGINES)
 def engine(request, monkeypatch):
     if request.param in ("fused", "captured"):
-        monkeypatch.setattr(fusing, "FUSED_DEVICES", {DEVICE})
+        set_policy(monkeypatch, DEVICE, fused_linear=True)
         if DEVICE == "cpu":
-            monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
+            set_policy(monkeypatch, "cpu", transposed_linear=False)
     if request.param == "captured" and DEVICE == "cpu":
         replay_on_cpu(monkeypatch)
     return request.param

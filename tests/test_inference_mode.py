@@ -9,12 +9,11 @@ import torch
 from contract import greedy
 from oracle import RANDOM_DRAFTERS, random_eagle3
 from replay import replay_on_cpu
-from targets import padded_prompts, tiny_target
+from targets import padded_prompts, set_policy, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import fusing, ops
-from hf_specdec.taps import TapRecorder
+from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = {"greedy": {"do_sample": False}, "sampling": {"do_sample": True, "temperature": 1.2, "seeds": 3}}
@@ -23,10 +22,10 @@ MODES["penalty"] = {"do_sample": False, "repetition_penalty": 1.3}
 
 @pytest.fixture(params=["static", "stock", "captured"])
 def engine(request, monkeypatch):
-    monkeypatch.setattr(fusing, "FUSED_DEVICES", {DEVICE})
+    set_policy(monkeypatch, DEVICE, fused_linear=True)
     if request.param == "captured" and DEVICE == "cpu":
         replay_on_cpu(monkeypatch)
-        monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
+        set_policy(monkeypatch, "cpu", transposed_linear=False)
     return request.param
 
 
@@ -81,12 +80,15 @@ def test_drafters_bound_in_inference_mode_can_be_trained(engine, kind):
         drafter.bind(target)
         said = greedy(target, inputs, drafter, 3)
     assert torch.equal(greedy(target, inputs, drafter, 3), said)
-    with torch.no_grad(), TapRecorder(target, drafter.tap_boundaries, drafter.taps_last_hidden_state) as recorder:
+    with (
+        torch.no_grad(),
+        AuxHiddenStateRecorder(target, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state) as recorder,
+    ):
         target(**inputs)
-        taps = recorder.taps
+        aux_hidden_states = recorder.aux_hidden_states
 
     def loss():
-        read = drafter.unroll(inputs["input_ids"], taps, 2)
+        read = drafter.unroll(inputs["input_ids"], aux_hidden_states, 2)
         return sum((output @ drafter.head_weight.t()).logsumexp(-1).sum() for output in read)
 
     optimizer = torch.optim.SGD(drafter.parameters(), lr=0.01)

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hf_specdec.kernels.inputs import prepare_inputs
+from hf_specdec.kernels.types import DraftInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import ops
 from hf_specdec.kernels import reference
-from hf_specdec.kernels.inputs import prepare_inputs
-from hf_specdec.kernels.reference import DraftInputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MASK_TOKEN = 151_665
@@ -58,7 +58,7 @@ class Case(NamedTuple):
         return self.num_kept + self.num_masks
 
     @property
-    def scrap(self) -> int:
+    def dummy_slot(self) -> int:
         return self.slots - 1
 
     @property
@@ -137,7 +137,7 @@ def plain(case: Case) -> torch.Tensor:
             columns.append((newest + 1 + step, None))
         lines = []
         for column in columns:
-            line = (0, case.scrap, 0, -1)
+            line = (0, case.dummy_slot, 0, -1)
             if column is not None and not row.finished:
                 slot, source = column
                 if slot >= 0 and slot + 1 + case.shift < row.limit:
@@ -203,7 +203,7 @@ def test_only_what_was_kept_and_masks_reach_live_slots(prepare, parallel, shift)
             kept = range(row.length - shift - committed, row.length - shift)
             masks = range(row.length - shift, row.length - shift + case.num_masks)
             alive = [] if row.finished else range(0, row.limit - 1 - shift)
-            live = [column for column, slot in enumerate(slots) if slot != case.scrap]
+            live = [column for column, slot in enumerate(slots) if slot != case.dummy_slot]
             assert [slots[column] for column in live] == [slot for slot in (*kept, *masks) if slot in alive]
             assert all(positions[column] == slots[column] for column in live)
             for column in set(range(case.width)) - set(live):
@@ -218,9 +218,9 @@ def test_masks_stop_at_the_limit(prepare, shift):
     case = Case(rows, slots=41, num_draft_tokens=8, parallel=True, shift=shift)
     tokens, slots, _, _ = run(prepare, case)
     assert (tokens == MASK_TOKEN).sum(dim=1).tolist() == [max(0, min(room - 1, 7)) for room in range(12)]
-    assert ((slots != case.scrap) == (tokens != 0)).all()
+    assert ((slots != case.dummy_slot) == (tokens != 0)).all()
     # The newest token takes part as long as another one can follow it.
-    assert (slots[:, case.num_kept - 1] != case.scrap).tolist() == [room > 0 for room in range(12)]
+    assert (slots[:, case.num_kept - 1] != case.dummy_slot).tolist() == [room > 0 for room in range(12)]
 
 
 @both
@@ -228,7 +228,7 @@ def test_masks_stop_at_the_limit(prepare, shift):
 def test_finished_rows_are_inert(prepare, parallel, shift):
     rows = [Row(length, committed, 30, True) for length in (2, 15, 29, 30) for committed in (0, 3, 6)]
     case = Case(rows, slots=31, num_draft_tokens=5, parallel=parallel, shift=shift)
-    for values, inert in zip(run(prepare, case), (0, case.scrap, 0, -1), strict=True):
+    for values, inert in zip(run(prepare, case), (0, case.dummy_slot, 0, -1), strict=True):
         assert (values == inert).all()
 
 
@@ -281,7 +281,7 @@ def test_rounds_leave_committed_tokens_only(prepare, num_draft_tokens, parallel,
                 if source >= 0:  # Row i of the verified block stands i places after the last token of the round before.
                     assert slot == row.length - row.committed - shift + source
             if row.finished:
-                assert cache[: case.scrap] == before[: case.scrap]
+                assert cache[: case.dummy_slot] == before[: case.dummy_slot]
                 continue
             num_live = row.length - shift
             assert cache[:num_live] == [(False, tokens[slot + shift], slot) for slot in range(num_live)]

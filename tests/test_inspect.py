@@ -48,13 +48,20 @@ def test_json(target_folder, tmp_path, capsys):
     assert main(["inspect", str(folder), "--target", str(target_folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["family"] == "eagle3" and report["dialect"] == "speculators"
-    assert report["taps"] == [2, 4, 5] and report["num_assistant_tokens"] == 3
+    assert report["aux_hidden_state_layer_ids"] == [2, 4, 5] and report["num_assistant_tokens"] == 3
     assert (report["vocab_size"], report["draft_vocab_size"]) == (128, 40)
     assert report["trained_for"] == "org/target"
     assert report["tensors"]["d2t"] == {"shape": [40], "dtype": "I64"}
     assert report["target"]["fits"] is True
     names = {one["name"] for one in report["decisions"]}
-    assert {"taps", "norm_before_residual", "norm_output", "final_norm", "rope_theta", "share_head"} <= names
+    assert {
+        "aux_hidden_state_layer_ids",
+        "norm_before_residual",
+        "norm_output",
+        "final_norm",
+        "rope_theta",
+        "share_head",
+    } <= names
 
 
 def test_pickled_weights_and_no_target(tmp_path, capsys):
@@ -129,7 +136,7 @@ def test_peagle(target_folder, tmp_path, capsys):
         "model_type": "llama",
         "fits": True,
         "reason": None,
-        "taps": [2, 4, 5],
+        "aux_hidden_state_layer_ids": [2, 4, 5],
     }
 
 

@@ -4,11 +4,9 @@ import pytest
 import torch
 from contract import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import OracleDrafter, random_eagle3
-from targets import PAD, padded_prompts, tiny_target
+from targets import PAD, padded_prompts, set_policy, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-
-from hf_specdec import decoding
 
 
 class Saying(StoppingCriteria):
@@ -70,7 +68,7 @@ def test_same_output_and_statistics(monkeypatch, batch, accuracy, lag):
     for name, options in ways.items():
         results = []
         for rounds_behind in (0, lag):
-            monkeypatch.setitem(decoding.LAG, "cpu", rounds_behind)
+            set_policy(monkeypatch, "cpu", rounds_ahead=rounds_behind)
             if accuracy is None:
                 drafter = random_eagle3(target)
             else:

@@ -8,8 +8,8 @@ from targets import VOCAB, padded_prompts, tiny_target
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_specdec.logits import DraftVocabularyLogitsProcessor, MaskTokenLogitsProcessor, RowTemperature
-from hf_specdec.sampling import POINTWISE_PROCESSORS, STATEFUL_PROCESSORS
+from hf_specdec.sampling.logits import DraftVocabularyLogitsProcessor, MaskTokenLogitsProcessor, RowTemperature
+from hf_specdec.sampling.processors import POINTWISE_PROCESSORS, STATEFUL_PROCESSORS
 
 # Made for decoders of audio, or for batches of pairs of rows; a text decoder's generate() makes none of them.
 OF_OTHER_MODELS = {

@@ -10,8 +10,8 @@ from mtp import Published, draft, publish
 from targets import VOCAB, padded_prompts
 from test_drafting import Script, random_patterns
 
-from hf_specdec import AutoDrafter, decoding
-from hf_specdec.soundness import why_not_sound
+from hf_specdec import AutoDrafter
+from hf_specdec.engine.equivalence import why_not_equivalent
 
 # Families and numbers of modules; those with one module in their published form can have more.
 STATIC = [
@@ -115,9 +115,9 @@ def watch(monkeypatch, drafter, known: torch.Tensor | None = None) -> list[list[
         at = int(state.lengths) + first
         return drawn._replace(tokens=known[:, at : at + 1])
 
-    def watched(state, taps, verdict):
+    def watched(state, aux_hidden_states, result):
         scored.clear()
-        proposal = propose(state, taps, verdict)
+        proposal = propose(state, aux_hidden_states, result)
         logits, rows = torch.cat(scored, dim=1), []
         for row, length in enumerate(state.lengths.tolist()):
             room = 0 if state.finished[row] else int(state.limits[row]) - length
@@ -160,9 +160,9 @@ def run_script(monkeypatch, at, chaining, num_draft_tokens, patterns, max_new_to
     """Run the engine through `patterns`, a list of rounds of accepted drafts a row; check what it does."""
     target = at.target.double()
     drafter = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining)
-    assert why_not_sound(target, "static") is None  # by true verification
+    assert why_not_equivalent(target, "static") is None  # by true verification
     rounds, rows = watch(monkeypatch, drafter), [6, 1, 9][: len(patterns[0])]
-    monkeypatch.setattr(decoding, "verify", Script(patterns, VOCAB))
+    monkeypatch.setattr("hf_specdec.engine.rounds.verify", Script(patterns, VOCAB))
     room = max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
     target.generate(
         **padded_prompts(rows, seed=5),

@@ -15,15 +15,15 @@ from targets import padded_prompts, tiny_target
 from test_hub import hub  # noqa: F401 (a fixture)
 
 from hf_specdec import AutoDrafter
+from hf_specdec.auto import read_checkpoint
 from hf_specdec.bench.models import random_drafter
-from hf_specdec.cache import RaggedCache
+from hf_specdec.checkpoints import checkpoint
+from hf_specdec.checkpoints.checkpoint import open_checkpoint
+from hf_specdec.checkpoints.mtp_layouts import FAMILIES
 from hf_specdec.cli import main
-from hf_specdec.drafters import checkpoints
-from hf_specdec.drafters.auto import read_checkpoint
-from hf_specdec.drafters.checkpoints import open_checkpoint
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
-from hf_specdec.drafters.mtp_layouts import FAMILIES
+from hf_specdec.patching.cache import RaggedCache
 
 
 class CountingFile:
@@ -51,8 +51,8 @@ class CountingFile:
 @pytest.fixture
 def bytes_read(monkeypatch):
     """Names and bytes of the tensors that are read from now on."""
-    count, safe_open = [], checkpoints.safe_open
-    monkeypatch.setattr(checkpoints, "safe_open", lambda *args, **kw: CountingFile(safe_open(*args, **kw), count))
+    count, safe_open = [], checkpoint.safe_open
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *args, **kw: CountingFile(safe_open(*args, **kw), count))
     return count
 
 
@@ -228,7 +228,7 @@ def test_refused_checkpoints(tmp_path):
     def rewrite(**changes):
         (folder / "config.json").write_text(json.dumps(config | changes))
 
-    refuse(folder, target, "holds MTP modules", "no taps", taps=[1])
+    refuse(folder, target, "holds MTP modules", "no taps", aux_hidden_state_layer_ids=[1])
     refuse(folder, target, "no parallel drafting", parallel_drafting=True)
     with pytest.raises(ValueError, match=r"chaining is 'both'; expected one of 'modules', 'target'"):
         AutoDrafter.from_pretrained(folder, target, chaining="both")

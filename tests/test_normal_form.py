@@ -41,7 +41,7 @@ def test_round_trip(dialect, target, tmp_path):
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
     config = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert config["model_type"] == "hf_specdec_eagle3" and config["taps"] == [2, 4, 5]
+    assert config["model_type"] == "hf_specdec_eagle3" and config["aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert second.config.dialect == first.config.dialect
 
 
@@ -124,20 +124,20 @@ def test_settings_and_overrides(target, tmp_path):
         engine="stock",
         compile=False,
         device_map="cpu",
-        taps=[1, 3, 8],
+        aux_hidden_states=[1, 3, 8],
         norm_before_residual=False,
         norm_output=True,
         rope_theta=5000,
     )
     assert (drafter.num_assistant_tokens, drafter.draft_probs, drafter.engine) == (7, False, "stock")
     config = drafter.config
-    assert config.taps == drafter.tap_boundaries == [1, 3, 8]
+    assert config.aux_hidden_state_layer_ids == drafter.aux_hidden_state_layer_ids == [1, 3, 8]
     assert (config.norm_before_residual, config.norm_output) == (False, True)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
 
     drafter.save_pretrained(tmp_path / "b")
-    again = AutoDrafter.from_pretrained(tmp_path / "b", target, taps=[2, 4, 6], rope_theta=7.0)
-    assert again.config.taps == [2, 4, 6] and again.config.norm_output
+    again = AutoDrafter.from_pretrained(tmp_path / "b", target, aux_hidden_state_layer_ids=[2, 4, 6], rope_theta=7.0)
+    assert again.config.aux_hidden_state_layer_ids == [2, 4, 6] and again.config.norm_output
     assert again.config.rope_parameters["rope_theta"] == 7.0
 
 
@@ -181,8 +181,8 @@ def drafts(drafter, num_steps: int = 4) -> torch.Tensor:
     drafter = copy.deepcopy(drafter)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(PEAGLE.vocab_size, (1, 9), generator=generator)
-    taps = torch.randn(1, 9, drafter.config.tap_width, generator=generator)
-    return torch.cat(drafter(tokens, taps, num_steps))
+    aux_hidden_states = torch.randn(1, 9, drafter.config.aux_hidden_size, generator=generator)
+    return torch.cat(drafter(tokens, aux_hidden_states, num_steps))
 
 
 @pytest.mark.core

@@ -34,4 +34,4 @@ def test_wheel_works_outside_the_tree(tmp_path):
 def test_kernels_folder_does_not_shadow_the_kernels_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "tests" / "kernels").exists()
-    assert (ROOT / "hf_specdec" / "kernels").resolve() == ROOT / "kernels"
+    assert not (ROOT / "hf_specdec" / "kernels").is_symlink()

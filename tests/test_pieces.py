@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-from targets import tiny_target
+from targets import set_policy, tiny_target
 from transformers import AutoModelForCausalLM
 
-from hf_specdec import ops, pieces
-from hf_specdec.pieces import in_pieces
+from hf_specdec import ops
+from hf_specdec.engine import piecewise
+from hf_specdec.engine.piecewise import piecewise_backend
 
 ROWS, WIDTH = 3, 16
 POSITIONS = torch.arange(ROWS)[None]
@@ -26,7 +27,7 @@ def counted(compiler, counts):
 
 @pytest.fixture
 def kernels_on_cpu(monkeypatch):
-    monkeypatch.setattr(ops, "TRITON_DEVICES", {"cpu"})
+    set_policy(monkeypatch, "cpu", triton=True)
 
 
 def attend(states, window=None):
@@ -37,7 +38,7 @@ def attend(states, window=None):
 def compiled_and_eager(function, *inputs):
     """How many pieces were compiled; that the result is that of running `function`, which may write to its inputs."""
     counts = [0]
-    backend = in_pieces(counted(torch._dynamo.lookup_backend("aot_eager"), counts))
+    backend = piecewise_backend(counted(torch._dynamo.lookup_backend("aot_eager"), counts))
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
     with torch.no_grad():
         expected_inputs = copy.deepcopy(inputs)
@@ -96,14 +97,14 @@ def test_what_shares_memory_is_not_like_what_does_not(kernels_on_cpu, shared):
 @pytest.mark.parametrize(("family", "expected"), [("llama", 3), ("gpt-oss", 4)])
 def test_layers_of_a_deep_target_are_compiled_as_those_of_a_shallow_one(monkeypatch, family, expected):
     """Every other layer of gpt-oss has a window."""
-    monkeypatch.setattr(pieces, "_LAST_OF_A_PIECE", {str(torch.nn.functional.softmax)})
+    monkeypatch.setattr(piecewise, "_LAST_OF_A_PIECE", {str(torch.nn.functional.softmax)})
     for layers in (4, 6):
         config = copy.deepcopy(tiny_target(family).config)
         config.num_hidden_layers, config.layer_types = layers, None
         target = AutoModelForCausalLM.from_config(type(config)(**config.to_dict()), attn_implementation="eager").eval()
         ids = torch.arange(6)[None] + 3
         counts = [0]
-        backend = in_pieces(counted(torch._dynamo.lookup_backend("aot_eager"), counts))
+        backend = piecewise_backend(counted(torch._dynamo.lookup_backend("aot_eager"), counts))
         run = torch.compile(target, backend=backend, fullgraph=True, dynamic=False)
         with torch.no_grad():
             assert torch.equal(run(ids, use_cache=False).logits, target(ids, use_cache=False).logits)

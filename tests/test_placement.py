@@ -7,15 +7,16 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from contract import PROMPTS, greedy
 from oracle import random_eagle3
-from targets import padded_prompts, tiny_target
+from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from hf_specdec import AutoDrafter, fusing, ops
-from hf_specdec.fingerprint import fingerprint
-from hf_specdec.fusing import fused_products
-from hf_specdec.taps import device_of_last_layer, modules_of
+from hf_specdec import AutoDrafter
+from hf_specdec.engine.fingerprint import fingerprint
+from hf_specdec.patching.fused_linear import fused_linears
+from hf_specdec.patching.hidden_states import device_of_last_layer, modules_of
+from hf_specdec.patching.linear import patched_linear
 
 
 class RoundedWeight(torch.Tensor):
@@ -64,9 +65,9 @@ def quantised(kind):
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["tensors", "layers"])
 def test_quantised_target(kind, monkeypatch):
-    monkeypatch.setattr(fusing, "FUSED_DEVICES", {"cpu"})
+    set_policy(monkeypatch, "cpu", fused_linear=True)
     target, inputs = quantised(kind), padded_prompts(PROMPTS[3])
-    with ops.narrow_products(target), fused_products(target):
+    with patched_linear(target), fused_linears(target):
         assert all("forward" not in vars(module) for module in target.modules())
     plain = greedy(target, inputs)
     assert not torch.equal(plain, greedy(tiny_target("llama"), inputs))
@@ -76,9 +77,9 @@ def test_quantised_target(kind, monkeypatch):
     before = fingerprint(modules_of(target, drafter), target.device)
     assert fingerprint(modules_of(target, drafter), target.device) == before
     weights = {"embedding": target.model.embed_tokens.weight, "head": target.lm_head.weight}
-    assert all(type(loan.weight) is torch.Tensor for loan in drafter._loans.values())
-    assert torch.equal(drafter._loans["embedding"].weight, weights["embedding"].dequantize())
-    assert torch.equal(drafter._loans["head"].weight, weights["head"].dequantize()[drafter.target_ids])
+    assert all(type(loan.weight) is torch.Tensor for loan in drafter._shared_weights.values())
+    assert torch.equal(drafter._shared_weights["embedding"].weight, weights["embedding"].dequantize())
+    assert torch.equal(drafter._shared_weights["head"].weight, weights["head"].dequantize()[drafter.target_ids])
     assert all(isinstance(weight, RoundedWeight) for weight in weights.values()), "the target has changed"
     target.lm_head.weight = nn.Parameter(RoundedWeight.of(weights["head"].dequantize()), requires_grad=False)
     assert fingerprint(modules_of(target, drafter), target.device) != before
@@ -88,8 +89,8 @@ def test_quantised_target(kind, monkeypatch):
 def test_ordinary_weights_are_borrowed_without_a_copy():
     target = tiny_target("llama")
     drafter = random_eagle3(target, own_embedding=False, own_head=False, draft_vocab_size=96)
-    assert drafter._loans["embedding"].weight is target.model.embed_tokens.weight
-    assert drafter._loans["head"].weight is target.lm_head.weight
+    assert drafter._shared_weights["embedding"].weight is target.model.embed_tokens.weight
+    assert drafter._shared_weights["head"].weight is target.lm_head.weight
 
 
 @pytest.fixture(scope="module")

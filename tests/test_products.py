@@ -11,9 +11,9 @@ from oracle import RANDOM_DRAFTERS
 from targets import padded_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec import ops
-from hf_specdec.patching import engine
-from hf_specdec.soundness import why_not_sound
+from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.patching.linear import patched_linear
+from hf_specdec.patching.patch import engine
 
 
 class WatchProducts(TorchDispatchMode):
@@ -45,7 +45,7 @@ def test_a_product_by_a_frozen_weight_is_one_for_each_row():
 def test_weights_are_not_read_once_a_row(kind):
     target = copy.deepcopy(tiny_target("llama")).double().requires_grad_(False)
     drafter = RANDOM_DRAFTERS[kind](target).double().requires_grad_(False)
-    assert why_not_sound(target, "static") is None  # so that its runs are not watched
+    assert why_not_equivalent(target, "static") is None  # so that its runs are not watched
     with WatchProducts() as watch:
         greedy(target, padded_prompts(PROMPTS[3]), drafter, 3)
     assert drafter.stats.engine == "static"
@@ -58,7 +58,7 @@ def test_heads_on_another_device_read_their_weight_once(kind):
     target = tiny_target("llama")
     drafter = RANDOM_DRAFTERS[kind](target).requires_grad_(False).to("meta")
     head = drafter.model.get_output_embeddings()
-    with ops.narrow_products(target, drafter), engine(), WatchProducts() as watch:
+    with patched_linear(target, drafter), engine(), WatchProducts() as watch:
         logits = head(torch.empty(3, 4, head.in_features, device="meta")[:, -1:])
     assert logits.shape == (3, 1, head.out_features)
     assert not watch.broadcast

@@ -5,13 +5,12 @@ import torch
 from contract import PROMPTS
 from oracle import RANDOM_DRAFTERS
 from replay import replay_on_cpu
-from targets import padded_prompts, tiny_target
+from targets import padded_prompts, set_policy, tiny_target
 from transformers import LogitsProcessorList, set_seed
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from hf_specdec import graphs
-from hf_specdec.decoding import DRAFT_PROBS_TEMPERATURE
-from hf_specdec.logits import RowTemperature
+from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE
+from hf_specdec.sampling.logits import RowTemperature
 
 # Name: drafts are drawn from the drafter's distribution, how they are judged.
 MODES = {"point mass": (False, "token"), "soft": (True, "token"), "block": (True, "block")}
@@ -130,7 +129,7 @@ def test_a_temperature_that_is_not_the_calls_is_not_replayed_for_it(monkeypatch)
     replay_on_cpu(monkeypatch)
     for replayed in (True, False):
         if not replayed:
-            monkeypatch.delitem(graphs.CAPTURE, "cpu")
+            set_policy(monkeypatch, "cpu", cuda_graphs=False)
         drafter = drafter_of(target, "draft-model", "soft")
         found = [
             sample(

@@ -12,9 +12,9 @@ import torch
 from dialects import PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
 from transformers import GptOssConfig, LlamaConfig
 
-from hf_specdec.drafters.auto import AutoDrafter, CheckpointReading, read_checkpoint
-from hf_specdec.drafters.checkpoints import open_checkpoint
-from hf_specdec.drafters.dialects import detect_dialect
+from hf_specdec.auto import AutoDrafter, CheckpointReading, read_checkpoint
+from hf_specdec.checkpoints.checkpoint import open_checkpoint
+from hf_specdec.checkpoints.dialects import detect_dialect
 
 SPEC = Spec()
 NESTED = "eagle_aux_hidden_state_layer_ids"
@@ -68,7 +68,7 @@ def test_dialect(config, dialect):
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("num_layers", "ids", "taps"),
+    ("num_layers", "ids", "aux_hidden_state_layer_ids"),
     [
         (8, [1, 3, 4], [2, 4, 5]),
         (8, [4, 1, 3], [2, 4, 5]),
@@ -80,12 +80,12 @@ def test_dialect(config, dialect):
     ],
 )
 @pytest.mark.parametrize("key", [NESTED, "layer_ids", "aux_hidden_state_layer_ids"])
-def test_nested_ids(num_layers, ids, taps, key, tmp_path):
+def test_nested_ids(num_layers, ids, aux_hidden_state_layer_ids, key, tmp_path):
     """Outputs of layers where they begin with 1, else boundaries: SGLang's rule."""
     nested = {key: ids, "use_aux_hidden_state": True}
     found = read(tmp_path, "modelopt", num_layers=num_layers, eagle_config=nested)
-    assert found.config.taps == taps
-    made = decision(found, "taps")
+    assert found.config.aux_hidden_state_layer_ids == aux_hidden_state_layer_ids
+    made = decision(found, "aux_hidden_state_layer_ids")
     counted = "begins with 1, so it counts outputs" if min(ids) == 1 else "counts boundaries"
     assert made.doubtful and f"{key} in eagle_config" in made.rule and counted in made.rule
 
@@ -96,48 +96,67 @@ def test_nested_ids_of_a_target_whose_drafters_count_boundaries(tmp_path):
     folder = write("modelopt", tmp_path, SPEC, make_weights(SPEC), eagle_config=nested)
     target = GptOssConfig(hidden_size=32, vocab_size=128, num_hidden_layers=8)
     found = read_checkpoint(open_checkpoint(folder), target)
-    assert found.config.taps == [1, 3, 4]
-    assert decision(found, "taps").doubtful and "drafters for gpt_oss" in decision(found, "taps").rule
+    assert found.config.aux_hidden_state_layer_ids == [1, 3, 4]
+    assert (
+        decision(found, "aux_hidden_state_layer_ids").doubtful
+        and "drafters for gpt_oss" in decision(found, "aux_hidden_state_layer_ids").rule
+    )
 
 
 @pytest.mark.core
 def test_ids_under_another_key(tmp_path):
     """What speculators' DFlash calls them; left unread, the default taps would stand."""
     found = read(tmp_path / "a", "speculators", **{NESTED: ...}, aux_hidden_state_layer_ids=[1, 3, 6])
-    assert found.config.taps == [1, 3, 6]
-    assert "aux_hidden_state_layer_ids at top level counts boundaries" in decision(found, "taps").rule
-    found = read(tmp_path / "b", "speculators", aux_hidden_state_layer_ids=list(SPEC.taps))
-    assert found.config.taps == list(SPEC.taps)
-    with pytest.raises(ValueError, match=r"contradicts itself about the layers that it taps.*Pass `taps=`"):
+    assert found.config.aux_hidden_state_layer_ids == [1, 3, 6]
+    assert (
+        "aux_hidden_state_layer_ids at top level counts boundaries"
+        in decision(found, "aux_hidden_state_layer_ids").rule
+    )
+    found = read(tmp_path / "b", "speculators", aux_hidden_state_layer_ids=list(SPEC.aux_hidden_state_layer_ids))
+    assert found.config.aux_hidden_state_layer_ids == list(SPEC.aux_hidden_state_layer_ids)
+    with pytest.raises(
+        ValueError,
+        match=r"contradicts itself about the layers whose hidden states it reads.*Pass `aux_hidden_state_layer_ids=`",
+    ):
         read(tmp_path / "c", "speculators", aux_hidden_state_layer_ids=[1, 3, 6])
-    found = read(tmp_path / "c", "speculators", overrides={"taps": [1, 3, 6]}, aux_hidden_state_layer_ids=[1, 3, 6])
-    assert found.config.taps == [1, 3, 6]
+    found = read(
+        tmp_path / "c",
+        "speculators",
+        overrides={"aux_hidden_state_layer_ids": [1, 3, 6]},
+        aux_hidden_state_layer_ids=[1, 3, 6],
+    )
+    assert found.config.aux_hidden_state_layer_ids == [1, 3, 6]
 
 
 @pytest.mark.core
 def test_top_level_ids_are_boundaries(tmp_path):
     found = read(tmp_path, "speculators", eagle_aux_hidden_state_layer_ids=[4, 1, 3, 3])
-    assert found.config.taps == [1, 3, 4] and not decision(found, "taps").doubtful
+    assert (
+        found.config.aux_hidden_state_layer_ids == [1, 3, 4]
+        and not decision(found, "aux_hidden_state_layer_ids").doubtful
+    )
 
 
 @pytest.mark.parametrize("dialect", ["safeailab", "specforge", "speculators", "modelopt"])
 def test_default_taps(dialect, tmp_path):
     changes = {"eagle_config": {"next_layer_regular": True}} if dialect == "modelopt" else {"eagle_config": ...}
     found = read(tmp_path, dialect, num_layers=36, **{NESTED: ...}, **changes)
-    assert found.config.taps == [2, 18, 33]
+    assert found.config.aux_hidden_state_layer_ids == [2, 18, 33]
 
 
 def test_taps_without_target(tmp_path):
-    assert read(tmp_path / "a", "safeailab", num_layers=None).config.taps is None
+    assert read(tmp_path / "a", "safeailab", num_layers=None).config.aux_hidden_state_layer_ids is None
     found = read(tmp_path / "b", "specforge", num_layers=None)
-    assert found.config.taps == [2, 4, 5] and decision(found, "taps").doubtful
+    assert (
+        found.config.aux_hidden_state_layer_ids == [2, 4, 5] and decision(found, "aux_hidden_state_layer_ids").doubtful
+    )
 
 
 def test_four_layer_target_has_two_default_taps(tmp_path):
-    spec = replace(SPEC, target_layers=4, taps=(1, 2))
+    spec = replace(SPEC, target_layers=4, aux_hidden_state_layer_ids=(1, 2))
     target = tiny_target(spec, dtype=torch.float32)
     drafter = AutoDrafter.from_pretrained(write("safeailab", tmp_path, spec, make_weights(spec)), target)
-    assert drafter.tap_boundaries == [1, 2]
+    assert drafter.aux_hidden_state_layer_ids == [1, 2]
 
 
 @pytest.mark.core
@@ -301,7 +320,7 @@ def test_head_that_reads_the_last_hidden_state(tmp_path):
     nested = {"use_aux_hidden_state": False, "next_layer_regular": True}
     folder = write("modelopt", tmp_path, SPEC, weights, eagle_config=nested)
     drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
-    assert drafter.taps_last_hidden_state and drafter.tap_boundaries == [] and drafter.fc is None
+    assert drafter.reads_last_hidden_state and drafter.aux_hidden_state_layer_ids == [] and drafter.fc is None
 
 
 def test_biases(tmp_path):
@@ -370,7 +389,14 @@ def test_decisions_are_logged_once(tmp_path, caplog):
         AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
     records = [record for record in caplog.records if record.name.startswith("hf_specdec")]
     assert [record.levelname for record in records] == ["INFO", "WARNING"]
-    for name in ("taps", "norm_before_residual", "norm_output", "rope_theta", "share_embedding", "share_head"):
+    for name in (
+        "aux_hidden_state_layer_ids",
+        "norm_before_residual",
+        "norm_output",
+        "rope_theta",
+        "share_embedding",
+        "share_head",
+    ):
         assert f"{name} = " in records[0].getMessage()
     warning = records[1].getMessage()
     assert "norm_before_residual = True" in warning and "--self-check" in warning and "rope_theta" not in warning
@@ -419,7 +445,7 @@ def test_peagle(dialect, tmp_path):
     config = found.config
     assert config.family == "p-eagle" and config.parallel_drafting
     assert config.mask_token_id == PEAGLE.mask_token and not decision(found, "mask_token_id").doubtful
-    assert config.taps == [2, 4, 5] and config.num_hidden_layers == PEAGLE.num_layers
+    assert config.aux_hidden_state_layer_ids == [2, 4, 5] and config.num_hidden_layers == PEAGLE.num_layers
     assert config.own_embedding and config.draft_vocab_size == PEAGLE.vocab_size
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
     assert not config.norm_before_residual and config.final_norm
@@ -439,8 +465,10 @@ def test_peagle_residual_is_raw_unless_stated(dialect, tmp_path):
 def test_amazon_ids_are_outputs_of_layers(tmp_path):
     """As published for gpt-oss-20b, which has 24 layers."""
     nested = {NESTED: [1, 11, 20], "use_aux_hidden_state": True}
-    assert read(tmp_path / "a", "amazon", PEAGLE, num_layers=24, eagle_config=nested).config.taps == [2, 12, 21]
-    assert read(tmp_path / "b", "amazon-nested", PEAGLE, num_layers=24).config.taps == [2, 12, 21]
+    assert read(
+        tmp_path / "a", "amazon", PEAGLE, num_layers=24, eagle_config=nested
+    ).config.aux_hidden_state_layer_ids == [2, 12, 21]
+    assert read(tmp_path / "b", "amazon-nested", PEAGLE, num_layers=24).config.aux_hidden_state_layer_ids == [2, 12, 21]
 
 
 @pytest.mark.core
@@ -544,7 +572,7 @@ def test_mask_takes_the_way_of_the_taps(tmp_path):
     nested = {"use_aux_hidden_state": False}
     folder = write("amazon", tmp_path / "b", PEAGLE, raw, eagle_config=nested)
     drafter = AutoDrafter.from_pretrained(folder, tiny_target(PEAGLE))
-    assert drafter.taps_last_hidden_state and torch.equal(drafter.mask_state, raw["mask_hidden"].double().flatten())
+    assert drafter.reads_last_hidden_state and torch.equal(drafter.mask_state, raw["mask_hidden"].double().flatten())
 
 
 @pytest.mark.core

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from hf_specdec.kernels.types import Proposal, RandomStream
 from oracle import RANDOM_DRAFTERS, random_draft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, set_seed
 from transformers.generation.logits_process import (
@@ -22,11 +23,11 @@ from transformers.generation.logits_process import (
 )
 
 from hf_specdec import Drafter, DrafterConfig, ops
-from hf_specdec.drafters import Proposal
 from hf_specdec.kernels import reference
-from hf_specdec.logits import RowTemperature
-from hf_specdec.sampling import BlockProcessor, Stream, draw_draft, verify_block, verify_sampling
-from hf_specdec.state import DecodeState, Shape
+from hf_specdec.ops import draw_draft, verify_block, verify_sampling
+from hf_specdec.sampling.logits import RowTemperature
+from hf_specdec.sampling.processors import BlockProcessor
+from hf_specdec.state import Shape
 
 SMALLEST, LARGEST = 2.0**-33, 1.0 - 2.0**-24
 
@@ -38,17 +39,17 @@ class ChosenNumbers:
         self.numbers = torch.empty(0)
         self.weights = torch.empty(0)
         monkeypatch.setattr(reference, "uniform", self.uniform)
-        monkeypatch.setattr(reference, "race", self.race)
+        monkeypatch.setattr(reference, "exponential_sample", self.exponential_sample)
 
     def uniform(self, seeds, positions, tokens, stream, steps):
-        assert stream == Stream.ACCEPT
+        assert stream == RandomStream.ACCEPT
         shape = torch.broadcast_shapes(seeds.shape, positions.shape, tokens.shape, steps.shape)
         assert shape == self.numbers.shape
         self.accept_positions, self.accept_steps = positions.expand(shape), steps.expand(shape)
         return self.numbers
 
-    def race(self, weights, seeds, positions, stream, steps=0):
-        assert stream == Stream.TARGET and steps == 0
+    def exponential_sample(self, weights, seeds, positions, stream, steps=0):
+        assert stream == RandomStream.TARGET and steps == 0
         assert weights.isfinite().all() and (weights >= 0).all() and (weights.sum(dim=1) > 0).all()
         self.weights, self.race_positions = weights, positions
         return weights.argmax(dim=1)
@@ -61,17 +62,17 @@ def judge(chosen, numbers, scores, drafts, draft_probs, draft_ids=None, verifica
     chosen.numbers = numbers
     arguments = scores, drafts, draft_probs, draft_ids, seeds, lengths
     if verification == "block":
-        verdict = verify_block(*arguments, torch.full((num,), width + 1))
+        result = verify_block(*arguments, torch.full((num,), width + 1))
     else:
-        verdict = verify_sampling(*arguments)
-    assert torch.equal(verdict.committed, verdict.accepted + 1)
+        result = verify_sampling(*arguments)
+    assert torch.equal(result.committed, result.accepted + 1)
     # Every number belongs to its round and its draft, so none is used twice.
     assert torch.equal(chosen.accept_positions, lengths[:, None].expand(num, width))
     assert torch.equal(chosen.accept_steps, torch.arange(width).expand(num, -1))
-    assert torch.equal(chosen.race_positions, lengths + verdict.accepted)
-    kept = torch.arange(width) < verdict.accepted[:, None]
-    assert torch.equal(verdict.tokens[:, :width][kept], drafts[kept])
-    return verdict.accepted
+    assert torch.equal(chosen.race_positions, lengths + result.accepted)
+    kept = torch.arange(width) < result.accepted[:, None]
+    assert torch.equal(result.tokens[:, :width][kept], drafts[kept])
+    return result.accepted
 
 
 def bisect(num, is_below):
@@ -147,7 +148,7 @@ def block_outcomes(chosen, scores, drafts, draft_probs, draft_ids=None):
 class Silent(Drafter):
     """Keeps nothing and proposes what it is told."""
 
-    def propose(self, state, taps, verdict):
+    def propose(self, state, aux_hidden_states, result):
         return state.proposal
 
 
@@ -176,7 +177,7 @@ class Text:
         num, width = drafts.shape
         shape = Shape(num, width + 5, num_draft_tokens=width, is_sampling=True, draft_probs=False, num_ends=0)
         drafter = Silent(DrafterConfig(vocab_size=self.vocabulary))
-        state = DecodeState.allocate(shape, drafter, num_layers=1, device=torch.device("cpu"))
+        state = drafter.new_state(shape, num_layers=1, device=torch.device("cpu"))
         seeds = torch.zeros(num, dtype=torch.int64)
         shared = [one.temperature for one in self.processors if isinstance(one, TemperatureLogitsWarper)]
         temperature = shared[0] if shared else 1.0
@@ -356,8 +357,8 @@ def test_impossible_token_is_never_accepted(is_soft, monkeypatch):
     probs = torch.tensor([[[0.0, 1.0, 0.0]]]) if is_soft else None
     for number in (0.0, SMALLEST, LARGEST):
         chosen.numbers = torch.full((1, 1), number)
-        verdict = verify_sampling(scores, torch.tensor([[1]]), probs, None, torch.zeros(1).long(), torch.ones(1).long())
-        assert verdict.accepted.item() == 0 and verdict.committed.item() == 1
+        result = verify_sampling(scores, torch.tensor([[1]]), probs, None, torch.zeros(1).long(), torch.ones(1).long())
+        assert result.accepted.item() == 0 and result.committed.item() == 1
         assert chosen.weights[0, 1] == 0
         torch.testing.assert_close(chosen.weights, scores[:, 0].softmax(-1))
 
@@ -368,24 +369,24 @@ def test_empty_residual_falls_back_to_the_target(monkeypatch):
     scores = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(0))
     probs = scores[:, :1].softmax(dim=-1)
     chosen.numbers = torch.ones(1, 1)
-    verdict = verify_sampling(scores, torch.tensor([[2]]), probs, None, torch.zeros(1).long(), torch.ones(1).long())
-    assert verdict.accepted.item() == 0
+    result = verify_sampling(scores, torch.tensor([[2]]), probs, None, torch.zeros(1).long(), torch.ones(1).long())
+    assert result.accepted.item() == 0
     assert torch.equal(chosen.weights, probs[:, 0])
 
 
 def test_draft_is_drawn_from_the_law_it_reports(monkeypatch):
     shown = {}
 
-    def race(weights, seeds, positions, stream, steps):
+    def exponential_sample(weights, seeds, positions, stream, steps):
         shown.update(weights=weights, positions=positions, stream=stream, steps=steps)
         return weights.argmax(dim=2)
 
-    monkeypatch.setattr(reference, "race", race)
+    monkeypatch.setattr(reference, "exponential_sample", exponential_sample)
     logits = torch.randn(3, 2, 7, generator=torch.Generator().manual_seed(0))
     temperatures, lengths = torch.tensor([0.7, 1.0, 1.9]), torch.tensor([4, 5, 6])
     index, probs = draw_draft(logits, temperatures, torch.arange(3), lengths, 1)
     torch.testing.assert_close(probs, (logits / temperatures[:, None, None]).softmax(dim=-1))
-    assert torch.equal(shown["weights"], probs) and shown["stream"] == Stream.DRAFT
+    assert torch.equal(shown["weights"], probs) and shown["stream"] == RandomStream.DRAFT
     assert torch.equal(shown["positions"], lengths[:, None]) and shown["steps"].tolist() == [[1], [2]]
     assert torch.equal(index, probs.argmax(dim=2))
 
@@ -407,9 +408,13 @@ def p_value(counts, law):
 
 def test_race_has_the_law_of_its_weights():
     weights = torch.tensor([0.5, 0.0, 3.0, 1.5, 1e-3])
-    draws = ops.race(weights.expand(40000, -1), torch.arange(40000) * 977, torch.full((40000,), 3), Stream.TARGET)
+    draws = ops.exponential_sample(
+        weights.expand(40000, -1), torch.arange(40000) * 977, torch.full((40000,), 3), RandomStream.TARGET
+    )
     assert p_value(draws.bincount(minlength=5), weights / weights.sum()) > 1e-4
-    assert torch.equal(ops.race(torch.zeros(2, 5), torch.arange(2), torch.arange(2), 0), torch.zeros(2).long())
+    assert torch.equal(
+        ops.exponential_sample(torch.zeros(2, 5), torch.arange(2), torch.arange(2), 0), torch.zeros(2).long()
+    )
 
 
 VOCABULARY, LENGTH, DRAWS = 5, 4, 12000
@@ -459,7 +464,7 @@ def tiny_drafter(kind, target, num_draft_tokens, draft_probs):
     """A random drafter of a family for the tiny target; the EAGLE ones do not know one of its tokens."""
     options = {"num_attention_heads": 2, "num_key_value_heads": 1}
     if kind in ("eagle3", "p-eagle"):
-        options |= {"draft_vocab_size": 4, "taps": [1, 2, 3]}
+        options |= {"draft_vocab_size": 4, "aux_hidden_state_layer_ids": [1, 2, 3]}
     drafter = RANDOM_DRAFTERS[kind](target, seed=3, **options)
     return drafter.configure(num_assistant_tokens=num_draft_tokens, draft_probs=draft_probs)
 
@@ -721,7 +726,7 @@ def test_uniform_is_philox():
     tokens = torch.randint(0, 2**18, (50,), generator=generator)
     steps = torch.randint(0, 17, (50,), generator=generator)
     positions[0] = tokens[0] = steps[0] = 0
-    for stream in Stream:
+    for stream in RandomStream:
         numbers = ops.uniform(seeds, positions, tokens, stream, steps)
         assert numbers.dtype == torch.float32
         for number, seed, position, token, step in zip(
@@ -738,7 +743,7 @@ def test_uniform_is_uniform_and_independent_along_every_axis(axis):
     count = 40000
     arguments = {name: torch.full((count,), 5) for name in ("seeds", "positions", "tokens", "steps")}
     arguments[axis] = torch.arange(count)
-    streams = [ops.uniform(**arguments, stream=stream) for stream in Stream]
+    streams = [ops.uniform(**arguments, stream=stream) for stream in RandomStream]
     bins = torch.full((20,), 1 / 20)
     pairs = [(numbers[:-1], numbers[1:]) for numbers in streams] + list(itertools.combinations(streams, 2))
     for numbers in streams:

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,13 @@ from accelerate import Accelerator
 from contract import greedy
 from oracle import random_eagle3
 from safetensors.torch import save_file, save_model
-from targets import new_target, padded_prompts
+from targets import new_target, padded_prompts, set_policy
 from torch import nn
 from torch.utils import dlpack
 from transformers import AutoModelForCausalLM
 
-from hf_specdec import fusing, ops
-from hf_specdec.fusing import fused_products
+from hf_specdec.patching import fused_linear
+from hf_specdec.patching.fused_linear import fused_linears
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,9 +26,9 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(autouse=True)
 def fusing_here(monkeypatch):
-    monkeypatch.setattr(fusing, "FUSED_DEVICES", {DEVICE})
+    set_policy(monkeypatch, DEVICE, fused_linear=True)
     if DEVICE == "cpu":
-        monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
+        set_policy(monkeypatch, "cpu", transposed_linear=False)
 
 
 def fresh(family="llama", dtype=torch.float32, bias=False):
@@ -273,7 +272,7 @@ def test_weights_that_were_loaded_are_fused(tmp_path, dtype, device_map):
 
 def live_places():
     gc.collect()
-    return sum(not place.expired() for place in fusing._moved._places.values())
+    return sum(not place.expired() for place in fused_linear._moved._places.values())
 
 
 @pytest.mark.parametrize("change", ["delete", "meta", "assign", "dtype"])
@@ -296,9 +295,9 @@ def test_nothing_keeps_memory_that_the_model_has_left(change):
 def test_memory_is_shared_by_nothing_else():
     """Fused weights are not held twice, neither while a call runs nor afterwards."""
     target = fresh()
-    with fused_products(target):
+    with fused_linears(target):
         for tensors in groups(target):
-            storage = fusing._moved.starting_at(tensors[0].data_ptr())
+            storage = fused_linear._moved.starting_at(tensors[0].data_ptr())
             assert storage.nbytes() == sum(tensor.nbytes for tensor in tensors)
 
 

@@ -19,11 +19,17 @@ from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.peagle import PEagleDrafter
-from hf_specdec.selfcheck import Reading, SelfCheck, readings_of, reread, self_check
-from hf_specdec.taps import TapRecorder
+from hf_specdec.inspection.self_check import (
+    Interpretation,
+    SelfCheck,
+    interpretations_of,
+    reread,
+    self_check,
+)
+from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
 SPEC = Spec(vocab_size=64, draft_vocab_size=64, maps_vocabulary=False, own_embedding=True)
-TRUTH = Reading((2, 4, 5), norm_before_residual=False, norm_output=True, final_norm=True, rope_theta=10000.0)
+TRUTH = Interpretation((2, 4, 5), norm_before_residual=False, norm_output=True, final_norm=True, rope_theta=10000.0)
 NUM_NEW_TOKENS = 8
 
 
@@ -37,14 +43,14 @@ class Fitted:
         return self_check(drafter, self.target, self.prompt, NUM_NEW_TOKENS)
 
 
-def fit(target, spec: Spec, truth: Reading, text: torch.Tensor, steps: int = 60) -> Eagle3Drafter:
+def fit(target, spec: Spec, truth: Interpretation, text: torch.Tensor, steps: int = 60) -> Eagle3Drafter:
     """A drafter that under `truth` drafts what the target chooses in `text`."""
     torch.manual_seed(0)
     config = Eagle3Config(**settings(spec, truth))
     return train(Eagle3Drafter(config), target, text, steps)
 
 
-def settings(spec: Spec, truth: Reading) -> dict[str, Any]:
+def settings(spec: Spec, truth: Interpretation) -> dict[str, Any]:
     return dict(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -53,7 +59,7 @@ def settings(spec: Spec, truth: Reading) -> dict[str, Any]:
         head_dim=spec.head_dim,
         vocab_size=spec.vocab_size,
         rms_norm_eps=spec.eps,
-        taps=list(truth.taps),
+        aux_hidden_states=list(truth.aux_hidden_states),
         norm_before_residual=truth.norm_before_residual,
         norm_output=truth.norm_output,
         final_norm=truth.final_norm,
@@ -63,8 +69,8 @@ def settings(spec: Spec, truth: Reading) -> dict[str, Any]:
 
 def train(drafter: Eagle3Drafter, target, text: torch.Tensor, steps: int) -> Eagle3Drafter:
     drafter.bind(target)
-    with torch.no_grad(), TapRecorder(target, drafter.tap_boundaries) as recorder:
-        choices, taps = target(text).logits.argmax(-1), recorder.taps
+    with torch.no_grad(), AuxHiddenStateRecorder(target, drafter.aux_hidden_state_layer_ids) as recorder:
+        choices, aux_hidden_states = target(text).logits.argmax(-1), recorder.aux_hidden_states
         for name, weight in drafter.named_parameters():
             if "norm" in name:
                 weight.mul_(1 + 0.5 * torch.randn_like(weight))
@@ -74,7 +80,7 @@ def train(drafter: Eagle3Drafter, target, text: torch.Tensor, steps: int) -> Eag
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.01)
     for _ in range(steps):
         loss = torch.zeros(())
-        for step, logits in enumerate(drafter(text, taps, num_steps=3)):
+        for step, logits in enumerate(drafter(text, aux_hidden_states, num_steps=3)):
             wanted = choices[:, step + 1 :]
             loss = loss + F.cross_entropy(logits[:, : wanted.shape[1]].flatten(0, 1), wanted.flatten())
         optimizer.zero_grad()
@@ -96,18 +102,18 @@ def test_true_reading_stands(fitted):
     result = fitted.check(fitted.drafter)
     assert result.best.reading == result.current == TRUTH
     assert result.best.mean > 0.9 and not result.conclusive
-    assert "stands" in result.verdict
+    assert "stands" in result.result
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"taps": (3, 5, 6)},
-        {"taps": (1, 3, 4)},
+        {"aux_hidden_state_layer_ids": (3, 5, 6)},
+        {"aux_hidden_state_layer_ids": (1, 3, 4)},
         {"norm_before_residual": True},
         {"norm_output": False},
         {"rope_theta": 1e6},
-        {"taps": (3, 5, 6), "norm_output": False, "rope_theta": 1e6},
+        {"aux_hidden_state_layer_ids": (3, 5, 6), "norm_output": False, "rope_theta": 1e6},
     ],
     ids=str,
 )
@@ -115,7 +121,7 @@ def test_wrong_reading_is_corrected(fitted, wrong):
     misread = reread(fitted.drafter, fitted.target, TRUTH._replace(**wrong))
     result = fitted.check(misread)
     assert result.best.reading == TRUTH and result.conclusive
-    assert all(f"{name}=" in result.verdict for name in wrong)
+    assert all(f"{name}=" in result.result for name in wrong)
 
 
 def test_reread_copies_no_weight(fitted):
@@ -136,14 +142,14 @@ def test_specforge_norm_that_is_not_applied(fitted):
     written.load_state_dict(drafter.state_dict() | {"norm.weight": never_trained})
     written.bind(fitted.target)
     result = fitted.check(written)
-    assert not result.best.reading.final_norm and "final_norm=False" in result.verdict
+    assert not result.best.reading.final_norm and "final_norm=False" in result.result
 
 
 @pytest.mark.core
 def test_inspect_finds_ids_that_look_like_layer_outputs(fitted, tmp_path, capsys):
     """Ids that equal the layer-output default and yet are boundaries, as in one of NVIDIA's gpt-oss-120b heads."""
-    spec = replace(SPEC, taps=(1, 3, 4))
-    truth = TRUTH._replace(taps=(1, 3, 4), norm_output=False)
+    spec = replace(SPEC, aux_hidden_state_layer_ids=(1, 3, 4))
+    truth = TRUTH._replace(aux_hidden_state_layer_ids=(1, 3, 4), norm_output=False)
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(SPEC.vocab_size, (1, 16), generator=generator)
@@ -152,15 +158,15 @@ def test_inspect_finds_ids_that_look_like_layer_outputs(fitted, tmp_path, capsys
     fitted.target.save_pretrained(tmp_path / "target")
     nested = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
     folder = write("specforge", tmp_path / "drafter", spec, drafter.state_dict(), eagle_config=nested)
-    assert AutoDrafter.from_pretrained(folder, fitted.target).tap_boundaries == [2, 4, 5]
+    assert AutoDrafter.from_pretrained(folder, fitted.target).aux_hidden_state_layer_ids == [2, 4, 5]
 
     capsys.readouterr()
     command = ["inspect", str(folder), "--target", str(tmp_path / "target"), "--self-check"]
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)["self_check"]
-    assert result["conclusive"] and result["best"]["taps"] == [1, 3, 4]
+    assert result["conclusive"] and result["best"]["aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert main(command) == 0
-    assert "pass taps=[1, 3, 4]" in capsys.readouterr().out
+    assert "pass aux_hidden_state_layer_ids=[1, 3, 4]" in capsys.readouterr().out
 
 
 # ---- P-EAGLE
@@ -189,7 +195,9 @@ def test_peagle_is_scored_as_it_drafts(parallel):
     assert len(result.scores) == 6
 
 
-@pytest.mark.parametrize("wrong", [{"taps": (3, 5, 6)}, {"norm_before_residual": True}, {"rope_theta": 1e6}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"aux_hidden_state_layer_ids": (3, 5, 6)}, {"norm_before_residual": True}, {"rope_theta": 1e6}], ids=str
+)
 def test_wrong_reading_of_peagle_is_corrected(parallel, wrong):
     truth = TRUTH._replace(norm_output=False)
     misread = reread(parallel.drafter, parallel.target, truth._replace(**wrong))
@@ -197,14 +205,14 @@ def test_wrong_reading_of_peagle_is_corrected(parallel, wrong):
     assert misread.mask_hidden.data_ptr() == parallel.drafter.mask_hidden.data_ptr()
     result = parallel.check(misread)
     assert result.best.reading == truth and result.conclusive
-    assert all(f"{name}=" in result.verdict for name in wrong)
+    assert all(f"{name}=" in result.result for name in wrong)
 
 
 @pytest.mark.core
 def test_scaling_of_the_target_is_a_reading(parallel):
     """SpecForge's P-EAGLE trainer drops the scaling that a target has; another trainer may have kept it."""
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-    readings = list(readings_of(parallel.drafter.config, [2, 4, 5], 8, linear))
+    readings = list(interpretations_of(parallel.drafter.config, [2, 4, 5], 8, linear))
     assert readings[0] == TRUTH._replace(norm_output=False)
     (scaled, *_) = [reading for reading in readings if reading.rope_parameters]
     assert scaled.rope_parameters == linear and "rope_theta" not in scaled.changes()
@@ -217,7 +225,7 @@ def test_scaling_of_the_target_is_a_reading(parallel):
 def test_bases_of_a_target_by_type_of_layer(parallel):
     bases = {"sliding_attention": 5e5, "full_attention": 1e6}
     ropes = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
-    readings = list(readings_of(parallel.drafter.config, [2, 4, 5], 8, ropes))
+    readings = list(interpretations_of(parallel.drafter.config, [2, 4, 5], 8, ropes))
     assert {reading.rope_theta for reading in readings} == {1e4, 5e5, 1e6}
 
 

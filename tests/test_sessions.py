@@ -10,13 +10,13 @@ import pytest
 import torch
 from oracle import RANDOM_DRAFTERS, copy_of
 from replay import Tape, tape_on_cpu
-from targets import padded_prompts, tiny_target
+from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_specdec import decoding, graphs, sessions
-from hf_specdec.fingerprint import fingerprint, torch_settings
-from hf_specdec.taps import modules_of
+from hf_specdec.engine import capture, cuda_graphs, sessions, static_engine
+from hf_specdec.engine.fingerprint import fingerprint, torch_settings
+from hf_specdec.patching.hidden_states import modules_of
 
 CPU = torch.device("cpu")
 
@@ -374,13 +374,13 @@ def test_captures_of_a_session_are_bounded(tape, monkeypatch):
     target = own_target(num_layers=3)
     drafter = RANDOM_DRAFTERS["eagle3"](target)
     made = []
-    capture_round = decoding.capture_round
+    capture_round = static_engine.capture_round
 
     def noting(*args):
         made.append(weakref.ref(captured := capture_round(*args)))
         return captured
 
-    monkeypatch.setattr(decoding, "capture_round", noting)
+    monkeypatch.setattr(static_engine, "capture_round", noting)
 
     def call(top_p, length=9):
         options = {**padded_prompts([length]), "do_sample": True, "max_new_tokens": 6, "seeds": 3, "top_k": 0}
@@ -410,7 +410,8 @@ def test_a_round_in_one_piece_returns_what_is_read(tape, monkeypatch, kind):
         results.append((captured := Tape(function, memory)).result)
         return captured
 
-    monkeypatch.setitem(graphs.CAPTURE, "cpu", noting)
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", noting)
     target = own_target(num_layers=3)
     for options in ({}, {"do_sample": True, "top_p": 0.9}):
         said, plain = texts(target, RANDOM_DRAFTERS[kind](target), **options)
@@ -441,7 +442,7 @@ def test_modules_that_count_their_calls_run_eagerly(tape, caplog):
 @pytest.mark.core
 @pytest.mark.parametrize("where", ["module", "drafter", "all modules"])
 def test_hooks_are_heard_and_a_warning_says_what_they_cost(tape, caplog, where):
-    decoding._warn_once.cache_clear()
+    capture._warn_once.cache_clear()
     target = own_target()
     drafter = copy_of(target, noise=0.02)
     texts(target, drafter)

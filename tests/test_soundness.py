@@ -10,7 +10,7 @@ from targets import _COMMON, PAD, VOCAB, padded_prompts, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_specdec import soundness
+from hf_specdec.engine import equivalence
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STATE_SPACE = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": 4, "mamba_expand": 2, "use_mamba_kernels": False}
@@ -121,7 +121,7 @@ def test_refused_in_one_sentence_before_anything_is_said(model_type):
 
 @pytest.mark.core
 def test_a_class_is_checked_once(monkeypatch):
-    monkeypatch.setattr(soundness, "_outcomes", {})
+    monkeypatch.setattr(equivalence, "_outcomes", {})
     runs = []
     for seed in range(2):
         target = build("qwen2", seed=seed, num_hidden_layers=2, rms_norm_eps=1.5e-6)
@@ -133,7 +133,7 @@ def test_a_class_is_checked_once(monkeypatch):
             runs.append(-(len(runs) - before))
     counts = [-count for count in runs if count < 0]
     assert counts[1] == counts[2] == counts[3] < counts[0] < 60
-    assert len(soundness._outcomes) == 1
+    assert len(equivalence._outcomes) == 1
 
 
 @pytest.mark.core
@@ -142,8 +142,8 @@ def test_a_check_leaves_everything_as_it_was():
     target.generation_config.update(repetition_penalty=1.2, cache_implementation="static", max_length=77, num_beams=1)
     config, settings = copy.deepcopy(target.config.to_dict()), copy.deepcopy(target.generation_config.to_dict())
     state, names = torch.get_rng_state(), set(vars(target))
-    assert soundness.why_not_sound(target, "static") is None
-    assert soundness.why_not_sound(target, "stock") is None
+    assert equivalence.why_not_equivalent(target, "static") is None
+    assert equivalence.why_not_equivalent(target, "stock") is None
     assert torch.equal(torch.get_rng_state(), state) and set(vars(target)) == names
     assert target.config.to_dict() == config and target.generation_config.to_dict() == settings
 

@@ -11,10 +11,10 @@ from oracle import eagle_options
 from targets import tiny_target
 from tensor_parallel import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly, say_with_generator
 
-from hf_specdec import peers
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
+from hf_specdec.parallel import all_reduce
 
 
 def ask_two(folder, device):
@@ -143,7 +143,7 @@ def test_processes_do_without_memory_together(answers, failing, words):
     ],
 )
 def test_what_fits_into_memory(shape, dtype, expected):
-    assert peers.fits(shape, dtype) is expected
+    assert all_reduce.fits(shape, dtype) is expected
 
 
 def check_bench(answers):

@@ -26,11 +26,16 @@ import hf_specdec
 from hf_specdec import AutoDrafter
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
-from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, MtpDrafter, PEagleDrafter
+from hf_specdec.drafters import (
+    DraftModelDrafter,
+    Eagle3Drafter,
+    MtpDrafter,
+    PEagleDrafter,
+)
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.drafters.mtp import block_settings, config_for
-from hf_specdec.drafters.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
-from hf_specdec.taps import TapRecorder
+from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
+from hf_specdec.training.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -93,7 +98,7 @@ def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> 
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
-        taps=[1, 2, 3],
+        aux_hidden_states=[1, 2, 3],
         own_embedding=False,
         own_head=False,
         **kwargs,
@@ -107,9 +112,11 @@ def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> 
 
 
 def read_taps(target: LlamaForCausalLM, drafter: CachedDrafter, tokens: torch.Tensor) -> torch.Tensor | None:
-    with TapRecorder(target, drafter.tap_boundaries, drafter.taps_last_hidden_state) as recorder:
+    with AuxHiddenStateRecorder(
+        target, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state
+    ) as recorder:
         target(tokens)
-        return recorder.taps
+        return recorder.aux_hidden_states
 
 
 def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> Path:
@@ -321,10 +328,10 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
     target = tiny_target()
     drafter = tiny_drafter(target, **options)
     tokens = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
-    taps = read_taps(target, drafter, tokens)
-    unrolled = drafter(tokens, taps, num_steps=4)
+    aux_hidden_states = read_taps(target, drafter, tokens)
+    unrolled = drafter(tokens, aux_hidden_states, num_steps=4)
     for slot in range(8):
-        hidden = drafter.combine(taps[:, : slot + 1])
+        hidden = drafter.combine(aux_hidden_states[:, : slot + 1])
         for step in range(4):
             end = slot + step + 1
             positions = torch.arange(end)[None]
@@ -339,7 +346,7 @@ def test_unrolled_masks_equal_one_pass_under_an_explicit_mask(dtype):
     drafter = tiny_drafter(target, "p-eagle", num_hidden_layers=2).to(dtype)
     length, steps = 11, 4
     tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
-    taps = read_taps(target, drafter, tokens)
+    aux_hidden_states = read_taps(target, drafter, tokens)
 
     # All slots of all depths side by side: anchors first, then every chain's first mask, its second one, ...
     depth = torch.arange(steps).repeat_interleave(length)
@@ -356,9 +363,9 @@ def test_unrolled_masks_equal_one_pass_under_an_explicit_mask(dtype):
     masks = torch.full((2, (steps - 1) * length), MASK)
     read = torch.cat([F.pad(tokens[:, 1:], (0, 1)), masks], dim=1)
     stand_in = drafter.combine(drafter.mask_hidden.expand(2, masks.shape[1], -1))
-    hidden = torch.cat([drafter.combine(taps), stand_in], dim=1)
+    hidden = torch.cat([drafter.combine(aux_hidden_states), stand_in], dim=1)
     expected, _ = drafter.run(read, hidden, (anchor + depth)[None], attend)
-    unrolled = drafter.unroll(tokens, taps, steps)
+    unrolled = drafter.unroll(tokens, aux_hidden_states, steps)
     tolerance = 1e-10 if dtype is torch.float64 else 1e-4
     torch.testing.assert_close(torch.cat(unrolled, dim=1), expected, rtol=tolerance, atol=tolerance)
 
@@ -448,8 +455,11 @@ def test_fewer_rows_at_greater_depths(family):
     target = tiny_target()
     drafter = tiny_drafter(target, family)
     tokens = torch.randint(0, VOCAB, (5, 9), generator=torch.Generator().manual_seed(0))
-    taps = read_taps(target, drafter, tokens)
-    whole, part = drafter.unroll(tokens, taps, 4), drafter.unroll(tokens, taps, 4, rows=[5, 3, 3, 1])
+    aux_hidden_states = read_taps(target, drafter, tokens)
+    whole, part = (
+        drafter.unroll(tokens, aux_hidden_states, 4),
+        drafter.unroll(tokens, aux_hidden_states, 4, rows=[5, 3, 3, 1]),
+    )
     assert [len(hidden) for hidden in part] == [5, 3, 3, 1]
     for a, b in zip(part, whole, strict=True):
         torch.testing.assert_close(a, b[: len(a)])
@@ -557,23 +567,25 @@ def test_training_begins_with_a_trained_drafter():
     target = tiny_target()
     trained = new_eagle(target, "eagle3")
     input_ids = torch.randint(3, VOCAB - 1, (2, 9))
-    taps = read_taps(target, trained, input_ids)
+    aux_hidden_states = read_taps(target, trained, input_ids)
     deeper = new_eagle(target, "p-eagle", "--layers", "3")
-    assert not torch.allclose(deeper(input_ids, taps)[0], trained(input_ids, taps)[0])
+    assert not torch.allclose(deeper(input_ids, aux_hidden_states)[0], trained(input_ids, aux_hidden_states)[0])
     drafters.start_from(deeper, trained)
-    assert torch.equal(deeper(input_ids, taps)[0], trained(input_ids, taps)[0])
+    assert torch.equal(deeper(input_ids, aux_hidden_states)[0], trained(input_ids, aux_hidden_states)[0])
 
     mlp = trained.layers[0].mlp
     for dead in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T):
         dead.data[::3] = 0.0
     narrower = new_eagle(target, "p-eagle", "--layers", "2", "--intermediate-size", "32")
     drafters.start_from(narrower, trained)
-    torch.testing.assert_close(narrower(input_ids, taps)[0], trained(input_ids, taps)[0])
+    torch.testing.assert_close(narrower(input_ids, aux_hidden_states)[0], trained(input_ids, aux_hidden_states)[0])
 
     again = new_eagle(target, "p-eagle", "--layers", "3")
     deeper.mask_hidden.data.normal_()
     drafters.start_from(again, deeper)
-    for found, expected in zip(again.unroll(input_ids, taps, 3), deeper.unroll(input_ids, taps, 3), strict=True):
+    for found, expected in zip(
+        again.unroll(input_ids, aux_hidden_states, 3), deeper.unroll(input_ids, aux_hidden_states, 3), strict=True
+    ):
         assert torch.equal(found, expected)
     again.config.mask_token_id -= 1
     with pytest.raises(ValueError, match=f"trained with mask token {MASK}, but the new drafter has {MASK - 1};"):
@@ -632,7 +644,9 @@ def test_counts_and_loss_of_the_objective_by_hand(family, floor):
     ids = torch.arange(VOCAB) if drafter.target_ids is None else drafter.target_ids
     logits = target(batch.input_ids).logits[0]
     best = logits.argmax(-1)
-    drafts = [hidden @ drafter.head_weight.t() for hidden in drafter.unroll(batch.input_ids, lesson.taps, steps)]
+    drafts = [
+        hidden @ drafter.head_weight.t() for hidden in drafter.unroll(batch.input_ids, lesson.aux_hidden_states, steps)
+    ]
     expected_loss, alive = 0.0, [True] * 16
     for step in range(steps):
         losses, weights, existing, hits, reached, accepted = [], [], 0, 0, 0, 0

@@ -8,13 +8,13 @@ import torch
 from contract import greedy
 from oracle import RANDOM_DRAFTERS, random_eagle3
 from replay import replay_on_cpu
-from targets import padded_prompts, tiny_target
+from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import fusing, ops, patching
-from hf_specdec.sessions import SessionPool
+from hf_specdec.engine.sessions import SessionPool
+from hf_specdec.patching import patch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENGINES = ["static", "captured", "stock"]
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(params=ENGINES)
 def engine(request, monkeypatch):
-    monkeypatch.setattr(fusing, "FUSED_DEVICES", {DEVICE})
+    set_policy(monkeypatch, DEVICE, fused_linear=True)
     if request.param == "captured" and DEVICE == "cpu":
-        monkeypatch.setattr(ops, "narrow_products", lambda *models: nullcontext())
+        set_policy(monkeypatch, "cpu", transposed_linear=False)
         replay_on_cpu(monkeypatch)
     return request.param
 
@@ -66,7 +66,7 @@ def check(before, *models):
     now = snapshot(*models)
     if now != before:
         raise AssertionError(f"changed: {first_difference(before, now)}")
-    assert not patching._replaced and patching.current_engine() is None
+    assert not patch._replaced and patch.current_engine() is None
 
 
 def first_difference(one, other, path=""):
@@ -240,15 +240,15 @@ def test_replacements_that_overlap():
 
     owner, other = Owner(), Owner()
     owner.name = "own"
-    contexts = [patching.replaced("name", [(owner, value), (other, value)]) for value in ("first", "second")]
+    contexts = [patch.replaced("name", [(owner, value), (other, value)]) for value in ("first", "second")]
     contexts[0].__enter__()
     contexts[1].__enter__()
-    assert owner.name == other.name == "second" and patching.former(owner, "name") == "own"
+    assert owner.name == other.name == "second" and patch.original(owner, "name") == "own"
     contexts[0].__exit__(None, None, None)
-    assert owner.name == other.name == "second" and patching.former(other, "name") is None
+    assert owner.name == other.name == "second" and patch.original(other, "name") is None
     contexts[1].__exit__(None, None, None)
-    assert owner.name == "own" and vars(other) == {} and not patching._replaced
-    with patching.replaced("name", [(owner, patching.ABSENT), (other, "ours")]):
+    assert owner.name == "own" and vars(other) == {} and not patch._replaced
+    with patch.replaced("name", [(owner, patch.ABSENT), (other, "ours")]):
         assert vars(owner) == {}
         other.name = "somebody else's"
-    assert owner.name == "own" and other.name == "somebody else's" and not patching._replaced
+    assert owner.name == "own" and other.name == "somebody else's" and not patch._replaced

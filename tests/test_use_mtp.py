@@ -51,8 +51,8 @@ def ours(monkeypatch, target, drafter, inputs, options):
     """As `theirs`, of our engine."""
     drafted, propose = {}, drafter.propose
 
-    def watched(state, taps, verdict):
-        proposal = propose(state, taps, verdict)
+    def watched(state, aux_hidden_states, result):
+        proposal = propose(state, aux_hidden_states, result)
         drafted[int(state.lengths)] = proposal.tokens[0].tolist()
         return proposal
 

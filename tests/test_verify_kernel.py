@@ -12,14 +12,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hf_specdec.kernels.random import exponential, uniform
+from hf_specdec.kernels.types import RandomStream, VerificationResult
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampling_law import p_value
 
 from hf_specdec import ops
 from hf_specdec.kernels import reference, verify
-from hf_specdec.kernels.random import exponential, uniform
-from hf_specdec.kernels.reference import Stream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -47,11 +47,11 @@ def poisoned_memory():
 
 
 @contextmanager
-def blocks(scan, race):
+def blocks(scan, exponential_sample):
     """Blocks of other sizes, so that small vocabularies have many of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "SCAN_BLOCK", scan)
-        patch.setattr(verify, "RACE_BLOCK", race)
+        patch.setattr(verify, "RACE_BLOCK", exponential_sample)
         yield
 
 
@@ -122,7 +122,7 @@ def numbers_in_triton(seeds, positions, tokens, stream, steps=None):
     return out.cpu()
 
 
-@pytest.mark.parametrize("stream", list(Stream))
+@pytest.mark.parametrize("stream", list(RandomStream))
 def test_random_numbers_are_those_of_the_reference(stream):
     generator = torch.Generator().manual_seed(int(stream))
     size = 1_000_000 if ON_GPU else 50_000
@@ -152,8 +152,8 @@ def test_early_times_are_told_apart():
     seeds, tokens = torch.arange(400)[:, None], torch.arange(2**17)
     ties = {"exponential": 0, "of coarse numbers": 0}
     for chunk in seeds.split(20):
-        times = reference.exponential(chunk, chunk * 0 + 5, tokens, Stream.TARGET)
-        coarse = -torch.log(reference.uniform(chunk, chunk * 0 + 5, tokens, Stream.TARGET))
+        times = reference.exponential(chunk, chunk * 0 + 5, tokens, RandomStream.TARGET)
+        coarse = -torch.log(reference.uniform(chunk, chunk * 0 + 5, tokens, RandomStream.TARGET))
         for name, values in {"exponential": times, "of coarse numbers": coarse}.items():
             first, second = values.topk(2, dim=1, largest=False).values.unbind(1)
             ties[name] += int((first == second).sum())
@@ -162,12 +162,12 @@ def test_early_times_are_told_apart():
 
 # Where the numbers of a stream come as close to 0 and 1 as they do: (stream, seed, position), all for token 0.
 EXTREMES = {
-    (Stream.ACCEPT, 222, 38450): 3.4924596548080444e-10,
-    (Stream.ACCEPT, 80, 245075): 6.868503987789154e-09,
-    (Stream.ACCEPT, 35, 239249): 1 - 2.0**-24,
-    (Stream.ACCEPT, 46, 342): 1 - 2.0**-24,
-    (Stream.TARGET, 53, 187444): 1 - 2.0**-24,
-    (Stream.TARGET, 267, 166946): 1.8044374883174896e-08,
+    (RandomStream.ACCEPT, 222, 38450): 3.4924596548080444e-10,
+    (RandomStream.ACCEPT, 80, 245075): 6.868503987789154e-09,
+    (RandomStream.ACCEPT, 35, 239249): 1 - 2.0**-24,
+    (RandomStream.ACCEPT, 46, 342): 1 - 2.0**-24,
+    (RandomStream.TARGET, 53, 187444): 1 - 2.0**-24,
+    (RandomStream.TARGET, 267, 166946): 1.8044374883174896e-08,
 }
 
 
@@ -256,9 +256,9 @@ def test_greedy_edges(module, size):
     for scan in (max(16, triton.next_power_of_2(size) // 8), 8192):
         with blocks(scan, scan):
             assert module.best_draft(rows.to(DEVICE)).tolist() == expected
-            verdict = module.verify_greedy(rows[None].to(DEVICE), torch.tensor([expected[:7]], device=DEVICE))
-            assert verdict.tokens.tolist() == [expected]
-            assert verdict.accepted.tolist() == [7] and verdict.committed.tolist() == [8]
+            result = module.verify_greedy(rows[None].to(DEVICE), torch.tensor([expected[:7]], device=DEVICE))
+            assert result.tokens.tolist() == [expected]
+            assert result.accepted.tolist() == [7] and result.committed.tolist() == [8]
 
 
 # ---- sampling
@@ -325,7 +325,7 @@ def draw_case(random, batch, num_drafts, vocabulary, share_of_point_masses=0.4):
 
 
 def arrival_times(seed, position, vocabulary):
-    numbers = reference.uniform(seed, position, torch.arange(vocabulary), Stream.TARGET)
+    numbers = reference.uniform(seed, position, torch.arange(vocabulary), RandomStream.TARGET)
     return -torch.log1p(-numbers.double())
 
 
@@ -341,7 +341,7 @@ def plain_sampling(case):
         for step, draft in enumerate(drafts):
             p = float(probs[step, draft])
             q = 1.0 if laws is None else float(laws[row, step, draft])
-            level = q * float(reference.uniform(seed, length, torch.tensor(0), Stream.ACCEPT, step))
+            level = q * float(reference.uniform(seed, length, torch.tensor(0), RandomStream.ACCEPT, step))
             clear &= abs(level - p) > MARGIN * max(level, p) or level == p == 0.0
             if level >= p:
                 break
@@ -366,7 +366,7 @@ def plain_sampling(case):
         accepted.append(count)
         is_clear.append(clear)
     accepted = torch.tensor(accepted)
-    return reference.Verdict(torch.tensor(tokens), accepted, accepted + 1), torch.tensor(is_clear)
+    return VerificationResult(torch.tensor(tokens), accepted, accepted + 1), torch.tensor(is_clear)
 
 
 @settings(max_examples=150 if ON_GPU else 30, deadline=None, derandomize=True)
@@ -377,10 +377,10 @@ def test_sampling_equals_reference(random):
     expected, is_clear = plain_sampling(case)
     with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
         got = verify.verify_sampling(*case.buried(random.randint(0, 3)))
-    for verdict in (got, reference.verify_sampling(*case.arguments)):
-        assert_same((values.cpu()[is_clear] for values in verdict), (values[is_clear] for values in expected))
-        assert ((verdict.tokens >= 0) & (verdict.tokens < vocabulary)).all()
-        assert torch.equal(verdict.committed, verdict.accepted + 1)
+    for result in (got, reference.verify_sampling(*case.arguments)):
+        assert_same((values.cpu()[is_clear] for values in result), (values[is_clear] for values in expected))
+        assert ((result.tokens >= 0) & (result.tokens < vocabulary)).all()
+        assert torch.equal(result.committed, result.accepted + 1)
 
 
 @pytest.mark.parametrize("is_soft", [False, True])
@@ -425,9 +425,9 @@ def test_impossible_drafts_are_rejected_by_the_smallest_numbers(module, q_draft)
     expected, is_clear = plain_sampling(case)
     assert is_clear.all()
     with blocks(16, 16):
-        verdict = module.verify_sampling(*case.buried(1))
-    assert_same(verdict, expected)
-    assert verdict.accepted.tolist() == [0, 0] and (verdict.tokens[:, 0] != 3).all()
+        result = module.verify_sampling(*case.buried(1))
+    assert_same(result, expected)
+    assert result.accepted.tolist() == [0, 0] and (result.tokens[:, 0] != 3).all()
 
 
 @both
@@ -442,8 +442,8 @@ def test_certain_drafts_are_accepted_by_the_largest_numbers(module, is_soft):
     case = Case(scores, torch.tensor([[3], [3]]), probs if is_soft else None, torch.tensor([35, 46]), None)
     case = case._replace(lengths=torch.tensor([239249, 342]))
     with blocks(16, 16):
-        verdict = module.verify_sampling(*case.buried(1))
-    assert verdict.tokens.tolist() == [[3, 17], [3, 17]] and verdict.committed.tolist() == [2, 2]
+        result = module.verify_sampling(*case.buried(1))
+    assert result.tokens.tolist() == [[3, 17], [3, 17]] and result.committed.tolist() == [2, 2]
 
 
 @both
@@ -455,10 +455,10 @@ def test_empty_residual_is_drawn_from_the_target(module):
     probs[:, 0, 7] = 1e6
     drafts, seeds, lengths = torch.full((batch, 1), 7), torch.arange(batch), torch.arange(batch) + 5
     with blocks(16, 16):
-        verdict = module.verify_sampling(*Case(scores, drafts, probs, seeds, lengths).buried(1))
-    assert verdict.accepted.tolist() == [0] * batch
-    expected = reference.race(scores[:, 0].softmax(-1), seeds, lengths, Stream.TARGET)
-    assert verdict.tokens[:, 0].tolist() == expected.tolist()
+        result = module.verify_sampling(*Case(scores, drafts, probs, seeds, lengths).buried(1))
+    assert result.accepted.tolist() == [0] * batch
+    expected = reference.exponential_sample(scores[:, 0].softmax(-1), seeds, lengths, RandomStream.TARGET)
+    assert result.tokens[:, 0].tolist() == expected.tolist()
 
 
 @both
@@ -477,8 +477,8 @@ def test_the_only_token_left_is_recovered(module, is_soft):
     )
     case = Case(scores, torch.full((batch, 1), 7), probs if is_soft else None, seeds, lengths)
     with blocks(16, 16):
-        verdict = module.verify_sampling(*case.buried(0))
-    assert verdict.tokens[:, 0].tolist() == [33] * batch and verdict.accepted.tolist() == [0] * batch
+        result = module.verify_sampling(*case.buried(0))
+    assert result.tokens[:, 0].tolist() == [33] * batch and result.accepted.tolist() == [0] * batch
 
 
 @both
@@ -491,9 +491,9 @@ def test_rows_without_a_softmax_reject_and_stay_in_the_vocabulary(module, is_sof
     drafts, seeds, lengths = torch.tensor([[0, 19], [19, 19]]), torch.arange(2), torch.tensor([9, 9])
     case = Case(block, drafts, probs, seeds, lengths)
     with blocks(16, 16):
-        verdict = module.verify_sampling(*case.buried(1))
-    assert verdict.accepted[0] == 0 and ((verdict.tokens >= 0) & (verdict.tokens < 20)).all()
-    assert_same(verdict, reference.verify_sampling(*case.arguments))
+        result = module.verify_sampling(*case.buried(1))
+    assert result.accepted[0] == 0 and ((result.tokens >= 0) & (result.tokens < 20)).all()
+    assert_same(result, reference.verify_sampling(*case.arguments))
 
 
 @pytest.mark.parametrize("token", [-1, 20, 2**40, -(2**63)])
@@ -502,8 +502,8 @@ def test_kernel_rejects_drafts_that_are_no_tokens(token, is_soft):
     probs = torch.full((1, 2, 20), 0.05) if is_soft else None
     case = Case(torch.zeros(1, 3, 20), torch.tensor([[token, 3]]), probs, torch.tensor([5]), torch.tensor([5]))
     with blocks(16, 16):
-        verdict = verify.verify_sampling(*case.buried(2))
-    assert verdict.accepted.tolist() == [0] and 0 <= verdict.tokens[0, 0] < 20
+        result = verify.verify_sampling(*case.buried(2))
+    assert result.accepted.tolist() == [0] and 0 <= result.tokens[0, 0] < 20
 
 
 @both
@@ -530,22 +530,22 @@ def test_sampling_has_the_law_of_the_target(module, is_soft):
     case = Case(scores.expand(draws, 2, size), drafts, probs, seeds, lengths)
     if not is_soft:
         case = case._replace(drafts=scores[0].argmax().expand(draws, 1), draft_probs=None)
-    verdict = module.verify_sampling(*case.buried(0))
-    tokens, law = verdict.tokens.cpu(), scores.softmax(dim=-1)
+    result = module.verify_sampling(*case.buried(0))
+    tokens, law = result.tokens.cpu(), scores.softmax(dim=-1)
     assert p_value(tokens[:, 0].bincount(minlength=size), law[0]) > 1e-4
-    assert p_value(tokens[verdict.committed.cpu() == 2, 1].bincount(minlength=size), law[1]) > 1e-4
+    assert p_value(tokens[result.committed.cpu() == 2, 1].bincount(minlength=size), law[1]) > 1e-4
 
 
 # ---- block verification
 
 
-def plain_block(case, rooms):
+def plain_block(case, remaining):
     """Block verification as a loop in float64 (arXiv 2403.10444, algorithm 2); as `plain_sampling`."""
     tokens, accepted, is_clear = [], [], []
     vocabulary, laws = case.scores.shape[2], case.draft_laws.double()
     for row, drafts in enumerate(case.drafts.tolist()):
         probs = case.scores[row].double().softmax(dim=-1)
-        seed, length, count = case.seeds[row], case.lengths[row], min(int(rooms[row]), len(drafts))
+        seed, length, count = case.seeds[row], case.lengths[row], min(int(remaining[row]), len(drafts))
         held, weights, clears = 0, [1.0], [True]
         for step, draft in enumerate(drafts[:count]):
             p, q = float(probs[step, draft]), float(laws[row, step, draft])
@@ -553,7 +553,7 @@ def plain_block(case, rooms):
         for number in range(1, count + 1):
             weight, level = (
                 weights[number],
-                float(reference.uniform(seed, length, torch.tensor(0), Stream.ACCEPT, number - 1)),
+                float(reference.uniform(seed, length, torch.tensor(0), RandomStream.ACCEPT, number - 1)),
             )
             if number == count:
                 below, above = level, weight
@@ -579,39 +579,39 @@ def plain_block(case, rooms):
         accepted.append(held)
         is_clear.append(clear)
     accepted = torch.tensor(accepted)
-    return reference.Verdict(torch.tensor(tokens), accepted, accepted + 1), torch.tensor(is_clear)
+    return VerificationResult(torch.tensor(tokens), accepted, accepted + 1), torch.tensor(is_clear)
 
 
 def draw_block_case(random, batch, num_drafts, vocabulary):
     case = draw_case(random, batch, num_drafts, vocabulary, share_of_point_masses=0.0)
-    rooms = torch.tensor([random.choice([0, 1, num_drafts, num_drafts + 1, 900]) for _ in range(batch)])
-    return case, rooms
+    remaining = torch.tensor([random.choice([0, 1, num_drafts, num_drafts + 1, 900]) for _ in range(batch)])
+    return case, remaining
 
 
 @settings(max_examples=150 if ON_GPU else 30, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_block_equals_reference(random):
     batch, num_drafts, vocabulary = draw_sizes(random)
-    case, rooms = draw_block_case(random, batch, num_drafts, vocabulary)
-    expected, is_clear = plain_block(case, rooms)
+    case, remaining = draw_block_case(random, batch, num_drafts, vocabulary)
+    expected, is_clear = plain_block(case, remaining)
     with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
         margin = random.randint(0, 3)
-        got = verify.verify_block(*case.buried(margin), buried(rooms, margin))
-    for verdict in (got, reference.verify_block(*case.arguments, rooms)):
-        assert_same((values.cpu()[is_clear] for values in verdict), (values[is_clear] for values in expected))
-        assert ((verdict.tokens >= 0) & (verdict.tokens < vocabulary)).all()
-        assert torch.equal(verdict.committed, verdict.accepted + 1)
-        assert (verdict.accepted.cpu() <= rooms).all()
+        got = verify.verify_block(*case.buried(margin), buried(remaining, margin))
+    for result in (got, reference.verify_block(*case.arguments, remaining)):
+        assert_same((values.cpu()[is_clear] for values in result), (values[is_clear] for values in expected))
+        assert ((result.tokens >= 0) & (result.tokens < vocabulary)).all()
+        assert torch.equal(result.committed, result.accepted + 1)
+        assert (result.accepted.cpu() <= remaining).all()
 
 
 def test_most_blocks_are_clear_of_boundaries():
     """So the comparison above is one of nearly all rows, and of all numbers of accepted drafts."""
     random, clear, accepted = Random(0), [], []
     for _ in range(60):
-        case, rooms = draw_block_case(random, 9, 4, random.randint(2, 400))
-        verdict, is_clear = plain_block(case, rooms)
+        case, remaining = draw_block_case(random, 9, 4, random.randint(2, 400))
+        result, is_clear = plain_block(case, remaining)
         clear.append(is_clear)
-        accepted.append(verdict.accepted[is_clear])
+        accepted.append(result.accepted[is_clear])
     assert torch.cat(clear).float().mean() > 0.9
     assert (torch.cat(accepted).bincount(minlength=5) > 4).all()
 
@@ -625,8 +625,8 @@ def test_blocks_of_equal_laws_are_accepted_whole(module):
     drafts = laws.argmax(dim=-1)
     case = Case(scores, drafts, laws, torch.arange(batch), torch.full((batch,), 9))
     with blocks(64, 64):  # as one block, so that both sums run alike
-        verdict = module.verify_block(*case.buried(0), buried(torch.full((batch,), 99), 0))
-    assert verdict.accepted.tolist() == [num_drafts] * batch
+        result = module.verify_block(*case.buried(0), buried(torch.full((batch,), 99), 0))
+    assert result.accepted.tolist() == [num_drafts] * batch
 
 
 @both
@@ -639,8 +639,8 @@ def test_block_never_accepts_what_the_target_rules_out(module):
     drafts = torch.tensor([[7, 3, 5], [7, 3, 5]])
     case = Case(scores, drafts, laws, torch.tensor([222, 80]), torch.tensor([38450, 245075]))
     with blocks(16, 16):
-        verdict = module.verify_block(*case.buried(1), buried(torch.full((2,), 99), 1))
-    assert (verdict.accepted <= 1).all() and (verdict.tokens.gather(1, verdict.accepted[:, None]) != 3).all()
+        result = module.verify_block(*case.buried(1), buried(torch.full((2,), 99), 1))
+    assert (result.accepted <= 1).all() and (result.tokens.gather(1, result.accepted[:, None]) != 3).all()
 
 
 @both
@@ -651,23 +651,23 @@ def test_blocks_without_a_softmax_reject_and_stay_in_the_vocabulary(module, scor
     block = torch.stack([torch.stack([broken, sound, sound]), torch.stack([sound, sound, broken])])
     case = Case(block, torch.tensor([[0, 19], [19, 19]]), probs, torch.arange(2), torch.tensor([9, 9]))
     with blocks(32, 32):
-        verdict = module.verify_block(*case.buried(1), buried(torch.full((2,), 99), 1))
-    assert verdict.accepted.tolist() == [0, 2] and ((verdict.tokens >= 0) & (verdict.tokens < 20)).all()
-    assert_same(verdict, reference.verify_block(*case.arguments, torch.full((2,), 99)))
+        result = module.verify_block(*case.buried(1), buried(torch.full((2,), 99), 1))
+    assert result.accepted.tolist() == [0, 2] and ((result.tokens >= 0) & (result.tokens < 20)).all()
+    assert_same(result, reference.verify_block(*case.arguments, torch.full((2,), 99)))
 
 
 @both
 def test_drafts_beyond_the_room_of_a_row_do_not_matter(module):
     case, _ = draw_block_case(Random(5), 3, 4, 60)
-    rooms, other = torch.tensor([0, 1, 2]), Case(*(None if part is None else part.clone() for part in case))
-    for row, room in enumerate(rooms.tolist()):
+    remaining, other = torch.tensor([0, 1, 2]), Case(*(None if part is None else part.clone() for part in case))
+    for row, room in enumerate(remaining.tolist()):
         other.scores[row, room:] = torch.randn_like(other.scores[row, room:])
         other.drafts[row, room:] = 1
         other.draft_probs[row, room:] = 0.5
     with blocks(64, 64):
-        one, two = (module.verify_block(*each.buried(0), buried(rooms, 0)) for each in (case, other))
+        one, two = (module.verify_block(*each.buried(0), buried(remaining, 0)) for each in (case, other))
     assert torch.equal(one.accepted, two.accepted)
-    kept = torch.arange(5, device=DEVICE) < torch.minimum(one.committed, rooms.to(DEVICE))[:, None]
+    kept = torch.arange(5, device=DEVICE) < torch.minimum(one.committed, remaining.to(DEVICE))[:, None]
     assert torch.equal(one.tokens[kept], two.tokens[kept])
 
 
@@ -699,7 +699,7 @@ def test_draws_equal_reference(random):
     assert (got_probs.cpu()[probs == 0] == 0).all()
     steps = torch.arange(first, first + num_drafts)[:, None]
     places = seeds[:, None, None], lengths[:, None, None], torch.arange(vocabulary)
-    numbers = reference.uniform(*places, Stream.DRAFT, steps)
+    numbers = reference.uniform(*places, RandomStream.DRAFT, steps)
     best, second = (
         (probs.double() / -torch.log1p(-numbers.double())).topk(2, dim=-1).values.unbind(-1)
         if vocabulary > 1
@@ -782,7 +782,7 @@ def test_cuda_graph_replays_a_round(vocabulary, mode):
     scores = torch.randn(batch, num_drafts + 1, vocabulary, device=DEVICE)
     scores[:, :num_drafts, :size] += logits
     seeds, lengths = torch.arange(batch, device=DEVICE) * 31, torch.full((batch,), 7, device=DEVICE)
-    temperatures, rooms = torch.full((batch,), 0.8, device=DEVICE), torch.full((batch,), 9, device=DEVICE)
+    temperatures, remaining = torch.full((batch,), 0.8, device=DEVICE), torch.full((batch,), 9, device=DEVICE)
 
     def round_of(module):
         best = module.best_draft(logits)
@@ -790,7 +790,7 @@ def test_cuda_graph_replays_a_round(vocabulary, mode):
         if mode == "soft":
             sampled = module.verify_sampling(scores, drafts, probs, None, seeds, lengths)
         elif mode == "block":
-            sampled = module.verify_block(scores, drafts, probs, None, seeds, lengths, rooms)
+            sampled = module.verify_block(scores, drafts, probs, None, seeds, lengths, remaining)
         else:
             sampled = module.verify_sampling(scores, best, None, None, seeds, lengths)
         return (best, drafts, *sampled, *module.verify_greedy(scores, best))

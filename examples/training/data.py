@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.attention import ragged_attention
-from hf_specdec.cache import RaggedCache
-from hf_specdec.taps import decoder_layers
+from hf_specdec.patching.attention import ragged_attention
+from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.hidden_states import decoder_layers
 
 from .prompts import PromptFilter, random_opening
 from .repetition import is_degenerate, trimmed_length
@@ -99,14 +99,14 @@ def generate(
     device, batch = model.device, len(prompts)
     longest = max(map(len, prompts))
     cache = RaggedCache(len(decoder_layers(model)), longest + max_new_tokens + 1)
-    scrap = cache.slots - 1
+    dummy_slot = cache.slots - 1
 
     def run(tokens: torch.Tensor, slots: torch.Tensor, live: int) -> torch.Tensor:
         cache.advance(slots, live)
         return model(
             input_ids=tokens,
             attention_mask=cache.attention_mask(slots),
-            position_ids=slots.clamp(max=scrap - 1),
+            position_ids=slots.clamp(max=dummy_slot - 1),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
@@ -121,7 +121,7 @@ def generate(
     written = torch.full((batch, max_new_tokens), stop_ids[0], device=device)
     with ragged_attention(model):
         columns = torch.arange(longest, device=device)
-        run(padded, torch.where(columns < lengths[:, None] - 1, columns, scrap), longest)
+        run(padded, torch.where(columns < lengths[:, None] - 1, columns, dummy_slot), longest)
         tokens = padded.gather(1, lengths[:, None] - 1)[:, 0]
         for step in range(max_new_tokens):
             logits = run(tokens[:, None], (lengths - 1 + step)[:, None], longest + step)

@@ -8,11 +8,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig, default_taps
-from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, MtpDrafter, PEagleDrafter
+from hf_specdec.config import (
+    DraftModelConfig,
+    Eagle3Config,
+    PEagleConfig,
+    default_aux_layer_ids,
+)
+from hf_specdec.drafters import (
+    DraftModelDrafter,
+    Eagle3Drafter,
+    MtpDrafter,
+    PEagleDrafter,
+)
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.drafters.mtp import block_settings, config_for
-from hf_specdec.taps import decoder_layers
+from hf_specdec.patching.hidden_states import decoder_layers
 
 _TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0}
 _AT_MASKS = {"mask_token_id": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2}
@@ -69,7 +79,7 @@ def _new_eagle(
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": text.max_position_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta(text)},
-        "taps": default_taps(len(decoder_layers(target))),
+        "aux_hidden_state_layer_ids": default_aux_layer_ids(len(decoder_layers(target))),
         "fc_norm": args.fc_norm,
         "norm_output": args.norm_output,
         "own_embedding": False,

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.cached import CachedDrafter
-from hf_specdec.taps import TapRecorder
+from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
 from .data import Batch
 
@@ -34,7 +34,7 @@ class Lesson:
     """
 
     input_ids: torch.Tensor
-    taps: torch.Tensor | None
+    aux_hidden_states: torch.Tensor | None
     places: torch.Tensor
     depths: torch.Tensor
     places_before: list[int]
@@ -49,7 +49,9 @@ class Teacher:
 
     def __init__(self, target: PreTrainedModel, drafter: CachedDrafter):
         self.target = target
-        self.recorder = TapRecorder(target, drafter.tap_boundaries, drafter.taps_last_hidden_state)
+        self.recorder = AuxHiddenStateRecorder(
+            target, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state
+        )
         self.target_ids = drafter.target_ids
         if self.target_ids is None:
             self.target_ids = slice(drafter.config.draft_vocab_size)
@@ -60,7 +62,7 @@ class Teacher:
     def read(self, batch: Batch) -> Lesson:
         with self.recorder:
             hidden = self.target.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-            taps = self.recorder.taps
+            aux_hidden_states = self.recorder.aux_hidden_states
         hidden = hidden.flatten(0, 1)[batch.places]
         probs, best = [], []
         for chunk in hidden.split(rows_per_chunk(self.is_covered.numel())):
@@ -73,7 +75,7 @@ class Teacher:
         covered = self.is_covered[best]
         return Lesson(
             batch.input_ids,
-            taps,
+            aux_hidden_states,
             batch.places,
             batch.depths,
             batch.places_before,
@@ -125,7 +127,7 @@ class DraftObjective(nn.Module):
         """
         drafter, num_steps = self.drafter, len(self.step_weights)
         rows = leading_rows(len(lesson.input_ids), num_steps, self.depth_ratio if self.training else 1.0)
-        outputs = drafter.unroll(lesson.input_ids, lesson.taps, num_steps, rows)
+        outputs = drafter.unroll(lesson.input_ids, lesson.aux_hidden_states, num_steps, rows)
         head, target_ids = drafter.head_weight, drafter.target_ids
         alive = torch.ones_like(lesson.is_greedy)
         total, counts = 0.0, []

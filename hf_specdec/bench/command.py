@@ -20,11 +20,33 @@ from transformers import PreTrainedModel
 from ..config import check_num_assistant_tokens
 from ..drafters import Drafter
 from ..drafters.none import NoDrafter
-from ..ranks import is_first_process, local_rank, num_processes
-from .measure import Bench, Case, Setting, compare
-from .models import GGUF_SUFFIX, load_drafter, load_target, load_tokenizer, settle_ends
-from .prompts import Batch, load_prompts, random_batches, text_batches
-from .report import check_matplotlib, draw, environment, short_name, table
+from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
+from .measure import (
+    Bench,
+    Case,
+    Setting,
+    compare,
+)
+from .models import (
+    GGUF_SUFFIX,
+    load_drafter,
+    load_target,
+    load_tokenizer,
+    settle_ends,
+)
+from .prompts import (
+    Batch,
+    load_prompts,
+    random_batches,
+    text_batches,
+)
+from .report import (
+    check_matplotlib,
+    draw,
+    environment,
+    short_name,
+    table,
+)
 from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
 from .traffic import copy_bandwidth
 

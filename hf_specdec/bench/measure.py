@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafters import Drafter
-from ..soundness import why_not_sound
+from ..engine.equivalence import why_not_equivalent
 from ..stats import SpeculationStats
 from .clock import Clock, GpuClock, synchronize
 from .prompts import Batch
@@ -186,7 +186,9 @@ class Bench:
             options |= {"assistant_model": drafter, "num_assistant_tokens": case.k or None}
         try:
             if drafter is not None:
-                why_not_sound(self.target, "static")  # The target is checked by true verification, not by scripted.
+                why_not_equivalent(
+                    self.target, "static"
+                )  # The target is checked by true verification, not by scripted.
             with context():
                 self._measure(case, batches(), drafter, options)
         except Exception as error:  # Out of memory, a drafter that does not fit: the other cases go on.

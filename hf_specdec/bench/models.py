@@ -18,12 +18,23 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from ..auto import AutoDrafter, read_config
+from ..checkpoints.checkpoint import (
+    Checkpoint,
+    StoredTensor,
+    check_place,
+    quiet_loading,
+    read_config_file,
+)
+from ..checkpoints.detection import (
+    EAGLE3,
+    MTP,
+    P_EAGLE,
+    check_family,
+)
+from ..checkpoints.mtp_layouts import implied_names
 from ..drafters import Drafter
-from ..drafters.auto import AutoDrafter, read_config
 from ..drafters.base import registered_drafters
-from ..drafters.checkpoints import Checkpoint, StoredTensor, check_place, quiet_loading, read_config_file
-from ..drafters.families import EAGLE3, MTP, P_EAGLE, check_family
-from ..drafters.mtp_layouts import implied_names
 
 GGUF_SUFFIX = ".gguf"
 
@@ -155,13 +166,13 @@ def _implied_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dic
     speculators, nested = config.get("transformer_layer_config") or {}, config.get("eagle_config") or {}
     stated = {**config, **nested, **speculators}
     width = stated.get("hidden_size") or target.hidden_size
-    tap_width = stated.get("target_hidden_size") or target.hidden_size
+    aux_hidden_size = stated.get("target_hidden_size") or target.hidden_size
     ids = stated.get("eagle_aux_hidden_state_layer_ids") or stated.get("layer_ids") or ()
-    num_taps = len(set(ids)) or stated.get("num_aux_hidden_states") or stated.get("num_aux_layers") or 3
+    num_aux_hidden_states = len(set(ids)) or stated.get("num_aux_hidden_states") or stated.get("num_aux_layers") or 3
     draft_vocab = stated.get("draft_vocab_size") or stated.get("vocab_size") or target.vocab_size
     shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (draft_vocab, width), "norm.weight": (width,)}
     if stated.get("use_aux_hidden_state", True):
-        shapes["fc.weight"] = (width, num_taps * tap_width)
+        shapes["fc.weight"] = (width, num_aux_hidden_states * aux_hidden_size)
     present = {
         "input_norm.weight": stated.get("norm_before_fc"),
         "fc_norm.0.weight": stated.get("fc_norm"),

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-from .. import decoding, ops
-from ..sampling import Stream, Verdict
+from .. import ops
+from ..engine import rounds
+from ..kernels.types import RandomStream, VerificationResult
 from ..state import DecodeState
 
 # A purpose of random numbers of its own.
-_STREAM = max(Stream) + 1
+_STREAM = max(RandomStream) + 1
 
 
 def acceptance_rates(asked: Sequence[float], num_draft_tokens: int) -> list[float]:
@@ -73,21 +74,21 @@ def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterato
     right, and the token after them is one of its own. The numbers that decide are functions of row, position and first
     draft. Nothing reads the device.
     """
-    judge = decoding.verify
+    judge = rounds.verify
     shares = torch.tensor(rates, dtype=torch.float32, device=device)
 
-    def verify(scores: torch.Tensor, state: DecodeState) -> Verdict:
-        verdict, drafts = judge(scores, state), state.proposal.tokens
+    def verify(scores: torch.Tensor, state: DecodeState) -> VerificationResult:
+        result, drafts = judge(scores, state), state.proposal.tokens
         rows = torch.arange(len(drafts), device=drafts.device)
         number = ops.uniform(rows, state.lengths, drafts[:, 0], _STREAM)
         accepted = (number[:, None] < shares).sum(dim=1)
         steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         standing = torch.cat([drafts, drafts[:, :1]], dim=1)
-        tokens = torch.where(steps < accepted[:, None], standing, verdict.tokens)
-        return Verdict(tokens, accepted, accepted + 1)
+        tokens = torch.where(steps < accepted[:, None], standing, result.tokens)
+        return VerificationResult(tokens, accepted, accepted + 1)
 
-    decoding.verify = verify
+    rounds.verify = verify
     try:
         yield
     finally:
-        decoding.verify = judge
+        rounds.verify = judge

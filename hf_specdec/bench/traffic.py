@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..drafters import Drafter, DraftModelDrafter, Eagle3Drafter
 from ..drafters.cached import CachedDrafter
-from ..ranks import local_part, tensor_parallel_group
+from ..parallel.tensor_parallel import local_shard, tensor_parallel_group
 from .clock import synchronize
 
 # More than the caches of most devices hold.
@@ -81,15 +81,15 @@ def _parameters(*modules: torch.nn.Module | None) -> list[torch.Tensor]:
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that this process has of `tensors`, each storage counted once."""
-    tensors = map(local_part, tensors)
+    tensors = map(local_shard, tensors)
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def _model_bytes(model: PreTrainedModel) -> int:
     """Bytes of the decoder and the head, which may be the embedding; an embedding besides the head is left out."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    place = local_part(embedding).data_ptr()
-    others = [one for one in model.get_decoder().parameters() if local_part(one).data_ptr() != place]
+    place = local_shard(embedding).data_ptr()
+    others = [one for one in model.get_decoder().parameters() if local_shard(one).data_ptr() != place]
     return _size([*others, head])
 
 

@@ -1,14 +1,13 @@
 """Drafter families; importing a module registers its family."""
 
-from .auto import AutoDrafter
-from .base import Drafter, Proposal, register_drafter
+from ..kernels.types import Proposal
+from .base import Drafter, register_drafter
 from .draft_model import DraftModelDrafter
 from .eagle3 import Eagle3Drafter
 from .mtp import MtpDrafter
 from .peagle import PEagleDrafter
 
 __all__ = [
-    "AutoDrafter",
     "DraftModelDrafter",
     "Drafter",
     "Eagle3Drafter",

@@ -4,44 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .. import ops
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.tensors import KEY_MAPPING, check_tensors
 from ..config import DrafterConfig, check_num_assistant_tokens
-from ..sessions import SessionPool
-from .borrowing import Loan
-from .tensors import KEY_MAPPING, check_tensors
-
-if TYPE_CHECKING:
-    from ..sampling import Verdict
-    from ..state import DecodeState
-    from .checkpoints import Checkpoint
+from ..kernels.types import Proposal, VerificationResult
+from ..patching.linear import linear
+from ..state import DecodeState, Shape
+from .shared_weights import SharedWeight
 
 logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
-
-
-class Proposal(NamedTuple):
-    """Draft tokens of one round.
-
-    Attributes:
-        tokens: `[B, K]` int64, in the target's vocabulary.
-        probs: `[B, K, V_d]` float32, the distributions q that the tokens were drawn from, over the draft vocabulary;
-            None for deterministic drafts, i.e. point masses.
-        draft_ids: `[vocab_size]` int64, where each token is in the draft vocabulary, -1 where it is not; None where
-            the draft vocabulary is the first V_d tokens. It is not of the round, and is never copied.
-    """
-
-    tokens: torch.Tensor
-    probs: torch.Tensor | None
-    draft_ids: torch.Tensor | None = None
 
 
 class Drafter(PreTrainedModel):
@@ -66,7 +47,7 @@ class Drafter(PreTrainedModel):
     main_input_name = "input_ids"
     _supports_sdpa = True
     # Whether it is run to find out if its target can be believed, and not by a user.
-    is_of_a_check = False
+    is_equivalence_check = False
 
     # Attributes that calls read by themselves, and what they leave: captured rounds do not depend on them.
     unread_attributes = frozenset(
@@ -87,8 +68,9 @@ class Drafter(PreTrainedModel):
         # Size of the target's vocabulary when the drafter was bound; None if its family notes no binding.
         self._bound_vocabulary: int | None = None
         # What the drafter has of the target, by "embedding" and "head"; set by `bind`.
-        self._loans: dict[str, Loan] = {}
-        self.sessions = SessionPool()
+        self._shared_weights: dict[str, SharedWeight] = {}
+        # Set by engines: what they keep for further calls, see `release`.
+        self.sessions: Any = None
         self._last_stats: Any = None
         self.num_assistant_tokens = config.num_assistant_tokens
         self.draft_probs: bool | str = "auto"
@@ -103,15 +85,16 @@ class Drafter(PreTrainedModel):
 
     def release(self) -> None:
         """Free the buffers and graphs that are kept for further `generate()` calls on a GPU."""
-        self.sessions.clear()
+        if self.sessions is not None:
+            self.sessions.clear()
 
     @property
-    def tap_boundaries(self) -> list[int]:
+    def aux_hidden_state_layer_ids(self) -> list[int]:
         """Boundaries of the target that this drafter reads (see `TapRecorder`)."""
         return []
 
     @property
-    def taps_last_hidden_state(self) -> bool:
+    def reads_last_hidden_state(self) -> bool:
         """Whether the drafter reads the target's last hidden state, after the final norm, instead of boundaries."""
         return False
 
@@ -227,13 +210,13 @@ class Drafter(PreTrainedModel):
         if self._bound_vocabulary is None:
             return
         lenders = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
-        changes = [loan.how_changed(lenders[what]) for what, loan in self._loans.items()]
+        changes = [loan.how_changed(lenders[what]) for what, loan in self._shared_weights.items()]
         vocabulary = target.config.get_text_config().vocab_size
         if vocabulary != self._bound_vocabulary:
             changes.append(f"its vocabulary had {self._bound_vocabulary} tokens and has {vocabulary}")
         changes = [change for change in changes if change is not None]
         if not changes:
-            for what, loan in self._loans.items():
+            for what, loan in self._shared_weights.items():
                 loan.refresh(lenders[what])
             return
         found = f"{type(target).__name__} has changed since the drafter was bound to it: {', '.join(changes)}"
@@ -266,11 +249,17 @@ class Drafter(PreTrainedModel):
         """
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
 
+    def new_state(self, shape: Shape, num_layers: int, device: torch.device) -> DecodeState:
+        """Buffers of a generation with this drafter, its own included; arguments as of `DecodeState.allocate`."""
+        state = DecodeState.allocate(shape, num_layers, device)
+        state.memory = self.new_memory(state)
+        return state
+
     def new_memory(self, state: DecodeState) -> Any:
         """What the drafter keeps through one generation; stored as `state.memory`."""
         return None
 
-    def prefill(self, state: DecodeState, taps: torch.Tensor | None, positions: torch.Tensor) -> None:
+    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         """Consume one chunk of the prompt.
 
         Args:
@@ -279,7 +268,9 @@ class Drafter(PreTrainedModel):
             positions: `[B, n]` int64; `state.scrap` where a row has no token in this chunk.
         """
 
-    def propose(self, state: DecodeState, taps: torch.Tensor | None, verdict: Verdict) -> Proposal:
+    def propose(
+        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
+    ) -> Proposal:
         """Draft `state.num_draft_tokens` tokens after the last committed token of each row.
 
         Args:
@@ -317,7 +308,7 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tor
 
 def score(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Logits `[..., V]` of `normed` `[..., H]` by a head `weight` `[V, H]`, where `normed` is."""
-    return ops.linear(normed.to(weight.device), weight.to(normed.dtype)).to(normed.device)
+    return linear(normed.to(weight.device), weight.to(normed.dtype)).to(normed.device)
 
 
 _FAMILIES: dict[str, type[Drafter]] = {}

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from .. import ops
-from ..cache import RaggedCache
 from ..config import DrafterConfig
-from ..sampling import draw_draft
-from .base import Drafter, Proposal
-
-if TYPE_CHECKING:
-    from ..sampling import Verdict
-    from ..state import DecodeState
+from ..kernels.types import DraftInputs, Proposal, VerificationResult
+from ..ops import draw_draft
+from ..patching.cache import RaggedCache
+from ..state import DecodeState
+from .base import Drafter
 
 
 @dataclass
@@ -31,7 +28,7 @@ class DraftMemory:
     """
 
     cache: RaggedCache
-    inputs: ops.DraftInputs
+    inputs: DraftInputs
     draft_ids: torch.Tensor | None
 
 
@@ -65,7 +62,7 @@ class CachedDrafter(Drafter):
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
         return num_draft_tokens - 1 if self.config.parallel_drafting else 0
 
-    def combine(self, taps: torch.Tensor | None) -> torch.Tensor | None:
+    def combine(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
         """What `extend` reads of `[B, n, width]` taps, `[B, n, H]`; None for a drafter that reads none."""
         return None
 
@@ -101,7 +98,11 @@ class CachedDrafter(Drafter):
         raise NotImplementedError(f"{type(self).__name__} does not implement head_weight.")
 
     def unroll(
-        self, input_ids: torch.Tensor, taps: torch.Tensor | None, num_steps: int, rows: Sequence[int] | None = None
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor | None,
+        num_steps: int,
+        rows: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
         """Draft from every slot of whole sequences at once: training-time test.
 
@@ -126,23 +127,27 @@ class CachedDrafter(Drafter):
         width = num_drafts + 1 + self.num_masks(num_drafts)
         return DraftMemory(
             RaggedCache(self.num_cached_layers, state.slots, state.draft_starts),
-            ops.DraftInputs.allocate(batch, width, state.lengths.device),
+            DraftInputs.allocate(batch, width, state.lengths.device),
             ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
             if state.draft_probs and self.target_ids is not None
             else None,
         )
 
-    def prefill(self, state: DecodeState, taps: torch.Tensor | None, positions: torch.Tensor) -> None:
-        tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.scrap))
-        self.extend(state, tokens, positions, state.position_ids(positions), self.combine(taps), num_logits=0)
+    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
+        tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))
+        self.extend(
+            state, tokens, positions, state.position_ids(positions), self.combine(aux_hidden_states), num_logits=0
+        )
 
-    def propose(self, state: DecodeState, taps: torch.Tensor | None, verdict: Verdict) -> Proposal:
+    def propose(
+        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
+    ) -> Proposal:
         num_masks = self.num_masks(state.num_draft_tokens)
         inputs = state.memory.inputs
         ops.prepare_inputs(
             state.tokens,
             state.lengths,
-            verdict.committed,
+            result.committed,
             state.limits,
             state.finished,
             inputs,
@@ -150,7 +155,7 @@ class CachedDrafter(Drafter):
             mask_token=self.config.mask_token_id or 0,
             shift=self.shift,
         )
-        hidden = self.spread(self.combine(taps), inputs.sources)
+        hidden = self.spread(self.combine(aux_hidden_states), inputs.sources)
         logits, feedback = self.extend(
             state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits=1 + num_masks
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -19,18 +19,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..attention import ATTENTION_NAME, registered_attention
+from ..checkpoints.checkpoint import Checkpoint, quiet_loading
+from ..checkpoints.dialects import CheckpointReader, Decisions, check_mask_token
+from ..checkpoints.mtp_layouts import holds_modules, module_names
 from ..config import DraftModelConfig
-from ..hosting import num_cache_layers, num_positions, why_not_hosted
+from ..patching.attention import ATTENTION_NAME, registered_attention
+from ..patching.support import num_cache_layers, num_positions, why_not_supported
+from ..state import DecodeState
+from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, following
 from .base import register_drafter
 from .cached import CachedDrafter
-from .checkpoints import Checkpoint, quiet_loading
-from .dialects import Decisions, Reading, check_mask_token
-from .mtp_layouts import holds_modules, module_names
-from .unrolled import UNROLLED_NAME, UnrolledAttention, following
-
-if TYPE_CHECKING:
-    from ..state import DecodeState
 
 # Families of checkpoints pad one vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that are
 # farther apart than any such padding are those of different tokenizers.
@@ -59,7 +57,9 @@ def check_vocabulary(own: int, target: PreTrainedConfig, name: str) -> int:
     return min(size, own)
 
 
-def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> Reading:
+def read_draft_model(
+    checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]
+) -> CheckpointReader:
     """Read the config.json of a causal language model: PARD if it names a mask token.
 
     Args:
@@ -112,7 +112,7 @@ def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, ov
         num_assistant_tokens=PARD_DEPTH if parallel else DraftModelConfig.num_assistant_tokens,
         dialect="PARD" if is_pard else "transformers",
     )
-    return Reading(config, tuple(decisions.made))
+    return CheckpointReader(config, tuple(decisions.made))
 
 
 def _why_as_a_whole(checkpoint: Checkpoint) -> str:
@@ -129,7 +129,7 @@ def _check_loaded(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
 
 
 def _check_hosted(model: PreTrainedModel, name: str) -> None:
-    obstacle = why_not_hosted(model, role="the draft model")
+    obstacle = why_not_supported(model, role="the draft model")
     if obstacle is not None:
         raise ValueError(
             f"{name} cannot draft here, where drafters run on a static cache: {obstacle}. Load it with "
@@ -269,7 +269,7 @@ class DraftModelDrafter(CachedDrafter):
         return head.weight[: self.config.draft_vocab_size]
 
     def unroll(
-        self, input_ids: torch.Tensor, taps: None, num_steps: int, rows: Sequence[int] | None = None
+        self, input_ids: torch.Tensor, aux_hidden_states: None, num_steps: int, rows: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
         attend, decoder = UnrolledAttention(), self.model.get_decoder()
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..attention import cached_attend
-from ..config import Eagle3Config, default_taps
-from ..taps import check_taps, decoder_layers
-from .base import check_sizes, embed, register_drafter, score
-from .borrowing import Loan
+from ..checkpoints.checkpoint import Checkpoint
+from ..config import Eagle3Config, default_aux_layer_ids
+from ..patching.attention import cached_attend
+from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
+from ..state import DecodeState
+from ..training.unrolled import UnrolledAttention, following
+from .base import (
+    check_sizes,
+    embed,
+    register_drafter,
+    score,
+)
 from .cached import CachedDrafter
-from .checkpoints import Checkpoint
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
-from .unrolled import UnrolledAttention, following
-
-if TYPE_CHECKING:
-    from ..state import DecodeState
+from .shared_weights import SharedWeight
 
 
 def check_fit(config: Eagle3Config, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
@@ -34,18 +36,19 @@ def check_fit(config: Eagle3Config, target: PreTrainedConfig, num_layers: int, n
     target_name = target.name_or_path or target.model_type
     if not config.use_aux_hidden_state:
         return []
-    taps = config.taps if config.taps is not None else default_taps(num_layers)
-    if taps[-1] > num_layers or taps[0] < 0:
+    layer_ids = config.aux_hidden_state_layer_ids or default_aux_layer_ids(num_layers)
+    if layer_ids[-1] > num_layers or layer_ids[0] < 0:
         raise ValueError(
-            f"{name} taps the boundaries {taps}, but {target_name} has {num_layers} layers, so boundaries 0 to "
-            f"{num_layers}: it is a drafter for another model, or `taps=` must be given."
+            f"{name} reads the auxiliary hidden states {layer_ids}, but {target_name} has {num_layers} layers, so ids "
+            f"0 to {num_layers}: it is a drafter for another model, or `aux_hidden_state_layer_ids=` must be given."
         )
-    if len(taps) != config.num_taps:
+    if len(layer_ids) != config.num_aux_hidden_states:
         raise ValueError(
-            f"{name} reads {config.num_taps} taps, but the rule for {num_layers} layers gives the boundaries {taps}; "
-            f"pass `taps=` with {config.num_taps} different boundaries."
+            f"{name} reads {config.num_aux_hidden_states} auxiliary hidden states, but the rule for {num_layers} "
+            f"layers gives the ids {layer_ids}; pass `aux_hidden_state_layer_ids=` with {config.num_aux_hidden_states} "
+            "different ones."
         )
-    return taps
+    return layer_ids
 
 
 @register_drafter
@@ -65,14 +68,16 @@ class Eagle3Drafter(CachedDrafter):
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
-        width, tap = config.hidden_size, config.target_hidden_size
-        taps = config.num_taps if config.use_aux_hidden_state else 0
+        width, aux_size = config.hidden_size, config.target_hidden_size
+        count = config.num_aux_hidden_states if config.use_aux_hidden_state else 0
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
-        self.input_norm = LlamaRMSNorm(taps * tap, config.rms_norm_eps) if config.norm_before_fc else None
+        self.input_norm = LlamaRMSNorm(count * aux_size, config.rms_norm_eps) if config.norm_before_fc else None
         self.fc_norm = (
-            nn.ModuleList([LlamaRMSNorm(tap, config.rms_norm_eps) for _ in range(taps)]) if config.fc_norm else None
+            nn.ModuleList([LlamaRMSNorm(aux_size, config.rms_norm_eps) for _ in range(count)])
+            if config.fc_norm
+            else None
         )
-        self.fc = nn.Linear(taps * tap, width, bias=config.fc_bias) if config.use_aux_hidden_state else None
+        self.fc = nn.Linear(count * aux_size, width, bias=config.fc_bias) if config.use_aux_hidden_state else None
         self.layers = nn.ModuleList([DraftDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps) if config.final_norm else nn.Identity()
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
@@ -84,7 +89,7 @@ class Eagle3Drafter(CachedDrafter):
             self.d2t = None
         # `[H]`, what columns without a hidden state read; None if all of those are inert.
         self.register_buffer("mask_state", None, persistent=False)
-        self._taps = config.taps
+        self._layer_ids = config.aux_hidden_state_layer_ids
         self.post_init()
 
     @classmethod
@@ -106,45 +111,49 @@ class Eagle3Drafter(CachedDrafter):
         super().check_checkpoint(checkpoint, config)
 
     @property
-    def tap_boundaries(self) -> list[int]:
-        return list(self._taps) if self._taps is not None and self.config.use_aux_hidden_state else []
+    def aux_hidden_state_layer_ids(self) -> list[int]:
+        return list(self._layer_ids) if self._layer_ids is not None and self.config.use_aux_hidden_state else []
 
     @property
-    def taps_last_hidden_state(self) -> bool:
+    def reads_last_hidden_state(self) -> bool:
         return not self.config.use_aux_hidden_state
 
     @torch.inference_mode(False)  # what it makes of weights is kept
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
-        taps = check_fit(config, target.config, len(decoder_layers(target)), name)
+        layer_ids = check_fit(config, target.config, len(decoder_layers(target)), name)
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         loans = {}
         if self.embed_tokens is None:
-            loans["embedding"] = Loan(target.get_input_embeddings(), "embedding", config.hidden_size, name)
+            loans["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
         if self.lm_head is None:
-            loans["head"] = Loan(target.get_output_embeddings(), "head", config.hidden_size, name, rows=target_ids)
-        check_taps(target, taps, self.taps_last_hidden_state, config.target_hidden_size, name)
-        self._loans = loans
+            loans["head"] = SharedWeight(
+                target.get_output_embeddings(), "head", config.hidden_size, name, rows=target_ids
+            )
+        check_aux_hidden_states(target, layer_ids, self.reads_last_hidden_state, config.target_hidden_size, name)
+        self._shared_weights = loans
         self.target_ids = target_ids
-        self._taps = taps
+        self._layer_ids = layer_ids
         self._note_binding(target)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[...]` int64 target tokens to `[..., H]`."""
-        weight = self.embed_tokens.weight if self.embed_tokens is not None else self._loans["embedding"].weight
+        weight = self.embed_tokens.weight if self.embed_tokens is not None else self._shared_weights["embedding"].weight
         return embed(tokens, weight, self.dtype)
 
-    def combine(self, taps: torch.Tensor) -> torch.Tensor:
+    def combine(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., tap_width]` taps of the target, ascending boundaries side by side, to `[..., H]`."""
-        taps = taps.to(self.dtype)
+        aux_hidden_states = aux_hidden_states.to(self.dtype)
         if self.fc is None:
-            return taps
+            return aux_hidden_states
         if self.input_norm is not None:
-            taps = self.input_norm(taps)
+            aux_hidden_states = self.input_norm(aux_hidden_states)
         if self.fc_norm is not None:
-            chunks = taps.split(self.config.target_hidden_size, dim=-1)
-            taps = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(taps)
+            chunks = aux_hidden_states.split(self.config.target_hidden_size, dim=-1)
+            aux_hidden_states = torch.cat(
+                [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1
+            )
+        return self.fc(aux_hidden_states)
 
     def run(
         self,
@@ -183,7 +192,7 @@ class Eagle3Drafter(CachedDrafter):
     @property
     def head_weight(self) -> torch.Tensor:
         """`[V_d, H]`, its own or the target's rows."""
-        return self.lm_head.weight if self.lm_head is not None else self._loans["head"].weight
+        return self.lm_head.weight if self.lm_head is not None else self._shared_weights["head"].weight
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V_d]`."""
@@ -214,15 +223,21 @@ class Eagle3Drafter(CachedDrafter):
         logits = self.logits(normed) if num_logits else None
         return logits, feedback[:, -1:]
 
-    def forward(self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int = 1) -> list[torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_steps: int = 1
+    ) -> list[torch.Tensor]:
         """Logits `[B, S, V_d]` of each of `num_steps` steps of `unroll`."""
-        return [self.logits(normed) for normed in self.unroll(input_ids, taps, num_steps)]
+        return [self.logits(normed) for normed in self.unroll(input_ids, aux_hidden_states, num_steps)]
 
     def unroll(
-        self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int, rows: Sequence[int] | None = None
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        num_steps: int,
+        rows: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
         attend = UnrolledAttention()
-        hidden = self.combine(taps)
+        hidden = self.combine(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         tokens, outputs = following(input_ids), []
         for step in range(num_steps):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -15,17 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from .. import ops
-from ..attention import ATTENTION_NAME, registered_attention
-from ..cache import RaggedCache
-from ..config import MtpConfig, default_chaining
-from ..experts import former_experts_implementation
-from ..taps import check_taps
-from .base import Proposal, check_sizes, embed, register_drafter, score
-from .borrowing import Loan
-from .cached import CachedDrafter, DraftMemory
-from .checkpoints import Checkpoint, quiet_loading
-from .dialects import Decisions, Reading, rope_by_layer_type
-from .mtp_layouts import (
+from ..checkpoints.checkpoint import Checkpoint, quiet_loading
+from ..checkpoints.dialects import CheckpointReader, Decisions, rope_by_layer_type
+from ..checkpoints.mtp_layouts import (
     MtpFamily,
     copies_kept,
     find_family,
@@ -36,11 +28,22 @@ from .mtp_layouts import (
     stated_count,
     text_settings,
 )
-from .unrolled import UNROLLED_NAME, UnrolledAttention, following
-
-if TYPE_CHECKING:
-    from ..sampling import Verdict
-    from ..state import DecodeState
+from ..config import MtpConfig, default_chaining
+from ..kernels.types import Proposal, VerificationResult
+from ..patching.attention import ATTENTION_NAME, registered_attention
+from ..patching.cache import RaggedCache
+from ..patching.experts import original_experts_implementation
+from ..patching.hidden_states import check_aux_hidden_states
+from ..state import DecodeState
+from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, following
+from .base import (
+    check_sizes,
+    embed,
+    register_drafter,
+    score,
+)
+from .cached import CachedDrafter, DraftMemory
+from .shared_weights import SharedWeight
 
 # Draft tokens a round of a single module that does not say for how many it was trained.
 SINGLE_MODULE_DEPTH = 3
@@ -57,7 +60,7 @@ _OVERRIDES = {
 }
 
 
-def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> Reading:
+def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> CheckpointReader:
     """Read the MTP modules of a checkpoint of any supported family.
 
     Args:
@@ -86,7 +89,7 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides:
     share_head = settle("share_head", "lm_head" not in own, heads)
     chaining = settle("chaining", default_chaining(num_modules), f"{num_modules} module(s)")
     zero_first_embedding = settle("zero_first_embedding", False, "as in training; vLLM zeroes it for some families")
-    return Reading(
+    return CheckpointReader(
         config_for(
             text,
             _block(text, text_settings(config), num_modules),
@@ -366,7 +369,7 @@ class MtpDrafter(CachedDrafter):
         return list(self.frames)
 
     @property
-    def taps_last_hidden_state(self) -> bool:
+    def reads_last_hidden_state(self) -> bool:
         return True
 
     @property
@@ -383,13 +386,13 @@ class MtpDrafter(CachedDrafter):
         check_sizes(config.hidden_size, config.vocab_size, target.config, name)
         loans = {}
         if not config.own_embedding:
-            loans["embedding"] = Loan(target.get_input_embeddings(), "embedding", config.hidden_size, name)
+            loans["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
         if not config.own_head:
-            loans["head"] = Loan(target.get_output_embeddings(), "head", config.hidden_size, name)
-        check_taps(target, [], True, config.hidden_size, name)
+            loans["head"] = SharedWeight(target.get_output_embeddings(), "head", config.hidden_size, name)
+        check_aux_hidden_states(target, [], True, config.hidden_size, name)
         if self.decoder._can_set_experts_implementation():
-            self.decoder.set_experts_implementation(former_experts_implementation(target))
-        self._loans = loans
+            self.decoder.set_experts_implementation(original_experts_implementation(target))
+        self._shared_weights = loans
         self._note_binding(target)
 
     def new_memory(self, state: DecodeState) -> MtpMemory:
@@ -447,7 +450,7 @@ class MtpDrafter(CachedDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Module `index` over `[B, n]` slots, as for `run`; `attention` is what its attention is called with."""
         frame = self.frames[index]
-        weight = self._loans["embedding"].weight if frame.embed_tokens is None else frame.embed_tokens.weight
+        weight = self._shared_weights["embedding"].weight if frame.embed_tokens is None else frame.embed_tokens.weight
         embeds = embed(tokens, weight, self.dtype)
         if self.config.zero_first_embedding:
             embeds = torch.where(slots[..., None] == 0, 0.0, embeds)
@@ -472,7 +475,7 @@ class MtpDrafter(CachedDrafter):
     def logits(self, step: int, normed: torch.Tensor) -> torch.Tensor:
         """`[..., H]` after the final norm to `[..., V]`, by the head of the module of `step`."""
         head = self.frames[step % self.config.num_modules].lm_head
-        weight = self._loans["head"].weight if head is None else head.weight
+        weight = self._shared_weights["head"].weight if head is None else head.weight
         return score(normed, weight)
 
     @property
@@ -483,7 +486,7 @@ class MtpDrafter(CachedDrafter):
             ValueError: there are several modules, and each has a head of its own.
         """
         if not self.config.own_head:
-            return self._loans["head"].weight
+            return self._shared_weights["head"].weight
         if len(self.frames) > 1:
             raise ValueError(
                 f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'}) cannot be trained here: each of its "
@@ -492,12 +495,16 @@ class MtpDrafter(CachedDrafter):
         return self.frames[0].lm_head.weight
 
     def unroll(
-        self, input_ids: torch.Tensor, taps: torch.Tensor, num_steps: int, rows: Sequence[int] | None = None
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        num_steps: int,
+        rows: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
         rows = [len(input_ids)] * num_steps if rows is None else rows
         unrolled = self._unroll_by_modules if self._chains_modules else self._unroll_by_target
         with registered_attention(self.decoder, UNROLLED_NAME):
-            return unrolled(input_ids, taps.to(self.dtype), rows[:num_steps])
+            return unrolled(input_ids, aux_hidden_states.to(self.dtype), rows[:num_steps])
 
     def _unroll_by_modules(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
         """`unroll`: a step runs all slots once, with what the step before made of them, in a cache of its own."""
@@ -527,20 +534,20 @@ class MtpDrafter(CachedDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._run_module(index, tokens, slots, slots, hidden, attention_mask=None, attend=attend)
 
-    def prefill(self, state: DecodeState, taps: torch.Tensor, positions: torch.Tensor) -> None:
-        hidden, num_drafts = taps.to(self.dtype), state.num_draft_tokens
+    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
+        hidden, num_drafts = aux_hidden_states.to(self.dtype), state.num_draft_tokens
         for step in range(num_drafts if self._chains_modules else min(num_drafts, self.config.num_modules)):
             ahead = step if self._chains_modules else 0
-            tokens = state.tokens.gather(1, (positions + self.shift + ahead).clamp(max=state.scrap))
+            tokens = state.tokens.gather(1, (positions + self.shift + ahead).clamp(max=state.dummy_slot))
             _, handed_on = self.run(state, step, tokens, positions, hidden)
             if self._chains_modules:
                 hidden = handed_on
         # The last of them comes once more, with the round that prefill makes of the prompt's last token.
-        state.memory.remember(taps, (positions < state.lengths[:, None] - 2).sum(dim=1))
+        state.memory.remember(aux_hidden_states, (positions < state.lengths[:, None] - 2).sum(dim=1))
 
-    def propose(self, state: DecodeState, taps: torch.Tensor, verdict: Verdict) -> Proposal:
+    def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
         memory = state.memory
-        memory.remember(taps, verdict.committed)
+        memory.remember(aux_hidden_states, result.committed)
         ops.prepare_inputs(
             state.tokens,
             state.lengths,

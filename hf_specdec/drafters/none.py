@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from transformers import PreTrainedModel
 
 from ..config import DrafterConfig
-from .base import Drafter, Proposal
-
-if TYPE_CHECKING:
-    from ..sampling import Verdict
-    from ..state import DecodeState
+from ..kernels.types import Proposal, VerificationResult
+from ..state import DecodeState
+from .base import Drafter
 
 
 class NoDrafter(Drafter):
@@ -36,5 +32,7 @@ class NoDrafter(Drafter):
     def bind(self, target: PreTrainedModel) -> None:
         self._target_config, self._device = target.config, target.device
 
-    def propose(self, state: DecodeState, taps: torch.Tensor | None, verdict: Verdict) -> Proposal:
+    def propose(
+        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
+    ) -> Proposal:
         return Proposal(state.tokens.new_empty(state.tokens.shape[0], 0), None)

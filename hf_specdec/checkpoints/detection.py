@@ -1,0 +1,282 @@
+"""Which family of drafter a published checkpoint is: found, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from ..config import DrafterConfig
+from .checkpoint import Selection
+from .mtp_layouts import FAMILIES as MTP_FAMILIES
+from .mtp_layouts import (
+    find_family,
+    has_shape_of,
+    holds_modules,
+    is_speculators_mtp,
+    module_names,
+    needed_tensors,
+    telling_names,
+)
+
+EAGLE3, P_EAGLE, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "MTP", "draft model"
+_NOT_YET = "this version does not run that family yet"
+
+# Values of `speculators_model_type` that are told apart; all but the last few are run.
+_SPECULATORS_TYPES = ("eagle3", "peagle", "mtp", "eagle", "dflash", "dflash2", "dspark")
+
+# Keywords of `AutoDrafter.from_pretrained` that only MTP modules have.
+_MTP_KEYWORDS = frozenset({"chaining", "hidden_first", "norm_offset", "zero_first_embedding"})
+
+
+class Refusal(NamedTuple):
+    """A known family that this version cannot load.
+
+    `matches` is called with config.json, its architectures in lower case, and the tensors' names.
+    """
+
+    family: str
+    advice: str
+    matches: Callable[[Mapping[str, Any], str, Collection[str]], bool]
+
+
+def architectures(config: Mapping[str, Any]) -> str:
+    """The architectures a config names, in lower case, separated by blanks."""
+    return " ".join(config.get("architectures") or []).lower()
+
+
+def eagle_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The nested `eagle_config` of ModelOpt and SpecForge; empty if there is none."""
+    nested = config.get("eagle_config")
+    return nested if isinstance(nested, Mapping) else {}
+
+
+def speculators_type(config: Mapping[str, Any]) -> str | None:
+    """What vllm-project/speculators calls the family of its checkpoint; None for a checkpoint of others."""
+    return config.get("speculators_model_type")
+
+
+def is_eagle3(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Whether anything but the absence of other marks says EAGLE-3."""
+    if speculators_type(config) is not None:
+        return speculators_type(config) == "eagle3"
+    return (
+        "eagle3" in architectures(config)
+        or bool(eagle_settings(config))
+        or "draft_vocab_size" in config
+        or any("midlayer." in name or name.endswith("layers.0.hidden_norm.weight") for name in tensors)
+    )
+
+
+def _has(*keys: str) -> Callable[[Mapping[str, Any], str, Collection[str]], bool]:
+    return lambda config, names, tensors: any(config.get(key) is not None for key in keys)
+
+
+def says_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    """Whether a checkpoint can be nothing but P-EAGLE: by its name, or by the hidden state of its masks."""
+    if speculators_type(config) is not None:
+        return speculators_type(config) == "peagle"
+    return "peagle" in names or any(name.rpartition(".")[2] == "mask_hidden" for name in tensors)
+
+
+def _is_pard2(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return (
+        any(key.startswith("pard2_") for key in config)
+        or config.get("spd_type") == "pard2"
+        or any(name.endswith("target_proj.weight") for name in tensors)
+    )
+
+
+def _is_medusa(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return (
+        config.get("medusa_num_heads") is not None
+        or config.get("model_type") == "medusa"
+        or eagle_settings(config).get("parallel_draft_step") not in (None, 0, 1)
+        or any("parallel_draft_heads." in name or "medusa_" in name for name in tensors)
+    )
+
+
+def _is_dspark(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    nested = config.get("dflash_config") or {}
+    return (
+        speculators_type(config) == "dspark"
+        or "dspark" in names
+        or (
+            not says_peagle(config, names, tensors)
+            and any(key in source for source in (config, nested) for key in ("dspark_noise_token_id", "markov_rank"))
+        )
+    )
+
+
+def _is_dflash(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return (
+        speculators_type(config) in ("dflash", "dflash2")
+        or "dflash" in names
+        or (
+            not says_peagle(config, names, tensors)
+            and (config.get("dflash_config") is not None or _drafts_blocks(config, tensors))
+        )
+    )
+
+
+def _drafts_blocks(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Whether `block_size` is that of DFlash. Language models with sparse attention have one, too."""
+    stems = {name.removeprefix("model.").removesuffix(".weight") for name in tensors}
+    return config.get("block_size") is not None and (
+        any(config.get(key) is not None for key in ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids"))
+        or {"fc", "hidden_norm"} <= stems
+    )
+
+
+def _is_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    if says_peagle(config, names, tensors):
+        return True
+    if speculators_type(config) is not None or not _reads_taps(config, tensors):
+        return False
+    if config.get("parallel_drafting") is not None:
+        return bool(config["parallel_drafting"])
+    return any(config.get(key) is not None for key in ("ptd_token_id", "mask_token_id", "pard_token"))
+
+
+def _reads_taps(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    return is_eagle3(config, tensors) or "transformer_layer_config" in config
+
+
+def _is_mla(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    is_drafter = is_eagle3(config, tensors) or _is_peagle(config, names, tensors)
+    return "eagle3deepseek" in names or (is_drafter and any("kv_a_proj_with_mqa" in name for name in tensors))
+
+
+def _is_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    is_eagle = is_eagle3(config, tensors) or _is_peagle(config, names, tensors)
+    return is_speculators_mtp(config) or (not is_eagle and holds_modules(config, tensors))
+
+
+def _drafts_as_a_whole(
+    config: Mapping[str, Any],
+    tensors: Collection[str],
+    target: PreTrainedConfig | None,
+    overrides: Mapping[str, Any],
+) -> bool:
+    """Whether a language model that may have MTP modules is a draft model, instead of the target that they are for.
+
+    Without a target, a checkpoint that holds modules is taken for the target's.
+    """
+    if is_speculators_mtp(config) or not _is_language_model(config, architectures(config)):
+        return False
+    if config.get("model_type") not in CONFIG_MAPPING or _MTP_KEYWORDS & overrides.keys():
+        return False
+    if target is None:
+        return not module_names(config, tensors)
+    return not has_shape_of(config, target)
+
+
+def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    if _is_peagle(config, names, tensors):
+        return False
+    return (
+        speculators_type(config) == "eagle"
+        or config.get("model_type") == "eagle"
+        or ("eagle" in names and "eagle3" not in names)
+        or (not is_eagle3(config, tensors) and any(name in ("fc.weight", "model.fc.weight") for name in tensors))
+    )
+
+
+def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
+    """Whether config.json describes a model that writes text; `read_draft_model` tells which of those can draft."""
+    return any(head in names for head in ("forcausallm", "lmhead", "forconditionalgeneration")) or (
+        "AutoModelForCausalLM" in (config.get("auto_map") or {})
+    )
+
+
+# The first that matches names the checkpoint.
+REFUSALS = (
+    Refusal("PARD-2", "it is not supported; use an EAGLE-3 drafter for the same target", _is_pard2),
+    Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
+    Refusal("DSpark", _NOT_YET, _is_dspark),
+    Refusal("DFlash", _NOT_YET, _is_dflash),
+    Refusal("an MLP speculator", "it is not supported; use an EAGLE-3 drafter", _has("n_predict")),
+    Refusal("EAGLE-3 or P-EAGLE with multi-head latent attention in its draft layers", _NOT_YET, _is_mla),
+    Refusal("EAGLE-1 or EAGLE-2", "they are not supported; use an EAGLE-3 drafter for the same target", _is_eagle1),
+)
+
+
+def check_family(
+    name: str,
+    config: Mapping[str, Any],
+    tensors: Collection[str],
+    target: PreTrainedConfig | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> str:
+    """Return `EAGLE3`, `P_EAGLE`, `MTP` or `DRAFT_MODEL`.
+
+    Args:
+        name: of the checkpoint.
+        config: content of its config.json.
+        tensors: names of its tensors.
+        target: the target's text configuration, if there is a target: a language model with MTP modules is a draft
+            model for any other target than its own.
+        overrides: what the caller gave, by its keywords in `AutoDrafter.from_pretrained`.
+
+    Raises:
+        ValueError: another family, named, or none; then with what was looked for.
+    """
+    names, model_type = architectures(config), config.get("model_type") or ""
+    if model_type.startswith(DrafterConfig.model_type):
+        raise ValueError(
+            f"{name} is of the family {model_type!r}, which is not registered: it was saved by a newer hf_specdec, or "
+            "its class was not passed to register_drafter."
+        )
+    if speculators_type(config) not in (None, *_SPECULATORS_TYPES):
+        raise ValueError(
+            f"{name} is a drafter of speculators_model_type {speculators_type(config)!r}, which is not known here; "
+            "expected 'eagle3', 'peagle' or 'mtp'."
+        )
+    for refusal in REFUSALS:
+        if refusal.matches(config, names, tensors):
+            raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
+    if _is_peagle(config, names, tensors):
+        return P_EAGLE
+    if is_eagle3(config, tensors):
+        return EAGLE3
+    if _is_mtp(config, names, tensors) and not _drafts_as_a_whole(config, tensors, target, overrides or {}):
+        if find_family(config) is None:
+            raise ValueError(
+                f"{name} is a checkpoint with MTP modules (multi-token prediction) of a model type that is not "
+                f"supported; expected one of {', '.join(sorted(MTP_FAMILIES))}, or speculators' form for Qwen3, "
+                "Qwen3-Next and Qwen3.5."
+            )
+        return MTP
+    if _is_language_model(config, names):
+        return DRAFT_MODEL
+    raise ValueError(
+        f"{name} is a checkpoint of no known drafter dialect. Looked in config.json for a model_type of hf_specdec, "
+        "speculators_model_type (speculators), eagle_config (NVIDIA ModelOpt, SpecForge), an Eagle3 architecture "
+        "(SpecForge), draft_vocab_size (SafeAILab), ptd_token_id (Amazon), num_nextn_predict_layers and its like "
+        "(MTP), a ForCausalLM architecture (draft models, PARD); "
+        f"found model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the keys "
+        f"{sorted(config)}."
+    )
+
+
+def drafter_tensors(overrides: Mapping[str, Any], target: PreTrainedConfig | None = None) -> Selection:
+    """Which tensors of a checkpoint a drafter needs: those of the MTP modules if it drafts with such, otherwise all.
+
+    Args:
+        overrides: by their keywords in `AutoDrafter.from_pretrained`; they may ask for tensors that would be borrowed.
+        target: the target's text configuration, if there is a target.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+
+    def select(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
+        model_type = config.get("model_type") or ""
+        if model_type.startswith(DrafterConfig.model_type) or not _is_mtp(config, architectures(config), names):
+            return names
+        if _drafts_as_a_whole(config, names, target, given):
+            return names
+        if find_family(config) is None:
+            return telling_names(names)
+        return [tensor.published for tensor in needed_tensors(config, names, given)]
+
+    return select

@@ -1,0 +1,165 @@
+"""Key/value caches of transformers that a call continues, and those that a call leaves behind for the next one.
+
+Columns are those of the whole text, a batch's left padding included, as transformers' caches and attention masks count
+them. Row b, with `padding[b]` columns of padding, has position t in column `padding[b] + t`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from ..patching.cache import RaggedCache
+from .prompts import Prompts
+
+# Layers of a cache that can be read column by column. Exact types: a subclass may keep states in another form.
+_READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+def why_not_readable(cache: Cache, num_layers: int) -> str | None:
+    """The reason why a filled `cache` cannot be copied into a `RaggedCache` of `num_layers`; None if it can."""
+    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _READABLE})
+    if others:
+        return f"the call continues a cache with layers of type {', '.join(others)}"
+    filled = sum(layer.is_initialized for layer in cache.layers)
+    if filled != num_layers:
+        return f"the call continues a cache in which {filled} of {num_layers} layers are filled"
+    return None
+
+
+def _held(layer: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Keys and values `[B, kv_heads, n, head_dim]` that a layer of a cache holds, and the column of the first."""
+    length = int(layer.get_seq_length())
+    count = min(length, layer.keys.shape[2])
+    return layer.keys[:, :, :count], layer.values[:, :, :count], length - count
+
+
+def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, device: torch.device) -> None:
+    """Copy what `cache` holds of `prompts` into `ragged`, whose buffers have `batch` rows and are on `device`."""
+    rows_by_padding: dict[int, list[int]] = {}
+    for row, pad in enumerate(prompts.padding):
+        rows_by_padding.setdefault(pad, []).append(row)
+    for layer, ours in zip(cache.layers, ragged.layers, strict=True):
+        keys, values, first = _held(layer)
+        if not ours.is_initialized:
+            ours.allocate(keys.to(device), values.to(device), batch)
+        for pad, rows in rows_by_padding.items():
+            begin, end = max(first, pad), prompts.cached
+            if begin < end:
+                held, slots = slice(begin - first, end - first), slice(begin - pad, end - pad)
+                for theirs, buffer in ((keys, ours.keys), (values, ours.values)):
+                    buffer[rows, slots] = theirs[rows, :, held].transpose(1, 2).to(buffer)
+
+
+@dataclass
+class FinishedCall:
+    """What a call on the static engine leaves behind, while its buffers are not used by another.
+
+    Attributes:
+        model: the target.
+        ragged: its keys and values.
+        prompts: of the call.
+        sequences: `[B, P + new]` int64, what the call returns.
+        columns: leading columns of the text that all rows have keys and values of; at most all but the last.
+    """
+
+    model: PreTrainedModel
+    ragged: RaggedCache
+    prompts: Prompts
+    sequences: torch.Tensor
+    columns: int
+
+    def write_to(self, cache: Cache) -> None:
+        """Append to `cache` what it lacks of the columns that all rows have."""
+        device, padding = self.sequences.device, torch.tensor(self.prompts.padding)[:, None]
+        columns = torch.arange(int(cache.get_seq_length()), self.columns)
+        if not len(columns):
+            return
+        rows = torch.arange(len(padding), device=device)[:, None]
+        # Nobody reads keys and values of padding.
+        slots = (columns - padding).clamp(min=0).to(device)
+        for index, layer in enumerate(self.ragged.layers):
+            if not layer.is_initialized:  # a layer that no attention uses
+                continue
+            keys, values = (buffer[rows, slots].transpose(1, 2) for buffer in (layer.keys, layer.values))
+            cache.update(keys, values, index)
+
+    def complete(self, cache: Cache) -> None:
+        """Run the target over the columns that `cache` lacks, but for the last, as plain `generate()` has done.
+
+        These are columns in which some rows had ended, and continue with padding tokens.
+        """
+        prompts, held = self.prompts, int(cache.get_seq_length())
+        text = self.sequences[:, held - prompts.hidden : -1]
+        if not text.shape[1]:
+            return
+        width = held + text.shape[1]
+        padding = torch.tensor(prompts.padding, device=text.device)[:, None]
+        positions = torch.arange(width, device=text.device) - padding
+        options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        with torch.no_grad():
+            self.model(
+                input_ids=text,
+                attention_mask=(positions >= 0).long(),
+                position_ids=positions.clamp(min=0)[:, held:],
+                past_key_values=cache,
+                use_cache=True,
+                **options,
+            )
+
+
+class DeferredCache(DynamicCache):
+    """The keys and values of a finished call, copied out of the engine's buffers when somebody looks at them.
+
+    It is a `DynamicCache` from then on, and pickled as one.
+
+    Args:
+        call: whose keys and values these are. Before its buffers are used by another, `take_over` must be called.
+    """
+
+    def __init__(self, call: FinishedCall):
+        self._call: FinishedCall | None = None
+        self._is_copied = False
+        super().__init__()
+        self._call = call
+
+    @property
+    def layers(self) -> list:
+        if self._call is not None:
+            self.take_over()
+            call, self._call = self._call, None
+            call.complete(self)
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list) -> None:
+        self._layers = layers
+
+    def take_over(self) -> None:
+        """Copy the engine's buffers, if that was not done yet."""
+        call = self._call
+        if call is None or self._is_copied:
+            return
+        if call.sequences.is_cuda:  # whoever looks may use another stream than the call did
+            torch.cuda.synchronize(call.sequences.device)
+        self._call, self._is_copied = None, True
+        vars(self).update(vars(DynamicCache(config=call.model.config.get_text_config(decoder=True))))
+        self._layers = vars(self).pop("layers")
+        with torch.inference_mode(False), torch.no_grad():
+            call.write_to(self)
+        call.ragged = None
+        self._call = call
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        own = {"_call", "_is_copied", "_layers"}
+        state = {"layers": self.layers} | {name: value for name, value in vars(self).items() if name not in own}
+        return DynamicCache, (), state

@@ -1,0 +1,98 @@
+"""Compiling in pieces: layers that are alike are compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
+from torch.fx.passes.split_module import split_module
+
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+# A graph is cut after these operators, with which a compiler fuses nothing.
+_LAST_OF_A_PIECE = frozenset({"hf_specdec.attention"})
+
+
+def piecewise_backend(compiler: Compiler) -> Compiler:
+    """A backend of `torch.compile` that cuts a graph after every attention and compiles pieces that are alike once.
+
+    Nearly all layers of a target come to the same kernels. Compiled as a whole, a round takes time for each of them.
+    vLLM cuts graphs at attention, too, though in order to run that outside of its CUDA graphs (its torch.compile
+    integration, docs.vllm.ai).
+
+    Args:
+        compiler: a backend for the pieces.
+    """
+
+    def compile_pieces(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        given = dict(zip((node.name for node in graph.graph.find_nodes(op="placeholder")), inputs, strict=True))
+        numbers, number = {}, 0
+        for node in graph.graph.nodes:
+            numbers[node] = number
+            number += str(node.target).removesuffix(".default") in _LAST_OF_A_PIECE
+        whole = split_module(graph, None, numbers.__getitem__, keep_original_order=True)
+        compiled: dict[Hashable, Callable[..., Any]] = {}
+        for name, piece in list(whole.named_children()):
+            examples = _examples(piece, given)
+            key = _structure(piece, examples)
+            if key not in compiled:
+                compiled[key] = _compiled(piece, examples, compiler)
+            delattr(whole, name)  # a module, which a function cannot replace
+            setattr(whole, name, compiled[key])
+        return whole.forward
+
+    return compile_pieces
+
+
+def _compiled(piece: fx.GraphModule, examples: list[Any], compiler: Compiler) -> Callable[..., Any]:
+    result = piece.graph.output_node()
+    if isinstance(result.args[0], tuple):
+        return compiler(piece, examples)
+    # Backends want graphs that return tuples.
+    result.args = ((result.args[0],),)
+    piece.recompile()
+    run = compiler(piece, examples)
+    return lambda *inputs: run(*inputs)[0]
+
+
+def _examples(piece: fx.GraphModule, given: dict[str, Any]) -> list[Any]:
+    """What the inputs of a piece are like: tensors without data, or something else that was `given` to the whole."""
+    values = [(node.target, node.meta["example_value"]) for node in piece.graph.find_nodes(op="placeholder")]
+    return [value if isinstance(value, FakeTensor) else given.get(name, value) for name, value in values]
+
+
+def _structure(graph: fx.GraphModule, examples: list[Any]) -> Hashable:
+    """What graphs have in common that a compiler makes the same of.
+
+    These are operations, their arguments that are not tensors, shapes and layouts of their inputs, and which of those
+    share memory. An input of another kind, such as a tensor that is split over processes, is like itself only.
+    """
+    places = {node: place for place, node in enumerate(graph.graph.nodes)}
+    storages: dict[int, int] = {}
+    inputs: list[Hashable] = []
+    for example in examples:
+        if isinstance(example, FakeTensor):
+            storage = storages.setdefault(example.untyped_storage()._cdata, len(storages))
+            layout = (example.shape, example.stride(), example.storage_offset(), storage)
+            inputs.append((*layout, example.dtype, example.device, example.requires_grad))
+        else:
+            inputs.append(id(example))
+
+    def described(argument: Any) -> Any:
+        return f"node {places[argument]}" if isinstance(argument, fx.Node) else argument
+
+    operations = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        # Tensors that belong to the graph itself, and modules, are the same only if they are one.
+        own = id(graph.get_submodule(node.target)) if node.op == "call_module" else None
+        if node.op == "get_attr":
+            owner, _, name = node.target.rpartition(".")
+            own = id(getattr(graph.get_submodule(owner), name))
+        target = node.target if own is None else own
+        operations.append((node.op, target, repr(map_aggregate((node.args, node.kwargs), described))))
+    return tuple(inputs), tuple(operations)

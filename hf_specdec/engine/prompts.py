@@ -1,0 +1,129 @@
+"""The prompts of a call: padding, lengths, and what a cache of the caller already holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a call, and how much of them a cache holds already.
+
+    Attributes:
+        input_ids: `[B, P]` int64 as given to `generate()`: the last P columns of the text.
+        padding: columns of padding at the start of each row's text.
+        width: columns of the text; more than P where only what the cache lacks was given.
+        cached: leading columns that the cache holds; 0 if there is none.
+    """
+
+    input_ids: torch.Tensor
+    padding: list[int]
+    width: int
+    cached: int = 0
+
+    @property
+    def hidden(self) -> int:
+        """Leading columns whose tokens were not given."""
+        return self.width - self.input_ids.shape[1]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [self.width - pad for pad in self.padding]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def cached_lengths(self) -> list[int]:
+        """Tokens of each row that the cache holds."""
+        return [max(self.cached - pad, 0) for pad in self.padding]
+
+    @property
+    def longest_uncached(self) -> int:
+        return max(length - held for length, held in zip(self.lengths, self.cached_lengths, strict=True))
+
+    def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
+        """The first position of each row that a drafter reads: of hidden states or of tokens that somebody has.
+
+        Args:
+            reads_taps: whether it reads hidden states of the target, which nobody recorded of cached columns.
+        """
+        held = self.cached_lengths
+        if reads_aux_hidden_states:
+            # What stands beside the last token is read, if need be without a hidden state.
+            return [max(min(start, length - 2), 0) for start, length in zip(held, self.lengths, strict=True)]
+        return held if self.hidden else [0] * len(held)
+
+    def rows(self, device: torch.device) -> list[torch.Tensor]:
+        """Tokens of each row, `[length]` int64; 0 for those that were not given."""
+        found = []
+        for row, pad in zip(self.input_ids, self.padding, strict=True):
+            tokens = row[max(pad - self.hidden, 0) :].to(device)
+            found.append(torch.nn.functional.pad(tokens, (max(self.hidden - pad, 0), 0)))
+        return found
+
+
+def read_prompts(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, mask_width: int | None, cache: Cache | None
+) -> Prompts:
+    """The prompts of a call as `generate()` has prepared it.
+
+    Args:
+        input_ids: `[B, P]` int64.
+        attention_mask: `[B, width]`; None if all columns are tokens.
+        mask_width: `width` where `attention_mask` is None; None for P.
+        cache: that the call continues; None, or an empty one, for none.
+
+    Raises:
+        ValueError: a row is not padding followed by tokens, or prompts and cache do not fit each other.
+    """
+    batch, given = input_ids.shape
+    cached = 0 if cache is None else int(cache.get_seq_length())
+    width = mask_width or given if attention_mask is None else attention_mask.shape[1]
+    if width not in (given, given + cached):
+        raise ValueError(
+            f"The attention_mask has {width} columns, but input_ids has {given} and the cache holds {cached}; expected "
+            f"{given}, or {given + cached} where input_ids are only what follows the cached text."
+        )
+    if cached >= width:
+        raise ValueError(
+            f"past_key_values holds {cached} tokens a row, but the prompts have {width}; expected at least one token "
+            "that it does not hold. Pass the whole text, or only what follows the cached text together with an "
+            "attention_mask over both; or take tokens out of the cache with its crop()."
+        )
+    prompts = Prompts(input_ids, left_padding(batch, attention_mask), width, cached)
+    filled = (layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None) if cached else ()
+    rows = next(map(len, filled), batch)
+    if rows != batch:
+        raise ValueError(
+            f"past_key_values holds {rows} rows, but the call has {batch} (prompts times num_return_sequences); "
+            "expected as many. Repeat its rows with batch_repeat_interleave()."
+        )
+    return prompts
+
+
+def left_padding(batch: int, attention_mask: torch.Tensor | None) -> list[int]:
+    """Columns of padding at the start of each of `batch` rows of `attention_mask` `[B, width]`; none where it is None.
+
+    Raises:
+        ValueError: a row is padded on the right or in the middle, or holds padding only.
+    """
+    if attention_mask is None:
+        return [0] * batch
+    mask = attention_mask.bool()
+    padding = (~mask).sum(dim=1)
+    expected = torch.arange(mask.shape[1], device=mask.device) >= padding[:, None]
+    wrong = (mask != expected).any(dim=1) | ~mask.any(dim=1)
+    if wrong.any():
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"Row {row} of the batch has an attention_mask that is not padding followed by tokens "
+            f"({mask[row].int().tolist()[:16]}...). Generation needs padding on the left: set "
+            "tokenizer.padding_side = 'left'."
+        )
+    return padding.tolist()

@@ -1,0 +1,185 @@
+"""Rounds of speculative decoding, and the prefill before them, in the order of the algorithm."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from ..device_policy import policy_of
+from ..drafters.base import Drafter
+from ..kernels.types import VerificationResult
+from ..ops import verify_block, verify_greedy, verify_sampling
+from ..sampling.processors import BlockProcessor
+from ..state import DecodeState
+from ..stats import Counters
+from .target import Target
+from .transcript import Transcript
+
+
+def prefill(state: DecodeState, target: Target, drafter: Drafter, width: int, chunk_size: int) -> None:
+    """Run what the cache lacks of the prompts but for their last tokens, in `width` columns, and draft.
+
+    There may be more columns than they need. Afterwards the state is as if a round had just committed the last token of
+    each prompt: that token has not passed through the target, and the drafter has proposed what follows it. It is the
+    same if prefill is run again.
+    """
+    batch = state.tokens.shape[0]
+    prompt_end = state.lengths - 1
+    rows = torch.arange(batch, device=state.tokens.device)
+    columns = torch.arange(width, device=state.tokens.device)
+    last_aux_hidden_states = None
+    for chunk in columns.split(chunk_size):
+        positions = state.cached[:, None] + chunk
+        slots = torch.where(positions < prompt_end[:, None], positions, state.dummy_slot)
+        _, aux_hidden_states = target(state, state.tokens.gather(1, slots), slots, logits_to_keep=1)
+        if aux_hidden_states is not None:
+            drafter.prefill(state, aux_hidden_states, slots)
+            last = prompt_end - 1 - positions[:, 0]
+            here = aux_hidden_states[rows, last.clamp(0, len(chunk) - 1)]
+            is_here = ((last >= 0) & (last < len(chunk)))[:, None]
+            last_aux_hidden_states = torch.where(
+                is_here, here, torch.zeros_like(here) if last_aux_hidden_states is None else last_aux_hidden_states
+            )
+        else:
+            drafter.prefill(state, None, slots)
+    blank = state.tokens.new_zeros(batch, state.num_draft_tokens + 1)
+    result = VerificationResult(blank, state.lengths.new_zeros(batch), state.lengths.new_ones(batch))
+    window = None
+    if last_aux_hidden_states is not None:
+        window = last_aux_hidden_states.new_zeros(batch, state.num_draft_tokens + 1, last_aux_hidden_states.shape[-1])
+        window[:, 0] = last_aux_hidden_states
+    state.set_proposal(drafter.propose(state, window, result))
+
+
+def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size: int) -> None:
+    """Let a drafter that reads tokens alone read the `width` leading positions that the target's cache holds."""
+    for chunk in torch.arange(width, device=state.tokens.device).split(chunk_size):
+        drafter.prefill(state, None, torch.where(chunk < state.cached[:, None], chunk, state.dummy_slot))
+
+
+def run_round(
+    state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
+) -> tuple[VerificationResult, torch.Tensor, torch.Tensor]:
+    """One round: verify the drafts, commit what holds, draft again. Returns the verdict, scores and logits."""
+    block, logits, aux_hidden_states = target_forward(state, target)
+    scores = process(logits, block, state)
+    return verify_and_draft(state, drafter, scores, aux_hidden_states), scores, logits
+
+
+def target_forward(state: DecodeState, target: Target) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """First half of a round: the target reads the drafts. Returns the block, its logits and taps."""
+    block, slots = state.block()
+    return block, *target(state, block, slots)
+
+
+def verify_and_draft(
+    state: DecodeState, drafter: Drafter, scores: torch.Tensor, aux_hidden_states: torch.Tensor | None
+) -> VerificationResult:
+    """Second half of a round: verify the drafts by `scores` `[B, K + 1, V]`, commit what holds, draft again."""
+    result = state.commit(verify(scores, state))
+    state.set_proposal(drafter.propose(state, aux_hidden_states, result))
+    return result
+
+
+def verify(scores: torch.Tensor, state: DecodeState) -> VerificationResult:
+    """Judge the state's proposal by `scores` `[B, K + 1, V]`."""
+    if not state.is_sampling:
+        return verify_greedy(scores, state.proposal.tokens)
+    scores = scores.float()
+    if state.verification == "block" and state.proposal.probs is not None:
+        return verify_block(scores, *state.proposal, state.seeds, state.lengths, state.limits - state.lengths)
+    return verify_sampling(scores, *state.proposal, state.seeds, state.lengths)
+
+
+class RoundReport:
+    """What the host reads of a round, on its way from the device.
+
+    Args:
+        verdict: of the round; its tensors may be overwritten by the next one.
+    """
+
+    def __init__(self, result: VerificationResult):
+        parts = (result.tokens, result.accepted[:, None], result.committed[:, None])
+        packed = torch.cat(parts, dim=1)
+        self._arrived = None
+        if packed.is_cuda:
+            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(packed.device).record_event()
+        else:
+            self._packed = packed
+
+    def read(self) -> tuple[list[list[int]], list[int], list[int]]:
+        """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows = self._packed.tolist()
+        return [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
+
+
+class RoundLoop:
+    """The host's side of a loop of rounds: it reads results late (`rounds_ahead`), so that the device need not wait.
+
+    Args:
+        state: prefilled.
+        next_round: runs `step` on it, eagerly or captured.
+        transcript: of what was said.
+        counters: of the rows that somebody asked for; the state may have more.
+        longest: length of the longest prompt.
+        rooms: new tokens that each row may have. A row that has as many without having stopped is an error: the target
+            has no positions for more.
+    """
+
+    def __init__(
+        self,
+        state: DecodeState,
+        next_round: Callable[[], tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]],
+        transcript: Transcript,
+        counters: Counters,
+        longest: int,
+        remaining: list[int],
+    ):
+        self.state = state
+        self.transcript = transcript
+        self.counters = counters
+        self._next_round = next_round
+        self._batch = len(counters.rows)
+        self.num_rounds = 0
+        self._longest = longest
+        self._remaining = remaining
+        self._lag = policy_of(state.tokens.device).rounds_ahead
+        self._reports: deque[tuple[RoundReport, dict[str, torch.Tensor | None]]] = deque()
+
+    def run(self) -> None:
+        """Run rounds until the transcript is complete. Rounds that began before the host knew are not looked at."""
+        while not self.transcript.is_complete:
+            # The drafts verified now, and those drafted after all of them were accepted.
+            unseen = len(self._reports) * (self.state.num_draft_tokens + 1)
+            spoken = self._longest + self.transcript.longest_row() + unseen
+            self.state.live = spoken + 2 * self.state.num_draft_tokens
+            result, scores, logits = self._next_round()
+            self._reports.append((RoundReport(result), {"scores": scores, "logits": logits}))
+            if len(self._reports) > self._lag:
+                self._take(*self._reports.popleft())
+
+    def _take(self, report: RoundReport, records: dict[str, torch.Tensor | None]) -> None:
+        tokens, accepted, committed = (part[: self._batch] for part in report.read())
+        self.num_rounds += 1
+        for row, (num_accepted, num_committed) in enumerate(zip(accepted, committed, strict=True)):
+            if num_committed > 0 and not self.transcript.is_done(row):
+                remaining = self._remaining[row] - self.transcript.length(row)
+                self.counters.count(row, num_accepted, num_committed, remaining)
+        before = self.transcript.stopped
+        self.transcript.add(tokens, committed, **records)
+        for row, remaining in enumerate(self._remaining):
+            if not self.transcript.stopped[row] and self.transcript.steps >= remaining:
+                raise ValueError(
+                    f"Row {row} of the batch has {remaining} new tokens and has not ended, but the target has no "
+                    "positions for more; expected a limit (max_new_tokens, max_length) that fits "
+                    "max_position_embeddings."
+                )
+        if self.transcript.pads_finished_rows and self.transcript.stopped != before:
+            stopped = torch.tensor(self.transcript.stopped, device=self.state.finished.device)
+            self.state.finished[: self._batch] |= stopped

@@ -1,0 +1,422 @@
+"""The stock engine: our drafters inside transformers' own `_assisted_decoding`.
+
+For targets that the static engine cannot host. Batch 1, eager, on the cache that the target itself wants.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..drafters.base import Drafter
+from ..kernels.types import VerificationResult
+from ..ops import over_vocabulary
+from ..parallel.tensor_parallel import from_first_rank
+from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.patch import caller
+from ..patching.support import has_recurrent_layers
+from ..sampling.processors import row_temperatures
+from ..sampling.randomness import Randomness
+from ..state import DecodeState, Shape
+from ..stats import Counters, SpeculationStats
+from .equivalence import why_not_equivalent
+from .output import SpeculativeOutput
+from .prompts import Prompts
+from .request import draws_draft_probs, sampling_temperature
+
+
+class SpokenCriteria(StoppingCriteriaList):
+    """Stopping criteria that say nothing of a block without candidates before the target has added its token to it.
+
+    transformers 5.17 asks about such blocks too, so that a criterion which does not read the text, such as a time
+    limit, would end an output without its first token.
+    """
+
+    committed = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.Tensor:
+        if input_ids.shape[1] == self.committed:
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        with caller():
+            return super().__call__(input_ids, scores, **kwargs)
+
+
+class CallersStreamer(BaseStreamer):
+    """A streamer as transformers' loop is to call it: see `patching.caller`."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self._streamer = streamer
+
+    def put(self, value: torch.Tensor) -> None:
+        with caller():
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        with caller():
+            self._streamer.end()
+
+
+class DrafterCandidateGenerator(CandidateGenerator):
+    """transformers' `CandidateGenerator` over a `Drafter`.
+
+    The protocol asks for candidates before the target has run once, so the first answer is no candidates. From then on
+    every call follows one verified block, and is one `propose`.
+
+    Args:
+        drafter: bound to the generating model.
+        recorder: entered by the caller for as long as the generator is used.
+        criteria: a candidate that would end the output is not proposed but left to the target, so that nothing is
+            ever accepted past an end.
+        config: as prepared by `generate()`.
+        num_draft_tokens: K.
+        seeds: `[1]` int64, key of the drafter's random numbers.
+        row_temperatures: `[1]` float32, see `sampling.row_temperatures`.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        recorder: AuxHiddenStateRecorder,
+        criteria: SpokenCriteria,
+        config: GenerationConfig,
+        num_draft_tokens: int,
+        seeds: torch.Tensor,
+        row_temperatures: torch.Tensor | None,
+    ):
+        self._drafter = drafter
+        self._recorder = recorder
+        self._criteria = criteria
+        self._config = config
+        self._num_draft_tokens = self._num_asked = num_draft_tokens
+        self._temperature = sampling_temperature(config)
+        self._seeds, self._row_temperatures = seeds, row_temperatures
+        self._draft_probs = draws_draft_probs(drafter, self._temperature, row_temperatures)
+        self._state: DecodeState | None = None
+        self._num_candidates = 0
+        self._num_rounds = 0
+        self._counters = Counters(1, num_draft_tokens)
+        self._start: float | None = None
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, is_first_iteration: bool = False, n_last_matches: int = 0, **kwargs
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Candidates `[1, length + n]` for `input_ids` `[1, length]`, and logits `[1, n, V]` of their distribution."""
+        self._criteria.committed = input_ids.shape[1]
+        if is_first_iteration:
+            return input_ids, None
+        if self._state is None:
+            self._begin(input_ids)
+        else:
+            self._follow(input_ids, int(n_last_matches))
+        tokens = self._state.proposal.tokens.to(input_ids.device)
+        candidates = torch.cat([input_ids, tokens], dim=1)
+        length = input_ids.shape[1]
+        self._num_candidates = next(
+            (n for n in range(tokens.shape[1]) if bool(self._criteria(candidates[:, : length + n + 1], None).any())),
+            tokens.shape[1],
+        )
+        if self._num_candidates == 0:
+            return input_ids, None
+        proposal, logits = self._state.proposal, None
+        if proposal.probs is not None:
+            logits = proposal.probs[:, : self._num_candidates].log()
+            vocabulary = self._drafter.config.vocab_size
+            logits = over_vocabulary(logits, proposal.draft_ids, vocabulary, fill=float("-inf")).to(input_ids.device)
+        return candidates[:, : length + self._num_candidates], logits
+
+    def summary(self, reason: str) -> SpeculationStats:
+        """Statistics of the whole call. The last block is counted as far as it got."""
+        return self._counters.summary(
+            num_assistant_tokens=self._num_asked,
+            engine="stock",
+            reason=reason,
+            draft_probs=self._draft_probs,
+            num_rounds=self._num_rounds,
+            seconds=0.0 if self._start is None else time.perf_counter() - self._start,
+        )
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        if self._state is None:
+            return
+        num_matches = int(num_matches)
+        self._counters.count(0, num_matches, num_matches + 1, remaining=self._num_candidates)
+        self._num_rounds += 1
+
+    def _begin(self, input_ids: torch.Tensor) -> None:
+        # A cache that came filled holds tokens whose hidden states nobody recorded: the drafter starts after them.
+        aux_hidden_states = self._aux_hidden_states()
+        num_seen = input_ids.shape[1] - 1 if aux_hidden_states is None else aux_hidden_states.shape[1]
+        tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
+        remaining = self._config.max_length - input_ids.shape[1]
+        self._num_draft_tokens = min(self._num_asked, remaining)
+        max_new_tokens = remaining + self._num_draft_tokens + 1
+        shape = Shape(
+            batch=1,
+            slots=len(tokens) + max_new_tokens + 1,
+            num_draft_tokens=self._num_draft_tokens,
+            is_sampling=self._temperature is not None,
+            draft_probs=self._draft_probs,
+            num_ends=0,
+        )
+        self._state = state = self._drafter.new_state(shape, num_layers=0, device=tokens.device)
+        state.begin([tokens], max_new_tokens, None, self._seeds, self._temperature, self._row_temperatures)
+        state.live = state.slots
+        self._start = time.perf_counter()
+        self._drafter.prefill(state, aux_hidden_states, torch.arange(num_seen, device=tokens.device)[None])
+        self._propose(1, None if aux_hidden_states is None else aux_hidden_states[:, -1:])
+
+    def _follow(self, input_ids: torch.Tensor, num_matches: int) -> None:
+        committed = num_matches + 1
+        length = int(self._state.lengths)
+        self._state.tokens[:, length : length + committed] = input_ids[:, -committed:]
+        self._state.lengths += committed
+        self._propose(committed, self._aux_hidden_states())
+
+    def _aux_hidden_states(self) -> torch.Tensor | None:
+        # The layers of a target under hooks may run on several devices, none of which need be the drafter's.
+        aux_hidden_states = self._recorder.aux_hidden_states
+        return None if aux_hidden_states is None else aux_hidden_states.to(self._drafter.device)
+
+    def _propose(self, committed: int, aux_hidden_states: torch.Tensor | None) -> None:
+        """Draft after a block of which the first `committed` rows, with `taps` `[1, n, width]`, were committed."""
+        window = None
+        if aux_hidden_states is not None:
+            window = aux_hidden_states.new_zeros(1, self._num_draft_tokens + 1, aux_hidden_states.shape[-1])
+            window[:, :committed] = aux_hidden_states[:, :committed]
+        count = torch.full_like(self._state.lengths, committed)
+        result = VerificationResult(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
+        self._state.set_proposal(self._drafter.propose(self._state, window, result))
+
+
+class ReachableProcessors(LogitsProcessorList):
+    """Logits processors that are not asked about texts which they themselves rule out.
+
+    The loop asks about every prefix of a block, whatever was said about the one before, but a processor such as
+    `prefix_allowed_tokens_fn` may know nothing of what follows a token that it forbids. The scores after such a token
+    are left unprocessed: it will not be accepted.
+    """
+
+    _scores: torch.Tensor | None = None
+    _length: int | None = None
+    _is_ruled_out = False
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        length = input_ids.shape[1]
+        # Every block begins with a token that was possible, so a text that goes on from the last one tells all.
+        if self._length == length - 1:
+            self._is_ruled_out |= bool(self._scores[0, input_ids[0, -1]].isneginf())
+        else:
+            self._is_ruled_out = False
+        if not self._is_ruled_out:
+            with caller():
+                self._scores = scores = super().__call__(input_ids, scores, **kwargs)
+        self._length = length
+        return scores
+
+
+class ReplayCache(DynamicCache):
+    """A `DynamicCache` that can be cropped although layers of it are recurrent.
+
+    A recurrent state cannot lose its last tokens. So the layers are snapshotted before each forward pass; `crop` puts
+    the snapshot back and runs the tokens that stay once more. Use as a context: it listens to `target`'s calls with it.
+
+    Args:
+        target: whose calls fill it.
+        cache: whose layers it has, so that this is filled, too; None for layers of its own.
+    """
+
+    def __init__(self, target: PreTrainedModel, cache: Cache | None):
+        super().__init__(config=target.config.get_text_config())
+        if cache is not None and cache.layers:
+            self.layers = cache.layers
+        self._target = target
+        self._snapshot: list[dict[str, Any]] = []
+        self._inputs: dict[str, Any] = {}
+
+    def __enter__(self) -> ReplayCache:
+        self._handle = self._target.register_forward_pre_hook(self._remember, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._handle.remove()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove < 0:
+            for layer, saved in zip(self.layers, self._snapshot, strict=True):
+                layer.__dict__.update(_copy_state(saved))
+            self._target(**_shorten(self._inputs, -tokens_to_remove))
+        super().crop(0)
+
+    def _remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not self:
+            return
+        self._inputs = kwargs
+        self._snapshot = [_copy_state(layer.__dict__) for layer in self.layers]
+
+
+@contextmanager
+def _continuing(model: PreTrainedModel, cached: int) -> Iterator[None]:
+    """Context in which the loop's first pass of `model` leaves out the `cached` tokens that its cache holds.
+
+    transformers' loop runs the whole prompt again.
+    """
+    if not cached:
+        yield
+        return
+    was_there, prepare = "prepare_inputs_for_generation" in vars(model), model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def prepare_rest(input_ids, *args, is_first_iteration=False, **kwargs):
+        if is_first_iteration:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - cached
+        return prepare(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
+
+    model.prepare_inputs_for_generation = prepare_rest
+    try:
+        yield
+    finally:
+        if was_there:
+            model.prepare_inputs_for_generation = prepare
+        else:
+            del model.prepare_inputs_for_generation
+
+
+@contextmanager
+def _lent(cache: Cache | None) -> Iterator[None]:
+    """Context after which sliding layers of the caller's `cache` keep as much of the past as they did before."""
+    kept = [(layer, layer.record_past) for layer in getattr(cache, "layers", ()) if hasattr(layer, "record_past")]
+    try:
+        yield
+    finally:
+        for layer, record_past in kept:
+            layer.record_past = record_past
+
+
+@contextmanager
+def _seeded(seed: int, model: PreTrainedModel) -> Iterator[None]:
+    """Context in which the global generators of the CPU and of `model`'s devices start from `seed`."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(sorted(devices, key=str)):
+        torch.manual_seed(seed)
+        yield
+
+
+def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
+    # Attention layers replace their tensors at every update, recurrent ones write into those their dicts hold.
+    return {
+        name: {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in state.items()
+    }
+
+
+def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
+    """The keyword arguments of a forward pass without its last `by` tokens."""
+    kept = dict(inputs)
+    for name in ("input_ids", "position_ids", "attention_mask", "cache_position"):
+        if kept.get(name) is not None:
+            kept[name] = kept[name][..., :-by]
+    kept["logits_to_keep"] = 1
+    return kept
+
+
+def assist(
+    assisted_decoding: Callable,
+    model: PreTrainedModel,
+    drafter: Drafter,
+    prompts: Prompts,
+    config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    num_draft_tokens: int,
+    reason: str,
+    logits_processor: LogitsProcessorList,
+    randomness: Randomness,
+    streamer: BaseStreamer | None = None,
+    **kwargs,
+) -> SpeculativeOutput | torch.Tensor:
+    """Generate through transformers' `assisted_decoding` with our candidates.
+
+    Args:
+        assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
+        model, config, criteria, logits_processor, streamer, kwargs: what `generate()` called it with.
+        prompts: of the call.
+        drafter: bound to `model`.
+        num_draft_tokens: K.
+        reason: why this engine runs, for the statistics.
+        randomness: where random numbers come from. transformers' loop draws from torch's global generators; where the
+            caller names another source, they are seeded for the call and put back after it.
+
+    Raises:
+        ValueError: the batch has more than one row, not all tokens of the text are known, or transformers' assisted
+            generation does not say what plain generation of `model` does.
+    """
+    input_ids = prompts.input_ids
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"{type(model).__name__} cannot run on the static engine ({reason}), and transformers' own assisted "
+            f"generation takes one row at a time, but the batch has {input_ids.shape[0]}. Generate row by row, or "
+            "without assistant_model."
+        )
+    if prompts.hidden:
+        raise ValueError(
+            f"{type(model).__name__} cannot run on the static engine ({reason}), and transformers' own assisted "
+            f"generation needs the whole text, but input_ids lacks the first {prompts.hidden} tokens, which only "
+            "past_key_values holds; expected the whole text in input_ids."
+        )
+    obstacle = None if drafter.is_equivalence_check else why_not_equivalent(model, "stock")
+    if obstacle is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot generate with a drafter: neither on the static engine ({reason}), nor in "
+            f"transformers' own assisted generation ({obstacle}). Generate without assistant_model."
+        )
+    criteria = SpokenCriteria(criteria)
+    seeds = from_first_rank(randomness.row_seeds(1, sampling_temperature(config)), model)
+    factors = row_temperatures(logits_processor, 1)
+    with ExitStack() as stack:
+        if randomness.is_given:
+            stack.enter_context(_seeded(int(seeds[0]), model))
+        recorder = stack.enter_context(
+            AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
+        )
+        cache = kwargs.get("past_key_values")
+        stack.enter_context(_lent(cache))
+        stack.enter_context(_continuing(model, prompts.cached))
+        if has_recurrent_layers(model):
+            kwargs["past_key_values"] = stack.enter_context(ReplayCache(model, cache))
+        generator = DrafterCandidateGenerator(drafter, recorder, criteria, config, num_draft_tokens, seeds, factors)
+        output = assisted_decoding(
+            model,
+            input_ids,
+            stopping_criteria=criteria,
+            generation_config=config,
+            assistant_model=generator,
+            logits_processor=ReachableProcessors(logits_processor),
+            streamer=None if streamer is None else CallersStreamer(streamer),
+            **kwargs,
+        )
+        drafter._last_stats = generator.summary(reason)
+    if isinstance(output, GenerateDecoderOnlyOutput):
+        if isinstance(output.past_key_values, ReplayCache) and cache is not None:
+            output.past_key_values = cache
+        return SpeculativeOutput(**output, speculation=drafter.stats)
+    return output

@@ -1,0 +1,103 @@
+"""The target as a round sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..drafters.base import Drafter
+from ..parallel.all_reduce import symmetric_memory_all_reduce
+from ..parallel.tensor_parallel import local_linears
+from ..patching.attention import ragged_attention
+from ..patching.experts import triton_experts
+from ..patching.fused_linear import fused_linears
+from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.linear import patched_linear
+from ..patching.patch import current_engine, engine
+from ..state import DecodeState
+from .prompts import Prompts
+
+
+class HiddenStates:
+    """Keeps the target's hidden states at every slot, for `output_hidden_states=True`."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def store(self, layers: tuple[torch.Tensor, ...], slots: torch.Tensor, num_slots: int) -> None:
+        if not self._buffers:
+            self._buffers = [layer.new_zeros(layer.shape[0], num_slots, layer.shape[2]) for layer in layers]
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        for buffer, layer in zip(self._buffers, layers, strict=True):
+            buffer[rows, slots] = layer
+
+    def steps(self, prompts: Prompts, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """As `generate()` returns them: the padded prompt but for cached columns first, then one position a step."""
+        prompt_lengths, width = prompts.lengths, prompts.width - prompts.cached
+
+        def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
+            if step > 0:
+                rows = torch.arange(buffer.shape[0], device=buffer.device)
+                return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step][:, None]
+            out = buffer.new_zeros(buffer.shape[0], width, buffer.shape[2])
+            for row, (length, cached) in enumerate(zip(prompt_lengths, prompts.cached_lengths, strict=True)):
+                out[row, width - (length - cached) :] = buffer[row, cached:length]
+            return out
+
+        return tuple(tuple(gather(buffer, step) for buffer in self._buffers) for step in range(num_steps))
+
+
+@dataclass
+class Target:
+    """The target as the round sees it: tokens and slots in, logits and taps out.
+
+    Attributes:
+        model: the target.
+        recorder: listens for the drafter's taps.
+        hidden_states: keeps all hidden states if the caller wants them.
+    """
+
+    model: PreTrainedModel
+    recorder: AuxHiddenStateRecorder
+    hidden_states: HiddenStates | None = None
+
+    def __call__(
+        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run `[B, n]` tokens at `[B, n]` slots: logits `[B, n, V]` (or the last `logits_to_keep`) and taps."""
+        state.cache.advance(slots, state.live)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=state.cache.attention_mask(slots),
+            position_ids=state.position_ids(slots),
+            past_key_values=state.cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=self.hidden_states is not None,
+            return_dict=True,
+        )
+        if self.hidden_states is not None:
+            self.hidden_states.store(out.hidden_states, slots, state.slots)
+        return out.logits, self.recorder.aux_hidden_states
+
+
+@contextmanager
+def patched_target(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -> Iterator[Target]:
+    """Context in which `model` runs on a ragged cache, for an engine; on exit, also by an error, it is as it was."""
+    with ExitStack() as stack:
+        if current_engine() is None:
+            stack.enter_context(engine())
+        stack.enter_context(ragged_attention(model))
+        stack.enter_context(triton_experts(model, drafter))
+        stack.enter_context(local_linears(model))
+        stack.enter_context(symmetric_memory_all_reduce(model))
+        stack.enter_context(patched_linear(model, drafter))
+        stack.enter_context(fused_linears(model, drafter))
+        recorder = stack.enter_context(
+            AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
+        )
+        yield Target(model, recorder, HiddenStates() if keep_hidden_states else None)

@@ -1,0 +1,244 @@
+"""`hf-specdec inspect`: what a drafter checkpoint is, how it is read, and whether it fits a target."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from ..auto import AutoDrafter, CheckpointReading, read_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, check_place, open_checkpoint
+from ..checkpoints.detection import drafter_tensors
+from ..config import DraftModelConfig, Eagle3Config, MtpConfig
+from ..drafters.base import check_sizes
+from ..drafters.draft_model import check_vocabulary
+from ..drafters.eagle3 import check_fit
+from .self_check import SelfCheck, self_check
+
+PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
+_SHOWN_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "target_hidden_size",
+)
+
+
+def add_inspect(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand to the command line."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="say what a drafter checkpoint is, how it is read, and whether it fits a target",
+        description=__doc__,
+    )
+    parser.add_argument("repo", help="folder or Hub repository of the drafter")
+    parser.add_argument("--target", help="folder or Hub repository of the target; its config.json is enough")
+    parser.add_argument("--revision", help="branch, tag or commit of the drafter")
+    parser.add_argument("--subfolder", default="", help="folder of the drafter inside the repository")
+    parser.add_argument("--token", help="Hub token")
+    parser.add_argument(
+        "--self-check",
+        action="store_true",
+        help="load both models and score every reading of the checkpoint on one prompt",
+    )
+    parser.add_argument("--device", help="where the self-check runs; a GPU if there is one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_inspect)
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """Print the report.
+
+    Raises:
+        OSError, ValueError: the checkpoint cannot be read or does not fit the target.
+    """
+    if arguments.self_check and arguments.target is None:
+        raise ValueError("--self-check compares the drafter with its target; pass --target too.")
+    if arguments.revision is not None and Path(arguments.repo).is_dir():
+        raise ValueError(f"--revision is {arguments.revision!r}, but {arguments.repo} is a folder, which has none.")
+    target = None
+    if arguments.target is not None:
+        check_place(arguments.target)
+        target = AutoConfig.from_pretrained(arguments.target, token=arguments.token)
+    checkpoint = open_checkpoint(
+        arguments.repo,
+        subfolder=arguments.subfolder,
+        revision=arguments.revision,
+        select=drafter_tensors({}, target.get_text_config() if target is not None else None),
+        token=arguments.token,
+    )
+    found = read_checkpoint(checkpoint, target)
+    if arguments.self_check and not isinstance(found.config, Eagle3Config):
+        raise ValueError(
+            f"{checkpoint.name} is a {found.config.family}, but --self-check scores the readings of EAGLE-3 and "
+            "P-EAGLE drafters only. Drop it."
+        )
+    report = describe(checkpoint, found)
+    if target is not None:
+        report["target"] = describe_fit(found, target, arguments.target)
+    if arguments.self_check:
+        report["self_check"] = describe_self_check(run_self_check(arguments))
+    print(json.dumps(report, indent=2) if arguments.json else render(report))
+
+
+def describe(checkpoint: Checkpoint, found: CheckpointReading) -> dict[str, Any]:
+    """The report on the checkpoint itself, as JSON values."""
+    config = found.config
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    report: dict[str, Any] = {
+        "checkpoint": checkpoint.name,
+        "family": config.family,
+        "dialect": config.dialect,
+        "num_assistant_tokens": config.num_assistant_tokens,
+        "parallel_drafting": config.parallel_drafting,
+        "mask_token_id": config.mask_token_id,
+        "trained_for": config.target_name_or_path,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "decisions": [
+            {"name": one.name, "value": one.value, "rule": one.rule, "doubtful": one.doubtful}
+            for one in found.decisions
+        ],
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+        "tensors": {
+            name: {"shape": list(tensor.shape), "dtype": tensor.dtype} for name, tensor in checkpoint.tensors.items()
+        },
+    }
+    if isinstance(config, Eagle3Config):
+        report["aux_hidden_state_layer_ids"] = (
+            config.aux_hidden_state_layer_ids if config.use_aux_hidden_state else "last hidden state"
+        )
+        report["rope_parameters"] = config.rope_parameters
+        report["sizes"] = {name: getattr(config, name) for name in _SHOWN_SIZES}
+    if isinstance(config, MtpConfig):
+        report["modules"], report["chaining"] = config.num_modules, config.chaining
+    model = config.model if isinstance(config, DraftModelConfig) else getattr(config, "block", None)
+    if model is not None:
+        text = AutoConfig.for_model(**model).get_text_config().to_dict()
+        report["model_type"] = model["model_type"]
+        report["rope_parameters"] = text.get("rope_parameters")
+        report["sizes"] = {name: text[name] for name in _SHOWN_SIZES if name in text}
+    return report
+
+
+def describe_fit(found: CheckpointReading, target: PreTrainedConfig, name: str) -> dict[str, Any]:
+    """Whether the drafter fits the target; of a family without such a check, None."""
+    report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": None, "reason": None}
+    config = found.config
+    try:
+        if isinstance(config, Eagle3Config):
+            num_layers = target.get_text_config().num_hidden_layers
+            report["aux_hidden_state_layer_ids"] = check_fit(config, target, num_layers, config.name_or_path)
+        elif isinstance(config, MtpConfig):
+            check_sizes(config.hidden_size, config.vocab_size, target, config.name_or_path)
+        elif isinstance(config, DraftModelConfig):
+            check_vocabulary(config.num_embeddings, target, config.name_or_path)
+        else:
+            return report
+    except ValueError as error:
+        return report | {"fits": False, "reason": str(error)}
+    return report | {"fits": True}
+
+
+def run_self_check(arguments: argparse.Namespace) -> SelfCheck:
+    """Load drafter and target as `arguments` say and score the readings."""
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", token=arguments.token)
+    target = target.to(device).eval()
+    drafter = AutoDrafter.from_pretrained(
+        arguments.repo,
+        target,
+        revision=arguments.revision,
+        subfolder=arguments.subfolder,
+        token=arguments.token,
+    )
+    return self_check(drafter, target, _prompt(arguments.target, arguments.token, target))
+
+
+def _prompt(name: str, token: str | None, target: PreTrainedModel) -> torch.Tensor:
+    """`[1, n]` token ids: `PROMPT` in the target's chat format if it has one; without a tokenizer, any 16 tokens."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, token=token)
+    except (OSError, ValueError):
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(target.config.get_text_config().vocab_size, (1, 16), generator=generator)
+    if tokenizer.chat_template is None:
+        return tokenizer(PROMPT, return_tensors="pt").input_ids
+    message = [{"role": "user", "content": PROMPT}]
+    return tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).input_ids
+
+
+def describe_self_check(result: SelfCheck) -> dict[str, Any]:
+    scores = [
+        {"reading": score.interpretation.changes(), "agreement": list(score.agreement), "mean": score.mean}
+        for score in result.scores
+    ]
+    return {
+        "current": result.current.changes(),
+        "best": result.best.interpretation.changes(),
+        "conclusive": result.conclusive,
+        "verdict": result.verdict,
+        "scores": scores,
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        f"checkpoint   {report['checkpoint']}",
+        f"family       {report['family']} ({report['dialect']})",
+        f"trained for  {report['trained_for'] or 'not stated'}",
+        f"K            {report['num_assistant_tokens']} draft tokens a round",
+        f"drafting     {_render_drafting(report)}",
+        f"vocabulary   {report['draft_vocab_size']} of the target's {report['vocab_size']} tokens are drafted",
+    ]
+    if "modules" in report:
+        lines.append(f"modules      {report['modules']}, caches chained by {report['chaining']}")
+    if "aux_hidden_state_layer_ids" in report:
+        lines.append(f"taps         {report['taps'] or 'settled with --target'}")
+    if "model_type" in report:
+        lines.append(f"model        {report['model_type']}")
+    if "sizes" in report:
+        lines.append(f"RoPE         {report['rope_parameters']}")
+        lines.append("sizes        " + ", ".join(f"{name} {value}" for name, value in report["sizes"].items()))
+    lines.append(f"tensors      {len(report['tensors'])}, {report['parameters']:,} values")
+    lines += [f"  {name}  {tensor['dtype']} {tensor['shape']}" for name, tensor in sorted(report["tensors"].items())]
+    lines.append("decisions    " + ("" if report["decisions"] else "none: the checkpoint is in normal form"))
+    for one in report["decisions"]:
+        lines.append(f"  {one['name']} = {one['value']}{'  (in doubt)' if one['doubtful'] else ''}: {one['rule']}")
+    if "target" in report:
+        lines.append(_render_fit(report["target"]))
+    if "self_check" in report:
+        lines += _render_self_check(report["self_check"])
+    return "\n".join(lines)
+
+
+def _render_drafting(report: dict[str, Any]) -> str:
+    if not report["parallel_drafting"]:
+        return "token by token"
+    return f"all tokens in one pass, the mask token {report['mask_token_id']} where there is none yet"
+
+
+def _render_fit(target: dict[str, Any]) -> str:
+    answer = {True: "fits", False: f"does not fit: {target['reason']}", None: "not checked for this family"}
+    return f"target       {target['name']} ({target['model_type']}): {answer[target['fits']]}"
+
+
+def _render_self_check(result: dict[str, Any]) -> list[str]:
+    lines = ["self-check   agreement with the target's first choice, mean | by draft step"]
+    for score in result["scores"]:
+        steps = " ".join(f"{value:.3f}" for value in score["agreement"])
+        mark = "*" if score["reading"] == result["current"] else " "
+        lines.append(f" {mark} {score['mean']:.3f} | {steps}  {score['reading']}")
+    lines.append(f"  * the current reading; {result['verdict']}")
+    return lines

@@ -1,0 +1,1 @@
+"""The methods of `GenerationMixin` that a call with a drafter goes through."""

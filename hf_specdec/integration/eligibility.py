@@ -1,0 +1,120 @@
+"""Whether the static engine can run a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from ..engine.kv_transfer import why_not_readable
+from ..engine.prompts import Prompts
+from ..patching.support import num_cache_layers, why_not_supported
+
+# Model inputs that the static engine replaces by its own; any other that is set keeps a call on the stock loop.
+REPLACED_INPUTS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def why_not_static(
+    model: PreTrainedModel, config: GenerationConfig, prompts: Prompts, model_kwargs: dict[str, Any]
+) -> str | None:
+    """The reason why the static engine cannot run this call; None if it can.
+
+    Args:
+        model: the target.
+        config: as prepared by `generate()`.
+        prompts: of the call.
+        model_kwargs: inputs of the model as prepared by `generate()`.
+    """
+    return why_not_supported(model) or _why_not_inputs(model) or _why_not_call(model, config, prompts, model_kwargs)
+
+
+def _why_not_inputs(model: PreTrainedModel) -> str | None:
+    """The static engine does not ask `prepare_inputs_for_generation`, as long as it is one of transformers' own."""
+    prepare = model.prepare_inputs_for_generation
+    by_class = type(model).prepare_inputs_for_generation
+    if getattr(prepare, "__func__", prepare) is by_class and by_class.__module__.partition(".")[0] == "transformers":
+        return None
+    place = f"{by_class.__module__}.{by_class.__qualname__}"
+    if getattr(prepare, "__func__", prepare) is not by_class:
+        place = f"{getattr(prepare, '__qualname__', type(prepare).__name__)}, set on the model itself"
+    return f"the target's inputs are prepared by a function that is not transformers' own ({place})"
+
+
+def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
+    """What plain `generate()` returns for each step as attention weights, if `model` computes none.
+
+    Kernels other than eager attention never hold them. None if there are weights, or if nobody asks.
+
+    Raises:
+        ValueError: there are weights, but not for every token of a block of drafts.
+    """
+    if not (config.return_dict_in_generate and config.output_attentions):
+        return None
+    if model.config.get_text_config()._attn_implementation != "eager":
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        with torch.no_grad():
+            output = model(input_ids=token, use_cache=False, output_attentions=True, return_dict=True)
+        attentions = getattr(output, "attentions", None) or ()
+        if not any(isinstance(weights, torch.Tensor) for weights in attentions):
+            return attentions
+    _check_attention_windows(model, config)
+    return None
+
+
+def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -> None:
+    # Behind a window the keys that a layer reads are another number for a block than for a token, and transformers'
+    # assisted generation, which cuts a block's weights into those of its tokens, takes them from the wrong place.
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    window = min((layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)), default=None)
+    if window is not None and config.max_length > window:
+        raise ValueError(
+            f"output_attentions is set, but a text of {config.max_length} tokens outgrows the window of {window} of "
+            f"{type(model).__name__}, where the attention weights of single tokens cannot be told from those of a "
+            "block of drafts; expected a shorter text. Drop output_attentions or assistant_model."
+        )
+
+
+def _why_not_call(
+    model: PreTrainedModel, config: GenerationConfig, prompts: Prompts, model_kwargs: dict[str, Any]
+) -> str | None:
+    if config.return_dict_in_generate and config.output_attentions:
+        return "attention weights were asked for"
+    if prompts.cached:
+        obstacle = why_not_readable(model_kwargs["past_key_values"], num_cache_layers(model))
+        if obstacle is not None:
+            return obstacle
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):
+        return f"the call asks for a {config.cache_implementation} cache"
+    given = sorted(name for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value))
+    if given:
+        return f"the call has model inputs besides tokens: {', '.join(given)}"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not _are_ordinary(positions, prompts):
+        return "the call has position_ids of its own"
+    return None
+
+
+def _is_input(value: Any) -> bool:
+    # transformers gives a model that also sees an empty dictionary of images for a text.
+    return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
+
+
+def _are_ordinary(position_ids: torch.Tensor, prompts: Prompts) -> bool:
+    if position_ids.dim() != 2 or position_ids.shape[1] != prompts.width:
+        return False
+    padding = torch.tensor(prompts.padding, device=position_ids.device)[:, None]
+    expected = torch.arange(prompts.width, device=position_ids.device) - padding
+    return torch.equal(torch.where(expected < 0, expected, position_ids), expected)

@@ -1,0 +1,143 @@
+"""What a call gives the target to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..drafters.base import Drafter
+
+TOKEN_DTYPES = (torch.int64, torch.int32)
+
+
+def check_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
+    """Check shapes and dtypes of the prompts of a call.
+
+    Args:
+        input_ids: as prepared by `generate()`.
+        mask: the attention mask, likewise, on the host.
+        model_kwargs: inputs of the model, likewise.
+
+    Raises:
+        ValueError: they are not `[batch, length]` token ids, with an attention mask of the same shape or none.
+    """
+    if model_kwargs.get("inputs_embeds") is not None and input_ids.shape[-1] == 0:
+        raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ValueError(
+            f"input_ids has shape {list(input_ids.shape)}; expected [batch, length], at least one row of one token."
+        )
+    if input_ids.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"input_ids is {input_ids.dtype}; expected token ids, torch.int64 or torch.int32.")
+    if mask is None:
+        return
+    cache = model_kwargs.get("past_key_values")
+    # Behind a filled cache a mask may also cover what that holds: see `continuation.read_prompts`.
+    is_filled = cache is not None and cache.get_seq_length() > 0
+    shapes = (tuple(mask.shape[:1]), tuple(input_ids.shape[:1])) if is_filled else (mask.shape, input_ids.shape)
+    if mask.dim() != 2 or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)} and input_ids {list(input_ids.shape)}; expected the same."
+        )
+    others = mask[(mask != 0) & (mask != 1)]
+    if len(others) > 0:
+        raise ValueError(f"attention_mask holds {others[0].item()}; expected 0 for padding and 1 for tokens only.")
+
+
+def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    """Check that `model` has the tokens of a prompt; on a GPU, one that it has not would end the process.
+
+    Args:
+        model: the target.
+        input_ids: `[B, P]`, on the host.
+        attention_mask: `[B, P or more]`, on the host; None if all are tokens.
+
+    Raises:
+        ValueError: naming one that it does not have.
+    """
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    size = max(model.config.get_text_config().vocab_size, 0 if weight is None or weight.dim() != 2 else len(weight))
+    tokens = input_ids if attention_mask is None else input_ids.where(attention_mask[:, -input_ids.shape[1] :] != 0, 0)
+    lowest, highest = torch.stack(tokens.aminmax()).tolist()
+    if lowest < 0 or highest >= size:
+        raise ValueError(
+            f"input_ids holds the token {lowest if lowest < 0 else highest}, but {type(model).__name__} has tokens 0 "
+            f"to {size - 1}. Use the tokenizer of this model, and resize_token_embeddings() after adding tokens to it."
+        )
+
+
+_OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
+
+def check_call(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    generation_mode: GenerationMode,
+    config: GenerationConfig,
+    synced_gpus: bool = False,
+) -> None:
+    """Raise `ValueError` if `model` cannot generate with `drafter` as asked."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; hf_specdec drafts for decoder-only models.")
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"A drafter works with greedy search and sampling, but the call asks for {generation_mode.value} "
+            f"(num_beams={config.num_beams}). Drop that option or assistant_model."
+        )
+    if synced_gpus:
+        raise ValueError(
+            f"synced_gpus is set: {name} is sharded over processes with different prompts (FSDP or DeepSpeed stage 3), "
+            "which must run it equally often, but with drafters their numbers of rounds differ; expected a target "
+            "that a process can run by itself (synced_gpus=False). Load all of it in every process, split it with a "
+            "tp_plan, or drop assistant_model."
+        )
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"{name} is split into {stages} pipeline stages, so that no process sees all its layers; expected a whole "
+            "target, or one split with a tp_plan."
+        )
+    drafter.check_bound_to(model)
+    if model.training:
+        raise ValueError(f"{name} is in training mode, so its dropout is active; call model.eval() first.")
+    if config.use_cache is False:
+        raise ValueError("use_cache is False, but speculative decoding verifies drafts on a cache; drop that option.")
+    if config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"assistant_ensemble_weight is {config.assistant_ensemble_weight}, which accepts drafts lossily; "
+            "hf_specdec is lossless only. Drop that option."
+        )
+    for setting in _OTHER_DRAFTERS:
+        value = getattr(config, setting, None)
+        if value:
+            raise ValueError(
+                f"{setting} is {value!r}, which asks for drafts of another kind than those of the drafter that was "
+                "passed; expected one of the two. Drop that option or assistant_model."
+            )
+    if config.dola_layers is not None:
+        raise ValueError(
+            f"dola_layers is {config.dola_layers!r}, which asks for DoLa decoding, but drafts are verified for greedy "
+            "search and sampling only. Drop that option or assistant_model."
+        )
+    if model.device.type == "meta":
+        raise ValueError(
+            f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves "
+            "tokens to where they are; expected them in memory. Offload later layers only (`device_map`)."
+        )
+    if drafter.device.type == "meta":
+        raise ValueError(
+            "The drafter is on the meta device, so it has no weights; expected a device that holds them. Load it with "
+            "AutoDrafter.from_pretrained(..., target=model)."
+        )
+
+
+def check_same_device(model: PreTrainedModel, drafter: Drafter) -> None:
+    if drafter.device != model.device:
+        raise ValueError(
+            f"The drafter is on {drafter.device} and {type(model).__name__} on {model.device}; expected the same "
+            f"device. Move it with drafter.to({str(model.device)!r})."
+        )

@@ -1,0 +1,1 @@
+"""Targets that several processes run together (tensor parallelism)."""

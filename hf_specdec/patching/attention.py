@@ -1,0 +1,137 @@
+"""Attention over a `RaggedCache`, registered with transformers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .. import ops
+from .cache import RaggedCache
+from .patch import original, replaced
+
+ATTENTION_NAME = "hf_specdec"
+_ENTRY = "_attn_implementation_internal"
+
+
+def ragged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention interface over a `RaggedCache`.
+
+    `attention_mask` is that of `RaggedCache.attention_mask`, int64: a 4-D mask reaches every layer untouched, sliding
+    ones included, and visibility is a function of positions alone. Nobody else has masks of whole numbers: what comes
+    with another one, or none, is not ours and runs what the module ran before.
+    """
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
+    starts = attention_mask[:, 1, 0, 0] if attention_mask.shape[1] > 1 else None
+    return _attend(query, key, value, attention_mask[:, 0, :, 0], starts, **options), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    starts: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return ops.attention(
+        query,
+        key,
+        value,
+        positions=positions,
+        scaling=scaling,
+        window=sliding_window,
+        sinks=s_aux,
+        softcap=softcap,
+        starts=starts,
+    )
+
+
+class _Original:
+    """A module as it is without us, for attention functions that read its configuration."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = module
+        self.config = copy.copy(module.config)
+        vars(self.config)[_ENTRY] = original(module.config, _ENTRY)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The attention function that `module` runs outside of `ragged_attention`."""
+    name = original(module.config, _ENTRY)
+    if name == ATTENTION_NAME:
+        raise RuntimeError(
+            f"{type(module).__name__} belongs to a drafter, whose model runs on the drafter's cache only; expected "
+            "positions as its mask. Load the model once more to run it by itself."
+        )
+    # "eager" is registered nowhere: the file of every model has its own.
+    forward = inspect.unwrap(type(module).forward)
+    names = (*forward.__code__.co_names, "eager_attention_forward")
+    own = [one for one in names if one.endswith("eager_attention_forward") and one in forward.__globals__]
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, forward.__globals__[own[0]] if own else None)
+
+
+def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask interface: the mask for the attention that `config` names outside of `ragged_attention`."""
+    name = original(config, _ENTRY)
+    if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
+
+
+def cached_attend(cache: RaggedCache, slots: torch.Tensor):
+    """An `Attend` (see `drafters.layers`) that stores keys and values in `cache` and attends to its live slots.
+
+    `slots` `[B, n]` int64 are those of the keys; fewer queries are those of the last keys.
+    """
+
+    def attend(layer_idx, query, key, value, window):
+        keys, values = cache.update(key, value, layer_idx)
+        asking, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
+        return ops.attention(query, keys, values, asking, scaling, window=window, starts=cache.starts)
+
+    return attend
+
+
+def ragged_attention(target: PreTrainedModel) -> AbstractContextManager[None]:
+    """Within the context `target` runs `ragged_attention_forward`; afterwards what it ran before."""
+    return registered_attention(target, ATTENTION_NAME)
+
+
+def registered_attention(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
+    """Within the context `model` runs the attention registered under `name`; afterwards what it ran before."""
+    return replaced(_ENTRY, [(config, name) for config in submodel_configs(model)])
+
+
+def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations that modules of `model` look at, each once."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())

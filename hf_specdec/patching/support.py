@@ -1,0 +1,120 @@
+"""Whether the static engine can host a model and a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from .hidden_states import decoder_layers, find_decoder_layers, modules_of
+
+_T = TypeVar("_T")
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+# Values that are compared as they are; others by what they print.
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+# Entries of a configuration that say where it comes from, and those that change while a model generates.
+_NOT_SETTINGS = frozenset(
+    {"_name_or_path", "_commit_hash", "_attn_implementation_internal", "_experts_implementation_internal"}
+)
+
+
+def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
+    """What `config` says of how its model computes, hashable."""
+    settings: list[Hashable] = [type(config)]
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            settings.append((name, settings_of(value)))
+        elif name not in _NOT_SETTINGS:
+            settings.append((name, value if type(value) in _PLAIN else repr(value)))
+    return tuple(settings)
+
+
+def _kept(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
+    """Decorator: an answer about a model is kept for its class and configuration, as finding it takes a while."""
+    answers: dict[Hashable, _T] = {}
+
+    @functools.wraps(function)
+    def kept(model: PreTrainedModel) -> _T:
+        key = type(model), settings_of(model.config)
+        if key not in answers:
+            answers[key] = function(model)
+        return answers[key]
+
+    return kept
+
+
+@_kept
+def _cache_layer_kinds(model: PreTrainedModel) -> tuple[type[CacheLayerMixin], ...]:
+    """The kinds of layer of transformers' cache for `model`; none where its configuration describes none."""
+    try:
+        return tuple(map(type, DynamicCache(config=model.config.get_text_config()).layers))
+    except AttributeError:
+        return ()
+
+
+def num_cache_layers(model: PreTrainedModel) -> int:
+    """How many layers a cache of `model` has; a decoder layer may have several."""
+    return len(_cache_layer_kinds(model)) or len(decoder_layers(model))
+
+
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    """Whether layers of `model` keep a state that a token cannot be taken out of again."""
+    return any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in _cache_layer_kinds(model))
+
+
+@_kept
+def num_positions(model: PreTrainedModel) -> int | None:
+    """How many positions the table of `model` has; None where positions are computed, or none are embedded."""
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    decoder, tokens = model.get_decoder(), model.get_input_embeddings()
+    if not isinstance(stated, int):
+        return None
+    # Tables have some rows more, for padding.
+    tables = (
+        module.num_embeddings
+        for module in modules_of(decoder)
+        if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - stated <= 8
+    )
+    return stated if next(tables, None) is not None else None
+
+
+def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
+    """The reason why `model`, called `role` in it, cannot run on a `RaggedCache`; None if it can."""
+    text, layers = model.config.get_text_config(), find_decoder_layers(model)
+    if layers is None:
+        return f"{role} ({type(model).__name__}) does not keep its layers in `get_decoder().layers`"
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if len(devices) > 1:
+        return f"{role} is spread over {len(devices)} devices by hooks"
+    if any("_hf_hook" in vars(module) for module in modules_of(layers)):
+        return f"{role}'s layers run under accelerate hooks"
+    if has_recurrent_layers(model):
+        return f"{role} has linear-attention layers, whose state cannot be indexed by position"
+    others = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    if others:
+        return f"{role} has layers of type {', '.join(sorted(others))}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not use transformers' attention interface"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return f"layers of {role} share keys and values"
+    return _why_not_positions(text, role)
+
+
+def _why_not_positions(text: Any, role: str) -> str | None:
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in by_layer_type or [rope]:
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            return f"{role}'s RoPE ({parameters['rope_type']}) changes with the length of the text"
+        if parameters.get("mrope_section"):
+            return f"{role}'s tokens have several positions each (M-RoPE)"
+    return None

@@ -1,0 +1,1 @@
+"""Random numbers of a call, and logits processors over blocks of draft tokens."""

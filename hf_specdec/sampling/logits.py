@@ -1,0 +1,101 @@
+"""Logits processors of our own, which also work in plain `generate()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessor
+
+from ..ops import invert_draft_vocabulary, over_vocabulary
+
+__all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "RowTemperature"]
+
+
+class DraftVocabularyLogitsProcessor(LogitsProcessor):
+    """From scores over a draft vocabulary to scores over the target's: tokens that are not in it get -inf.
+
+    It lets a model whose head scores a part of its vocabulary, as that of an EAGLE-3 drafter does, say its tokens in
+    `generate()`.
+
+    Args:
+        target_ids: `[V_d]` int64, the target's token for each of the draft vocabulary, all different.
+        vocab_size: V of the target.
+
+    Raises:
+        ValueError: `target_ids` are no such tokens.
+    """
+
+    def __init__(self, target_ids: torch.Tensor, vocab_size: int):
+        if target_ids.dim() != 1 or target_ids.dtype != torch.int64:
+            raise ValueError(
+                f"target_ids is {target_ids.dtype} of shape {tuple(target_ids.shape)}; expected int64 of shape [V_d]."
+            )
+        if len(target_ids) == 0 or target_ids.min() < 0 or target_ids.max() >= vocab_size:
+            raise ValueError(f"target_ids are not all tokens of a vocabulary of {vocab_size}; expected 0 to V - 1.")
+        if len(target_ids.unique()) < len(target_ids):
+            raise ValueError("target_ids name a token twice; expected another one for each of the draft vocabulary.")
+        self.size = len(target_ids)
+        self.draft_ids = invert_draft_vocabulary(target_ids, vocab_size)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        """`[..., V]` of `scores` `[..., V_d]`; `input_ids` is not read."""
+        if scores.shape[-1] != self.size:
+            raise ValueError(
+                f"The scores are of {scores.shape[-1]} tokens, but the draft vocabulary has {self.size}; expected "
+                "those of the draft head."
+            )
+        return over_vocabulary(scores, self.draft_ids.to(scores.device), len(self.draft_ids), fill=float("-inf"))
+
+
+class MaskTokenLogitsProcessor(LogitsProcessor):
+    """Keeps a model that was trained to draft in parallel from saying its mask token, which stands for no text.
+
+    Args:
+        mask_token_id: the token.
+
+    Raises:
+        ValueError: no token.
+    """
+
+    def __init__(self, mask_token_id: int):
+        if not isinstance(mask_token_id, int) or mask_token_id < 0:
+            raise ValueError(f"mask_token_id is {mask_token_id!r}; expected a token, an int of at least 0.")
+        self.mask_token_id = mask_token_id
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        """`scores` `[..., V]` with -inf for the mask token; `input_ids` is not read."""
+        is_mask = torch.arange(scores.shape[-1], device=scores.device) == self.mask_token_id
+        return scores.masked_fill(is_mask, float("-inf"))
+
+
+class RowTemperature(LogitsProcessor):
+    """Divides the scores of each row of the batch by a temperature of its own, on top of `generate(temperature=)`.
+
+    With a drafter, drafts are drawn at the row's temperature too.
+
+    Args:
+        temperatures: one for each row of the batch, prompts times `num_return_sequences`; above 0.
+
+    Raises:
+        ValueError: not such temperatures.
+    """
+
+    def __init__(self, temperatures: Sequence[float] | torch.Tensor):
+        self.temperatures = torch.as_tensor(temperatures, dtype=torch.float32)
+        is_valid = (self.temperatures > 0) & self.temperatures.isfinite()
+        if self.temperatures.dim() != 1 or not is_valid.all():
+            raise ValueError(f"temperatures is {temperatures!r}; expected a number above 0 for each row of the batch.")
+
+    def check_rows(self, batch: int) -> torch.Tensor:
+        """The temperatures `[batch]` float32; `ValueError` if there are not as many."""
+        if len(self.temperatures) != batch:
+            raise ValueError(
+                f"RowTemperature has {len(self.temperatures)} temperatures, but the call has {batch} rows (prompts "
+                "times num_return_sequences); expected one for each."
+            )
+        return self.temperatures
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        """`scores` `[B, V]`, divided; `input_ids` is not read."""
+        return scores / self.check_rows(len(scores)).to(scores.device)[:, None]
