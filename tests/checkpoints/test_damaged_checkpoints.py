@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from dialects import PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
+from refused_loading import refuse
 from safetensors.torch import save_file
 
 from hf_specdec import AutoDrafter
@@ -21,18 +22,6 @@ NESTED = "eagle_aux_hidden_state_layer_ids"
 @pytest.fixture(scope="module")
 def target():
     return tiny_target(SPEC, dtype=torch.float32)
-
-
-def refuse(folder: Path, target, *parts: str, error: type[Exception] = ValueError, **options) -> None:
-    """Loading must fail with all of `parts` in the message, and leave the target as it was."""
-    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    hooks = [len(module._forward_hooks) for module in target.modules()]
-    with pytest.raises(error) as caught:
-        AutoDrafter.from_pretrained(folder, target, **options)
-    for part in parts:
-        assert part in str(caught.value)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
-    assert hooks == [len(module._forward_hooks) for module in target.modules()]
 
 
 @pytest.mark.core

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from dialects import DIALECTS, Spec, make_weights, tiny_target, write
-from straightline import propose, read_tensors, target_taps
+from dialects import DIALECTS, PLAIN, VARIANTS, make_weights, tiny_target, write
+from eagle_reference import propose, read_tensors, target_taps
 
 from hf_specdec import AutoDrafter
 
-PLAIN = Spec()
-VARIANTS = {
-    "plain": PLAIN,
-    "normed-residual": replace(PLAIN, norm_before_residual=True),
-    "qwen3": replace(PLAIN, qk_norm=True, head_dim=12),
-    "two-layers": replace(PLAIN, num_layers=2, own_embedding=True),
-    "narrow-drafter": replace(PLAIN, hidden_size=24, own_embedding=True, head_dim=6),
-    "norm-before-fc": replace(PLAIN, norm_before_fc=True),
-    "eagle-3.1": replace(PLAIN, fc_norm=True, norm_output=True),
-    "full-vocabulary": replace(PLAIN, draft_vocab_size=PLAIN.vocab_size, maps_vocabulary=False),
-    "rope-base": replace(PLAIN, rope_theta=500000.0),
-}
 PROMPT = torch.tensor([5, 17, 99, 3, 42, 42, 8, 120, 64])
 
 

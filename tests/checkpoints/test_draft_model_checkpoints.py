@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from dialects import Spec, tiny_target, write_draft_model
+from refused_loading import refuse
 from safetensors.torch import load_file, save_file
 from targets import FAMILIES as MOE
 from targets import padded_prompts
 from targets import tiny_target as tiny_model
-from test_bad_checkpoints import refuse
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -11,9 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-import transformers
 from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
-from hub_server import Hub, serve
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -24,20 +22,6 @@ from hf_specdec.cli import main
 
 SPEC = Spec()
 TOKEN = "hf_loopback"
-TEMPLATE = "/{repo_id}/resolve/{revision}/{filename}"
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path) -> Hub:
-    with serve() as hub:
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + TEMPLATE)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
-        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
-        monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
-        yield hub
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ import math
 
 import pytest
 import torch
-from contract import greedy
+from lossless import greedy
 from mtp import MTP_FAMILIES, draft, last_hidden_states, publish
 from safetensors.torch import load_file, save_file
 from targets import padded_prompts, tiny_target
-from test_hub import hub  # noqa: F401 (a fixture)
 
 from hf_specdec import AutoDrafter
 from hf_specdec.auto import read_checkpoint
@@ -87,7 +86,7 @@ def test_only_the_modules_are_read(tmp_path, bytes_read, sharded):
         assert {name for name, _ in bytes_read} == names and len(bytes_read) == len(names)
 
 
-def test_only_the_shards_of_modules_are_fetched(hub, tmp_path):  # noqa: F811
+def test_only_the_shards_of_modules_are_fetched(hub, tmp_path):
     at = publish("step-3.5", tmp_path / "target", 3, max_shard_size="8KB")
     hub.add("org/target", at.folder)
     places = json.loads((at.folder / "model.safetensors.index.json").read_text())["weight_map"]

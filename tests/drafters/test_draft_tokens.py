@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import eagle_reference
 import pytest
-import straightline
 import torch
-from dialects import PEAGLE, make_weights, tiny_target, write
-from hf_specdec.kernels.types import DraftInputs, VerificationResult
+from dialects import PEAGLE, PLAIN, VARIANTS, make_weights, tiny_target, write
+from hf_specdec.kernels.types import DraftInputs
+from scripted_verification import Script, random_patterns
 from targets import padded_prompts
-from test_dialects import PLAIN, VARIANTS
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specdec import AutoDrafter, Drafter, ops
@@ -37,14 +37,14 @@ class Case:
 def eagle(folder, spec, dialect, is_parallel=False) -> Case:
     """EAGLE-3, or P-EAGLE drafting in parallel or token by token."""
     write(dialect, folder, spec, make_weights(spec))
-    target, weights = tiny_target(spec), straightline.read_tensors(folder)
+    target, weights = tiny_target(spec), eagle_reference.read_tensors(folder)
     drafter = AutoDrafter.from_pretrained(folder, target, parallel_drafting=is_parallel if spec.parallel else None)
-    propose = straightline.propose_in_parallel if is_parallel else straightline.propose
+    propose = eagle_reference.propose_in_parallel if is_parallel else eagle_reference.propose
     return Case(
         target,
         drafter,
         partial(propose, weights, spec, target),
-        partial(straightline.eagle_cache, weights, spec, target),
+        partial(eagle_reference.eagle_cache, weights, spec, target),
     )
 
 
@@ -69,13 +69,13 @@ def draft_model(folder, is_parallel) -> Case:
         if name.endswith("norm.weight"):
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
     model.save_pretrained(folder)
-    target, (weights, spec) = tiny_target(PLAIN), straightline.read_llama(folder)
-    draft = straightline.draft_as_pard if is_parallel else straightline.draft_as_llama
+    target, (weights, spec) = tiny_target(PLAIN), eagle_reference.read_llama(folder)
+    draft = eagle_reference.draft_as_pard if is_parallel else eagle_reference.draft_as_llama
     return Case(
         target,
         AutoDrafter.from_pretrained(folder, target),
         partial(draft, weights, spec),
-        lambda text: straightline.llama(weights, spec, text)[1],
+        lambda text: eagle_reference.llama(weights, spec, text)[1],
     )
 
 
@@ -96,22 +96,6 @@ PEAGLE_VARIANTS = {
     "draft-vocabulary": replace(PEAGLE, draft_vocab_size=40, maps_vocabulary=True),
     "qwen3": replace(PEAGLE, qk_norm=True, head_dim=12, rope_theta=500000.0, mask_token=77),
 }
-
-
-class Script:
-    """Takes the place of verification: accepts as many drafts as it is told, then commits a token of its own."""
-
-    def __init__(self, patterns, vocab_size: int):
-        self.patterns = iter(patterns)
-        self.vocab_size = vocab_size
-        self.generator = torch.Generator().manual_seed(3)
-
-    def __call__(self, scores, state) -> VerificationResult:
-        drafts = state.proposal.tokens
-        accepted = torch.tensor(next(self.patterns)).clamp(max=drafts.shape[1])  # fewer are drafted than asked for
-        own = torch.randint(2, self.vocab_size, (len(drafts), 1), generator=self.generator)
-        tokens = torch.cat([drafts, own], dim=1).scatter(1, accepted[:, None], own)
-        return VerificationResult(tokens, accepted, accepted + 1)
 
 
 @dataclass
@@ -193,11 +177,6 @@ def run_script(monkeypatch, case, num_draft_tokens, patterns, max_new_tokens=Non
     if max_new_tokens is None:
         assert len(rounds) > len(patterns) // 2
     check(case, rounds, min(num_draft_tokens, room))
-
-
-def random_patterns(num_draft_tokens, num_rounds, rows=3):
-    generator = torch.Generator().manual_seed(7)
-    return torch.randint(0, num_draft_tokens + 1, (num_rounds, rows), generator=generator).tolist()
 
 
 @pytest.mark.parametrize("family", CASES)

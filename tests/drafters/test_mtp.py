@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from contract import PROMPTS, greedy
+from lossless import PROMPTS, greedy
 from mtp import Published, draft, publish
+from scripted_verification import Script, random_patterns
 from targets import VOCAB, padded_prompts
-from test_drafting import Script, random_patterns
 
 from hf_specdec import AutoDrafter
 from hf_specdec.engine.equivalence import why_not_equivalent

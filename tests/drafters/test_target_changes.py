@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from contract import PROMPTS
+from lossless import PROMPTS
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts, tiny_target
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contract import MAX_NEW_TOKENS, PROMPTS, continuations
+from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import OracleDrafter, random_eagle3
 from targets import PAD, padded_prompts, set_policy, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList

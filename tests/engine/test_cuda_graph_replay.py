@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from contract import MAX_NEW_TOKENS, PROMPTS, continuations
+from graph_stand_ins import Replay, replay_on_cpu
 from hf_specdec.kernels.types import Proposal
+from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp, random_peagle
-from replay import Replay, replay_on_cpu
 from targets import PAD, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 

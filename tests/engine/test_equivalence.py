@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from contract import continuations
+from lossless import continuations
 from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
 from targets import _COMMON, PAD, VOCAB, padded_prompts, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
+from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
-from replay import replay_on_cpu
 from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, StaticCache
 

@@ -2,15 +2,15 @@
 
 from functools import partial
 
-import contract
+import lossless
 import pytest
 import torch
-from contract import PROMPTS, continuations
+from lossless import PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_draft_model, random_eagle3
 from targets import FAMILIES, PAD, STATIC_FAMILIES, padded_prompts, tiny_target
 
 MAX_NEW_TOKENS = 24
-greedy = partial(contract.greedy, max_new_tokens=MAX_NEW_TOKENS)
+greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
 # Of random drafters nearly nothing is accepted; a noisy copy of the target is right about every other time.
 DRAFTERS = {**RANDOM_DRAFTERS, "noisy-copy": partial(copy_of, noise=0.08)}
 

@@ -3,13 +3,13 @@
 import copy
 import functools
 import gc
-import warnings
 import weakref
 
 import pytest
 import torch
+from adapters import with_adapters
+from graph_stand_ins import Tape, tape_on_cpu
 from oracle import RANDOM_DRAFTERS, copy_of
-from replay import Tape, tape_on_cpu
 from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import GenerationConfig
@@ -38,20 +38,6 @@ def texts(target, drafter, **options):
         target.generate(**options, assistant_model=drafter, num_assistant_tokens=3).tolist(),
         target.generate(**options).tolist(),
     )
-
-
-def with_adapters(target, names=("a", "b")):
-    """`target` with random LoRA adapters, the first of them active; the model of PEFT's around it."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' of what peft asks it
-        adapted = peft.get_peft_model(target, config, adapter_name=names[0])
-        for name in names[1:]:
-            adapted.add_adapter(name, config)
-    adapted.set_adapter(names[0])
-    return adapted.eval()
 
 
 @pytest.mark.core

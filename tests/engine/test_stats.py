@@ -5,7 +5,7 @@ import copy
 import accelerate
 import pytest
 import torch
-from contract import PROMPTS, continuations
+from lossless import PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList

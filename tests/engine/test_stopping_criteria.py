@@ -4,13 +4,13 @@ import time
 
 import pytest
 import torch
-from contract import PROMPTS, check_greedy, continuations
+from lossless import PROMPTS, check_greedy, continuations
 from oracle import OracleDrafter
 from targets import PAD, padded_prompts, tiny_target
-from test_generate_contract import word_tokenizer
 from torch.overrides import TorchFunctionMode
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import MaxTimeCriteria
+from word_tokenizer import word_tokenizer
 
 from hf_specdec.engine.transcript import Transcript
 

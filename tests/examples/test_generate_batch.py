@@ -13,10 +13,10 @@ from batch.journal import Journal
 from batch.sharing import cut, cut_evenly
 from hypothesis import given
 from hypothesis import strategies as st
-from launch import ROOT, finish, launch
 from oracle import copy_of
 from targets import VOCAB, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torchrun import ROOT, finish, launch
 from transformers import PreTrainedTokenizerFast
 
 PROGRAM = ROOT / "examples" / "generate_batch.py"

@@ -37,7 +37,7 @@ from hf_specdec.drafters.mtp import block_settings, config_for
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 from hf_specdec.training.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_drafter  # noqa: E402

@@ -5,12 +5,13 @@ import gc
 
 import pytest
 import torch
+from chi_square import Cells, p_value
+from decoding_modes import MODES
 from oracle import RANDOM_DRAFTERS
-from targets import PAD, STATIC_FAMILIES, padded_prompts, set_policy, tiny_target
-from test_randomness import MODES as DRAWS
-from test_randomness import drafter_of, sample
-from test_sampling_law import Cells, p_value
-from test_smollm2 import DRAFTERS, chat_batches
+from sampled_calls import MODES as DRAWS
+from sampled_calls import drafter_of, sample
+from shipped_drafters import DRAFTERS, chat_batches
+from targets import STATIC_FAMILIES, padded_prompts, set_policy, tiny_target
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from hf_specdec import AutoDrafter, ops
@@ -22,15 +23,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-MODES = {
-    "greedy": {"do_sample": False},
-    "end of sequence": {"do_sample": False, "eos_token_id": [7, 11, 13], "pad_token_id": PAD},
-    "penalty": {"do_sample": False, "repetition_penalty": 1.3},
-    "cold sampling": {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
-    "hot sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20},
-}
 
 
 def on_gpu(family):

@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
+from adapters import with_adapters
+from decoding_modes import MODES
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import padded_prompts, set_policy, tiny_target
-from test_gpu import MODES
-from test_sessions import with_adapters
 
 from hf_specdec.engine import sessions, static_engine
 

@@ -8,7 +8,7 @@ AMD-AIG-AIMA/PARD.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,18 @@ class Spec:
     mask_token: int = 5
 
 
+PLAIN = Spec()
+VARIANTS = {
+    "plain": PLAIN,
+    "normed-residual": replace(PLAIN, norm_before_residual=True),
+    "qwen3": replace(PLAIN, qk_norm=True, head_dim=12),
+    "two-layers": replace(PLAIN, num_layers=2, own_embedding=True),
+    "narrow-drafter": replace(PLAIN, hidden_size=24, own_embedding=True, head_dim=6),
+    "norm-before-fc": replace(PLAIN, norm_before_fc=True),
+    "eagle-3.1": replace(PLAIN, fc_norm=True, norm_output=True),
+    "full-vocabulary": replace(PLAIN, draft_vocab_size=PLAIN.vocab_size, maps_vocabulary=False),
+    "rope-base": replace(PLAIN, rope_theta=500000.0),
+}
 # As P-EAGLE is published: several layers, trained embeddings, the target's vocabulary.
 PEAGLE = Spec(num_layers=2, draft_vocab_size=128, maps_vocabulary=False, own_embedding=True, parallel=True)
 

@@ -1,8 +1,9 @@
 """What every process of `test_tensor_parallel.py` runs: a target split with a `tp_plan`, and drafters on it.
 
-    torchrun --nproc-per-node 2 tests/tensor_parallel.py <folder of the targets> <folder for the answers> cpu|cuda
+    torchrun --nproc-per-node 2 tests/helpers/tensor_parallel_worker.py <targets> <answers> cpu|cuda
 
-Writes `<rank>.json`: what was said, by the name of the case. On GPUs that is what is said in captured rounds.
+Reads targets from the first folder and writes `<rank>.json` into the second: what was generated, by the name of the
+case, on GPUs in captured rounds.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS, OracleDrafter
-from replay import replay_on_cpu
 from targets import padded_prompts, set_policy
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.distributed import DistributedConfig

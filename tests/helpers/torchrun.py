@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def launch(program: str | Path, *arguments: object, processes: int = 2, on_gpus: bool = False) -> subprocess.Popen:
     """Start `program` under torchrun, on CPUs also where there are GPUs; its output is in `stdout`."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    folders = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
+    folders = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
     settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     if not on_gpus:
         settings["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,7 +1,7 @@
 """Every causal and image-text class of transformers, tiny and random, with drafters: right, refused or wrong?
 
-    python tests/zoo.py --write docs/targets.md      all classes; the table of what runs where
-    python tests/zoo.py --only LlamaForCausalLM      some of them, in full
+    python tests/helpers/zoo.py --write docs/targets.md      all classes; the table of what runs where
+    python tests/helpers/zoo.py --only LlamaForCausalLM      some of them, in full
 
 Each class is built with the default configuration of its own family, shrunk by `zoo_configs`. Then greedy `generate()`
 with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must say what
@@ -266,10 +266,10 @@ def table(outcomes: list[Outcome]) -> str:
         "",
         "Which engine runs which class of transformers, and whether the text is that of plain `generate()`.",
         "",
-        f"Made by `python tests/zoo.py --write docs/targets.md` with transformers {transformers.__version__} and torch "
-        f"{torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in the default "
-        "configuration of its family, shrunk until windows, experts and top-k take effect, with random weights in "
-        "float32; text prompts, greedy, as a padded batch of two and one by one, with a drafter that is right at "
+        f"Made by `python tests/helpers/zoo.py --write docs/targets.md` with transformers {transformers.__version__} "
+        f"and torch {torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in "
+        "the default configuration of its family, shrunk until windows, experts and top-k take effect, with random "
+        "weights in float32; text prompts, greedy, as a padded batch of two and one by one, with a drafter that is right at "
         f"{ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
         "",
         f"| {len(outcomes)} classes | |",

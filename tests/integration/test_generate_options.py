@@ -5,17 +5,15 @@ import threading
 
 import pytest
 import torch
-from contract import MAX_NEW_TOKENS, PROMPTS, check_greedy, continuations
+from lossless import MAX_NEW_TOKENS, PROMPTS, check_greedy, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
 from targets import PAD, VOCAB, padded_prompts, tiny_target
-from tokenizers import Tokenizer, decoders, models
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -24,6 +22,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from word_tokenizer import word_tokenizer
 
 batches = pytest.mark.parametrize("batch", [1, 3])
 kinds = pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model", "mtp", "mtp-by-target"])
@@ -238,16 +237,6 @@ def test_end_without_a_padding_token(batch):
         check_greedy(target, inputs, dict, lambda: {"generation_config": config})
     finally:
         target.generation_config.pad_token_id = before
-
-
-def word_tokenizer():
-    """A tokenizer of as many words as the targets have; words follow each other without spaces."""
-    letters = "abcdefghijklmnop"
-    words = [letters[token % 16] + letters[token // 16] * (token // 16 * (1 + token % 3)) for token in range(VOCAB)]
-    assert len(set(words)) == VOCAB
-    tokenizer = Tokenizer(models.BPE({word: token for token, word in enumerate(words)}, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.core

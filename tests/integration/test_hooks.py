@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from contract import PROMPTS, continuations
+from lossless import PROMPTS, continuations
+from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -138,25 +139,6 @@ def test_a_drafter_needs_us_installed():
     finally:
         install()
     assert target.generate(**inputs, max_new_tokens=4, assistant_model=drafter).shape[0] == 3
-
-
-def traces(model):
-    """Everything about a model that a generation may touch."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    return {
-        "hooks": [
-            (list(module._forward_hooks.values()), list(module._forward_pre_hooks.values()))
-            for module in model.modules()
-        ],
-        "attention": [config._attn_implementation for config in configs],
-        "config": [config.to_dict() for config in configs],
-        "generation_config": model.generation_config.to_dict() if model.can_generate() else None,
-        "training": [module.training for module in model.modules()],
-        "attributes": [sorted(vars(module)) for module in model.modules()],
-        "weights": [parameter.data_ptr() for parameter in model.parameters()],
-        "function_modes": torch._C._len_torch_function_stack(),
-        "grad": torch.is_grad_enabled(),
-    }
 
 
 class Trouble(Exception):

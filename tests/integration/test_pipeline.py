@@ -7,8 +7,8 @@ import pickle
 import pytest
 from oracle import RANDOM_DRAFTERS, eagle_options, random_eagle3
 from targets import tiny_target
-from test_generate_contract import word_tokenizer
 from transformers import TextIteratorStreamer, pipeline
+from word_tokenizer import word_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CHAT = [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "ef"}, {"role": "user", "content": "gk"}]

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from contract import PROMPTS, greedy
+from lossless import PROMPTS, greedy
 from oracle import random_eagle3
 from targets import padded_prompts, set_policy, tiny_target
 from torch import nn

@@ -1,16 +1,11 @@
 """The shipped drafters on the real model: SmolLM2-135M-Instruct."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from shipped_drafters import DRAFTERS, chat_batches
 from transformers import dynamic_module_utils
 
 from hf_specdec import AutoDrafter
-
-ROOT = Path(__file__).parents[1]
-DRAFTERS = sorted({path.parent for path in (ROOT / "model_cards").glob("*/*.safetensors")})
 
 pytestmark = pytest.mark.smollm2
 
@@ -20,24 +15,6 @@ def smollm2():
     from smollm2 import load_smollm2
 
     return load_smollm2()
-
-
-def chat_batches(tokenizer, num_prompts: int, batch_size: int):
-    lines = (ROOT / "examples" / "prompts" / "chat.jsonl").read_text().splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    chosen = prompts[:: len(prompts) // num_prompts][:num_prompts]
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        for text in chosen
-    ]
-    for start in range(0, num_prompts, batch_size):
-        yield tokenizer(
-            texts[start : start + batch_size],
-            return_tensors="pt",
-            padding=True,
-            padding_side="left",
-            add_special_tokens=False,
-        )
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from contract import PROMPTS
+from lossless import PROMPTS
+from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import padded_prompts, tiny_target
-from test_seam import traces
 from transformers import (
     GenerationConfig,
     LlamaConfig,

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from contract import PROMPTS, greedy
 from hf_specdec.kernels.experts import expert_linear, plan_experts
+from lossless import PROMPTS, greedy
 from oracle import random_eagle3
 from targets import padded_prompts, set_policy, tiny_target
 from torch import nn

@@ -12,11 +12,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from chi_square import p_value
 from hf_specdec.kernels.random import exponential, uniform
 from hf_specdec.kernels.types import RandomStream, VerificationResult
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampling_law import p_value
 
 from hf_specdec import ops
 from hf_specdec.kernels import reference, verify

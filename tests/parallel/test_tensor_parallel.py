@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from launch import ROOT, finish, launch
 from oracle import eagle_options
 from targets import tiny_target
-from tensor_parallel import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly, say_with_generator
+from tensor_parallel_worker import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly, say_with_generator
+from torchrun import ROOT, finish, launch
 
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.cli import main
@@ -25,7 +25,8 @@ def ask_two(folder, device):
     target.config.save_pretrained(folder / "bench" / "target")
     Eagle3Config(**eagle_options(target)).save_pretrained(folder / "bench" / "eagle3")
     PEagleConfig(**eagle_options(target), mask_token_id=2).save_pretrained(folder / "bench" / "p-eagle")
-    finish(launch(ROOT / "tests" / "tensor_parallel.py", folder, folder, device, on_gpus=device != "cpu"))
+    worker = ROOT / "tests" / "helpers" / "tensor_parallel_worker.py"
+    finish(launch(worker, folder, folder, device, on_gpus=device != "cpu"))
     answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     answers[0]["figures"] = json.loads((folder / "figures-0.json").read_text())
     return answers

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
-from contract import PROMPTS, greedy
+from graph_stand_ins import replay_on_cpu
+from lossless import PROMPTS, greedy
 from oracle import random_draft_model, random_eagle3, random_mtp
-from replay import replay_on_cpu
 from targets import padded_prompts, set_policy, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from contract import greedy
+from lossless import greedy
 from oracle import random_eagle3
 from safetensors.torch import save_file, save_model
 from targets import new_target, padded_prompts, set_policy

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from contract import PROMPTS, greedy
+from lossless import PROMPTS, greedy
 from oracle import RANDOM_DRAFTERS
 from targets import padded_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode

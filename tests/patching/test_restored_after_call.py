@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from contract import greedy
+from graph_stand_ins import replay_on_cpu
+from lossless import greedy
 from oracle import RANDOM_DRAFTERS, random_eagle3
-from replay import replay_on_cpu
 from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig, StoppingCriteria, StoppingCriteriaList

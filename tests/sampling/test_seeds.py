@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from contract import PROMPTS
+from graph_stand_ins import replay_on_cpu
+from lossless import PROMPTS
 from oracle import RANDOM_DRAFTERS
-from replay import replay_on_cpu
+from sampled_calls import MODES, drafter_of, sample
 from targets import padded_prompts, set_policy, tiny_target
 from transformers import LogitsProcessorList, set_seed
 from transformers.generation.logits_process import TemperatureLogitsWarper
@@ -12,23 +13,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE
 from hf_specdec.sampling.logits import RowTemperature
 
-# Name: drafts are drawn from the drafter's distribution, how they are judged.
-MODES = {"point mass": (False, "token"), "soft": (True, "token"), "block": (True, "block")}
 modes = pytest.mark.parametrize("mode", MODES)
 kinds = pytest.mark.parametrize("kind", ["eagle3", "pard"])
-NEW = 10
-
-
-def drafter_of(target, kind, mode, engine="auto"):
-    draft_probs, verification = MODES[mode]
-    drafter = RANDOM_DRAFTERS[kind](target)
-    return drafter.configure(3, draft_probs=draft_probs, verification=verification, engine=engine)
-
-
-def sample(target, inputs, drafter, **options):
-    """`[B, NEW]`: sampled continuations."""
-    options = {"do_sample": True, "top_k": 40, "max_new_tokens": NEW, **options}
-    return target.generate(**inputs, assistant_model=drafter, **options)[:, inputs["input_ids"].shape[1] :]
 
 
 @kinds
