@@ -269,8 +269,8 @@ def table(outcomes: list[Outcome]) -> str:
         f"Made by `python tests/helpers/zoo.py --write docs/targets.md` with transformers {transformers.__version__} "
         f"and torch {torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in "
         "the default configuration of its family, shrunk until windows, experts and top-k take effect, with random "
-        "weights in float32; text prompts, greedy, as a padded batch of two and one by one, with a drafter that is right at "
-        f"{ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
+        "weights in float32; text prompts, greedy, as a padded batch of two and one by one, with a drafter that is "
+        f"right at {ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
         "",
         f"| {len(outcomes)} classes | |",
         "|---|---|",
