@@ -218,7 +218,7 @@ def test_prompts_of_several_lengths(folders, tmp_path, capsys):
 
 @pytest.mark.parametrize("num_modules", [1, 3])
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5"])
-def test_modules_from_a_config(family, num_modules, tmp_path):
+def test_random_modules_from_a_config(family, num_modules, tmp_path):
     """A config.json is all that is needed to time its MTP modules: three in a row, or one three times."""
     published = publish(family, tmp_path / "published", num_modules).folder
     (tmp_path / "target").mkdir()
@@ -467,7 +467,7 @@ def test_temperatures_and_draft_probs(folders, tmp_path, capsys):
     assert lines[11].startswith(f"failed: missing ({where}")
 
 
-def test_failures_are_reported_and_the_others_go_on(folders, capsys, monkeypatch, tmp_path):
+def test_failed_cases_are_reported_and_others_run(folders, capsys, monkeypatch, tmp_path):
     options = ["--prompts", folders / "prompts.jsonl", "--max-new-tokens", 6, "--runs", 1, "--limit", 1]
     drafters = [folders / "eagle3", folders / "missing"]
     generate = type(tiny_target(SPEC)).generate
@@ -566,7 +566,7 @@ def test_prompts_from_the_hub(monkeypatch):
 
 
 @pytest.mark.core
-def test_time_of_a_gpu_is_what_the_host_does_not_make_it_wait():
+def test_gpu_time_excludes_waiting_for_the_host():
     intervals = [(10.0, 12.0), (0.0, 4.0), (4.5, 6.0), (5.0, 5.5), (20.0, 21.0)]
     assert busy_time(intervals, short_gap=1.0) == 6.0 + 2.0 + 1.0
     assert busy_time(intervals, short_gap=0.0) == 4.0 + 1.5 + 2.0 + 1.0
@@ -574,7 +574,7 @@ def test_time_of_a_gpu_is_what_the_host_does_not_make_it_wait():
     assert busy_time([]) == 0.0
 
 
-def test_what_was_measured_outlives_the_process(folders, tmp_path, monkeypatch):
+def test_measurements_are_written_before_the_process_ends(folders, tmp_path, monkeypatch):
     measured = measure_all
 
     def interrupted(*args):

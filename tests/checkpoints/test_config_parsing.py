@@ -91,7 +91,7 @@ def test_nested_ids(num_layers, ids, aux_hidden_state_layer_ids, key, tmp_path):
 
 
 @pytest.mark.core
-def test_nested_ids_of_a_target_whose_drafters_count_boundaries(tmp_path):
+def test_nested_layer_ids_that_count_layer_inputs(tmp_path):
     nested = {NESTED: [1, 3, 4], "use_aux_hidden_state": True}
     folder = write("modelopt", tmp_path, SPEC, make_weights(SPEC), eagle_config=nested)
     target = GptOssConfig(hidden_size=32, vocab_size=128, num_hidden_layers=8)
@@ -129,7 +129,7 @@ def test_ids_under_another_key(tmp_path):
 
 
 @pytest.mark.core
-def test_top_level_ids_are_boundaries(tmp_path):
+def test_top_level_layer_ids_count_layer_inputs(tmp_path):
     found = read(tmp_path, "speculators", eagle_aux_hidden_state_layer_ids=[4, 1, 3, 3])
     assert (
         found.config.aux_hidden_state_layer_ids == [1, 3, 4]
@@ -138,13 +138,13 @@ def test_top_level_ids_are_boundaries(tmp_path):
 
 
 @pytest.mark.parametrize("dialect", ["safeailab", "specforge", "speculators", "modelopt"])
-def test_default_taps(dialect, tmp_path):
+def test_default_layer_ids(dialect, tmp_path):
     changes = {"eagle_config": {"next_layer_regular": True}} if dialect == "modelopt" else {"eagle_config": ...}
     found = read(tmp_path, dialect, num_layers=36, **{NESTED: ...}, **changes)
     assert found.config.aux_hidden_state_layer_ids == [2, 18, 33]
 
 
-def test_taps_without_target(tmp_path):
+def test_layer_ids_without_target(tmp_path):
     assert read(tmp_path / "a", "safeailab", num_layers=None).config.aux_hidden_state_layer_ids is None
     found = read(tmp_path / "b", "specforge", num_layers=None)
     assert (
@@ -152,7 +152,7 @@ def test_taps_without_target(tmp_path):
     )
 
 
-def test_four_layer_target_has_two_default_taps(tmp_path):
+def test_four_layer_target_has_two_default_layer_ids(tmp_path):
     spec = replace(SPEC, target_layers=4, aux_hidden_state_layer_ids=(1, 2))
     target = tiny_target(spec, dtype=torch.float32)
     drafter = AutoDrafter.from_pretrained(write("safeailab", tmp_path, spec, make_weights(spec)), target)
@@ -183,7 +183,7 @@ def test_rope(changes, expected, tmp_path):
     assert not decision(found, "rope_theta").doubtful
 
 
-def test_rope_contradiction_is_in_doubt(tmp_path):
+def test_contradicting_rope_is_uncertain(tmp_path):
     found = read(tmp_path, "specforge", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     assert found.config.rope_parameters["rope_theta"] == 1e6
     assert decision(found, "rope_theta").doubtful
@@ -402,7 +402,7 @@ def test_decisions_are_logged_once(tmp_path, caplog):
     assert "norm_before_residual = True" in warning and "--self-check" in warning and "rope_theta" not in warning
 
 
-def test_no_warning_where_nothing_is_in_doubt(tmp_path, caplog):
+def test_no_warning_without_uncertain_decisions(tmp_path, caplog):
     folder = write("safeailab-bin", tmp_path, SPEC, make_weights(SPEC))
     with caplog.at_level(logging.WARNING):
         AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
@@ -462,7 +462,7 @@ def test_peagle_residual_is_raw_unless_stated(dialect, tmp_path):
 
 
 @pytest.mark.core
-def test_amazon_ids_are_outputs_of_layers(tmp_path):
+def test_amazon_layer_ids_count_layer_outputs(tmp_path):
     """As published for gpt-oss-20b, which has 24 layers."""
     nested = {NESTED: [1, 11, 20], "use_aux_hidden_state": True}
     assert read(
@@ -489,7 +489,7 @@ def test_order_of_mask_tokens(keys, token, tmp_path):
 
 
 @pytest.mark.core
-def test_mask_token_that_is_in_no_key(tmp_path):
+def test_missing_mask_token(tmp_path):
     """As in SpecForge's configs/qwen3-8b-peagle.json."""
     with pytest.raises(
         ValueError, match=r"names no mask token.*dflash_config.mask_token_id.*ptd_token_id.*mask_token_id=`"
@@ -559,7 +559,7 @@ def test_peagle_norms(tmp_path):
 
 
 @pytest.mark.core
-def test_mask_takes_the_way_of_the_taps(tmp_path):
+def test_mask_hidden_goes_through_fc_as_hidden_states_do(tmp_path):
     spec = replace(PEAGLE, norm_before_fc=True)
     weights = make_weights(spec)
     drafter = AutoDrafter.from_pretrained(write("amazon", tmp_path / "a", spec, weights), tiny_target(spec))
@@ -576,7 +576,7 @@ def test_mask_takes_the_way_of_the_taps(tmp_path):
 
 
 @pytest.mark.core
-def test_peagle_embedding_is_its_own(tmp_path):
+def test_peagle_embedding_is_not_shared(tmp_path):
     """It was trained, so it is kept; without one the target's is borrowed."""
     target = tiny_target(PEAGLE)
     weights = make_weights(PEAGLE)

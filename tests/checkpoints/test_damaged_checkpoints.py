@@ -42,21 +42,21 @@ def test_missing_unexpected_and_reshaped_tensors(dialect, target, tmp_path):
     )
 
 
-def test_missing_table(target, tmp_path):
+def test_missing_d2t_table(target, tmp_path):
     weights = make_weights(SPEC)
     del weights["d2t"]
     refuse(write("modelopt", tmp_path, SPEC, weights), target, "missing tensors: d2t")
 
 
 @pytest.mark.core
-def test_absolute_table(target, tmp_path):
+def test_absolute_d2t_table(target, tmp_path):
     weights = make_weights(SPEC)
     weights["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
     folder = write("specforge", tmp_path, SPEC, weights)
     refuse(folder, target, "d2t", "absolute table", "Subtract torch.arange")
 
 
-def test_table_that_is_no_vocabulary(target, tmp_path):
+def test_invalid_d2t_table(target, tmp_path):
     weights = make_weights(SPEC)
     weights["d2t"] = weights["d2t"].clone()
     weights["d2t"][-1] = 1000
@@ -67,7 +67,7 @@ def test_table_that_is_no_vocabulary(target, tmp_path):
     refuse(write("specforge", tmp_path / "b", full, weights), target, "d2t", "permutes the vocabulary")
 
 
-def test_zero_table_is_warned_about(target, tmp_path, caplog):
+def test_zero_d2t_table_is_warned_about(target, tmp_path, caplog):
     weights = make_weights(SPEC)
     weights["d2t"] = torch.zeros_like(weights["d2t"])
     drafter = AutoDrafter.from_pretrained(write("safeailab", tmp_path, SPEC, weights), target)
@@ -156,7 +156,7 @@ def test_bin_of_the_old_format(target, tmp_path):
 
 
 @pytest.mark.core
-def test_files_that_are_not_there(target, tmp_path):
+def test_missing_files(target, tmp_path):
     (tmp_path / "empty").mkdir()
     refuse(tmp_path / "empty", target, "has no config.json", error=OSError)
     write("specforge", tmp_path / "bare", SPEC, make_weights(SPEC))
@@ -192,7 +192,7 @@ def test_drafter_for_another_model(other, parts, tmp_path):
     refuse(write("speculators", tmp_path, SPEC, make_weights(SPEC)), tiny_target(other), *parts)
 
 
-def test_taps_outside_the_target(target, tmp_path):
+def test_layer_ids_outside_the_target(target, tmp_path):
     folder = write("speculators", tmp_path, SPEC, make_weights(SPEC))
     refuse(folder, target, "reads the auxiliary hidden states [2, 4, 9]", aux_hidden_state_layer_ids=[2, 4, 9])
     refuse(folder, target, "which is not 2 taps", aux_hidden_state_layer_ids=[2, 4])
@@ -213,7 +213,7 @@ def test_arguments(target, tmp_path):
         AutoDrafter.from_pretrained(folder, None)
 
 
-def test_normal_form_that_lost_a_tensor(target, tmp_path):
+def test_saved_checkpoint_with_a_missing_tensor(target, tmp_path):
     AutoDrafter.from_pretrained(write("speculators", tmp_path / "a", SPEC, make_weights(SPEC)), target).save_pretrained(
         tmp_path / "b"
     )
@@ -230,7 +230,7 @@ def test_every_shard_is_read(target, tmp_path):
     assert AutoDrafter.from_pretrained(folder, target).is_bound
 
 
-def test_error_is_one_sentence_a_problem(target, tmp_path):
+def test_error_has_one_sentence_a_problem(target, tmp_path):
     """No traceback of a loader inside the message."""
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"draft_vocab_size": 4}))
@@ -251,7 +251,7 @@ def test_error_is_one_sentence_a_problem(target, tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("dialect", ["specforge", "automodel"])
-def test_nonsense_in_config(dialect, changes, target, tmp_path):
+def test_invalid_config_values(dialect, changes, target, tmp_path):
     spec = PEAGLE if dialect == "automodel" else SPEC
     folder = write(dialect, tmp_path, spec, make_weights(spec), **changes)
     refuse(folder, target, f"config.json of {folder} describes no model that can be built")
@@ -288,7 +288,7 @@ def test_peagle_without_its_mask(dialect, target, tmp_path):
 
 
 @pytest.mark.core
-def test_peagle_that_lost_a_layer(target, tmp_path):
+def test_peagle_with_a_missing_layer(target, tmp_path):
     """`midlayer` is layer 0, so layers 1 and 3 beside it leave a hole."""
     weights = {name.replace("layers.1.", "layers.3."): tensor for name, tensor in make_weights(PEAGLE).items()}
     folder = write("amazon", tmp_path, PEAGLE, weights, num_hidden_layers=4)

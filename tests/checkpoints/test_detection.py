@@ -154,7 +154,7 @@ def test_recognised(case):
 
 
 @pytest.mark.core
-def test_unknown_dialect_says_what_was_looked_for(target, tmp_path):
+def test_error_for_an_unknown_dialect_names_the_expected_tensors(target, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"no known drafter dialect.*speculators_model_type.*'bert'.*hidden_size"):

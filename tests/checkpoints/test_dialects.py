@@ -29,7 +29,7 @@ def draft(drafter, target, token_ids: torch.Tensor, num_draft_tokens: int, aux_h
 @pytest.mark.core
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_drafts_match_straight_line(dialect, variant, tmp_path):
+def test_drafts_match_the_float64_reference(dialect, variant, tmp_path):
     spec = VARIANTS[variant]
     target = tiny_target(spec)
     folder = write(dialect, tmp_path, spec, make_weights(spec))

@@ -149,7 +149,7 @@ def test_other_vocabulary(target, tmp_path):
 
 
 @pytest.mark.core
-def test_model_that_also_sees(target, tmp_path):
+def test_image_text_model_as_draft_model(target, tmp_path):
     """Kimi-K2.5: transformers has it as an image-text model only, whose text part is a DeepSeek-V3."""
     text = {
         **MOE["deepseek-v3"],
@@ -213,7 +213,7 @@ def test_damaged_weights(changes, part, token, target, tmp_path):
 
 
 @pytest.mark.core
-def test_all_troubles_in_one_message(target, tmp_path):
+def test_all_problems_are_in_one_message(target, tmp_path):
     folder = write_draft_model(tmp_path, num_hidden_layers=5, hidden_size=64)
     with pytest.raises(ValueError) as caught:
         AutoDrafter.from_pretrained(folder, target)
@@ -235,7 +235,7 @@ def test_all_troubles_in_one_message(target, tmp_path):
     ],
     ids=str,
 )
-def test_nonsense_in_config(changes, target, tmp_path):
+def test_invalid_config_values(changes, target, tmp_path):
     folder = write_draft_model(tmp_path, **changes)
     refuse(folder, target, f"config.json of {folder} describes no model that can be built")
 
@@ -370,7 +370,7 @@ def drafts(drafter: DraftModelDrafter) -> list[int]:
     ],
     ids=["ordinary", "pard", "pard-sequential", "pard-other-token", "ordinary-parallel", "pard-without-token"],
 )
-def test_round_trip(token, options, target, tmp_path):
+def test_save_and_load_round_trip(token, options, target, tmp_path):
     folder = write_draft_model(tmp_path / "a", token)
     first = AutoDrafter.from_pretrained(folder, target, **options)
     first.save_pretrained(tmp_path / "b")
@@ -397,7 +397,7 @@ def test_round_trip(token, options, target, tmp_path):
 
 
 @pytest.mark.core
-def test_saved_forms_take_keywords_too(target, tmp_path):
+def test_saved_checkpoints_take_keywords(target, tmp_path):
     AutoDrafter.from_pretrained(write_draft_model(tmp_path / "a", 7), target).save_pretrained(tmp_path / "b")
     drafter = AutoDrafter.from_pretrained(tmp_path / "b", target, parallel_drafting=False)
     assert not drafter.config.parallel_drafting

@@ -109,14 +109,14 @@ SHARE = 1 if os.environ.get("HF_SPECDEC_ALL_NONSENSE") else 5
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_every_field_of_config_json(name, target, tmp_path):
+def test_invalid_values_of_every_config_field(name, target, tmp_path):
     folder = CHECKPOINTS[name](tmp_path / "checkpoint", target)
     assert fields_that_fail(folder, target, SHARE) == []
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "step-3.5", "qwen3.5-moe", "speculators"])
 @pytest.mark.parametrize("is_own", [False, True])
-def test_every_field_of_modules(family, is_own, tmp_path):
+def test_invalid_values_of_every_field_of_mtp_configs(family, is_own, tmp_path):
     at = publish(family, tmp_path / "checkpoint")
     folder = at.folder
     if is_own:
@@ -147,7 +147,7 @@ def rewrite(file: Path, **changes: Any) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["eagle-3", "draft model"])
-def test_shards_outside_of_the_folder(kind, target, tmp_path):
+def test_shards_outside_the_folder(kind, target, tmp_path):
     """They exist, and hold what is asked for, so that only the rule stops them."""
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     if kind == "eagle-3":
@@ -172,7 +172,7 @@ def test_shards_outside_of_the_folder(kind, target, tmp_path):
 
 
 @pytest.mark.core
-def test_subfolder_outside_of_the_folder(target, tmp_path):
+def test_subfolder_outside_the_folder(target, tmp_path):
     write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
     (tmp_path / "b" / "inside").mkdir(parents=True)
     for subfolder in ("../a", str(tmp_path / "a"), "inside/../../a", None, 3):
@@ -243,7 +243,7 @@ def test_deep_json(target, tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["safeailab", "draft model"])
-def test_values_that_no_model_has(kind, changes, part, target, tmp_path):
+def test_values_no_model_can_have(kind, changes, part, target, tmp_path):
     changes = changes | ({"head_dim": ...} if "num_attention_heads" in changes else {})
     if kind == "draft model":
         write_draft_model(tmp_path, **changes)
@@ -261,7 +261,7 @@ def test_unknown_dtype(target, tmp_path):
 
 
 @pytest.mark.core
-def test_draft_tokens_a_round_have_a_bound(target, tmp_path):
+def test_num_assistant_tokens_has_an_upper_bound(target, tmp_path):
     folder = write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
     AutoDrafter.from_pretrained(folder, target, num_assistant_tokens=1024).save_pretrained(tmp_path / "b")
     refused(folder, target, "num_assistant_tokens is 1000000000000", "at most 1024", num_assistant_tokens=10**12)
@@ -273,7 +273,7 @@ def test_draft_tokens_a_round_have_a_bound(target, tmp_path):
 
 
 @pytest.mark.core
-def test_flags_are_true_or_false(target, tmp_path):
+def test_flags_must_be_booleans(target, tmp_path):
     """As a string, "false" would be true."""
     for number, name in enumerate(("norm_before_residual", "norm_output")):
         folder = write("speculators", tmp_path / str(number), SPEC, make_weights(SPEC), **{name: "false"})
@@ -283,7 +283,7 @@ def test_flags_are_true_or_false(target, tmp_path):
 
 
 @pytest.mark.core
-def test_part_that_is_no_object(target, tmp_path):
+def test_config_part_that_is_no_object(target, tmp_path):
     """Taken for absent, it would leave the taps to a default."""
     folder = write("specforge", tmp_path, SPEC, make_weights(SPEC), eagle_config="x")
     refused(folder, target, "eagle_config 'x' in its config.json; expected an object")

@@ -106,7 +106,7 @@ def test_offline_without_cache(hub, target, cache, tmp_path):
         AutoDrafter.from_pretrained("org/drafter", target, cache_dir=cache, local_files_only=True)
 
 
-def test_download_that_breaks_off(hub, target, cache, tmp_path):
+def test_interrupted_download(hub, target, cache, tmp_path):
     hub.add("org/drafter", checkpoint(tmp_path / "one"))
     hub.breaks_off.add("model.safetensors")
     with pytest.raises(OSError, match=r"model\.safetensors"):

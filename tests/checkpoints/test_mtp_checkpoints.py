@@ -100,7 +100,7 @@ def test_only_the_shards_of_modules_are_fetched(hub, tmp_path):
 
 @pytest.mark.core
 @pytest.mark.parametrize("family", MTP_FAMILIES)
-def test_readings_of_every_family(family, tmp_path):
+def test_config_of_every_family(family, tmp_path):
     """Each reading is a switch: with another value of it the drafts are other ones."""
     num_modules = 1 if family == "speculators" else 2
     at = publish(family, tmp_path / "checkpoint", num_modules)
@@ -139,7 +139,7 @@ def test_readings_of_every_family(family, tmp_path):
 
 
 @pytest.mark.core
-def test_lists_that_go_on_behind_the_layers_of_the_target(tmp_path):
+def test_per_layer_lists_with_entries_for_modules(tmp_path):
     """Step's lists of settings by layer have entries for the modules, of which transformers drops some."""
     at = publish("step-3.5", tmp_path / "checkpoint", 3)
     config = json.loads((at.folder / "config.json").read_text())
@@ -165,7 +165,7 @@ class Scratch:
 
 
 @pytest.mark.core
-def test_copies_can_be_used(tmp_path, bytes_read):
+def test_copied_modules_can_be_used(tmp_path, bytes_read):
     """DeepSeek's modules carry copies of the target's embedding and head: their use makes no difference."""
     at = publish("deepseek-v3", tmp_path / "target", 2)
     target, inputs = at.target, padded_prompts([1, 9, 4])
@@ -287,7 +287,7 @@ def test_draft_model_of_another_target(family, sharded, tmp_path, caplog):
 
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5"])
-def test_draft_model_that_lost_its_modules(family, tmp_path):
+def test_draft_model_without_its_modules(family, tmp_path):
     """As transformers saves such a model: config.json tells of modules that the weights do not hold."""
     at = publish(family, tmp_path / "published", 2)
     at.target.config.num_nextn_predict_layers = 2

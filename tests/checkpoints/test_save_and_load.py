@@ -27,7 +27,7 @@ def target():
 
 @pytest.mark.core
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_round_trip(dialect, target, tmp_path):
+def test_save_and_load_round_trip(dialect, target, tmp_path):
     first = AutoDrafter.from_pretrained(write(dialect, tmp_path / "a", SPEC, make_weights(SPEC)), target)
     first.save_pretrained(tmp_path / "b")
     second = AutoDrafter.from_pretrained(tmp_path / "b", target)
@@ -57,7 +57,7 @@ def test_all_dialects_save_the_same(target, tmp_path):
 
 
 @pytest.mark.core
-def test_copies_of_the_target_are_shared(target, tmp_path):
+def test_weights_equal_to_the_targets_are_shared(target, tmp_path):
     spec = Spec(draft_vocab_size=128, maps_vocabulary=False, own_embedding=True)
     weights = make_weights(spec) | {
         "embed_tokens.weight": target.get_input_embeddings().weight.detach(),
@@ -85,7 +85,7 @@ def test_sharing_can_be_forced(target, tmp_path):
     torch.testing.assert_close(drafter.logits(rows[:1]), rows[:1] @ rows.T)
 
 
-def test_sharing_what_is_not_there(target, tmp_path):
+def test_sharing_missing_weights_is_refused(target, tmp_path):
     spec = Spec()
     folder = write("specforge", tmp_path, spec, make_weights(spec))
     with pytest.raises(ValueError, match=r"share_embedding is False.*no tensor embed_tokens.weight"):
@@ -95,7 +95,7 @@ def test_sharing_what_is_not_there(target, tmp_path):
         AutoDrafter.from_pretrained(tmp_path / "saved", target, share_embedding=False)
 
 
-def test_head_absent_is_borrowed(target, tmp_path):
+def test_missing_head_is_shared(target, tmp_path):
     spec = Spec()
     weights = make_weights(spec)
     del weights["lm_head.weight"]

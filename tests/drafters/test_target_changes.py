@@ -102,7 +102,7 @@ def drafts(target, drafter):
 @pytest.mark.core
 @borrowers
 @pytest.mark.parametrize("change", IN_PLACE + REPLACED)
-def test_drafter_keeps_up(kind, change):
+def test_drafter_follows_weight_changes(kind, change):
     target = own_target()
     drafter = BORROWERS[kind](target)
     drafts(target, drafter)
@@ -119,7 +119,7 @@ def test_drafter_keeps_up(kind, change):
 
 
 @pytest.mark.core
-def test_nothing_is_copied_where_nothing_changed(monkeypatch):
+def test_unchanged_weights_are_not_copied(monkeypatch):
     target = own_target()
     drafter = BORROWERS["eagle3"](target)
     drafts(target, drafter)
@@ -133,7 +133,7 @@ def test_nothing_is_copied_where_nothing_changed(monkeypatch):
 
 
 @pytest.mark.core
-def test_what_was_captured_is_kept_or_dropped(monkeypatch):
+def test_weight_changes_drop_captured_graphs_only_where_needed(monkeypatch):
     """A copy that is mended where it lies leaves graphs as they are; one that lies elsewhere needs others."""
     target, released = own_target(), []
     drafter = BORROWERS["eagle3"](target)
@@ -199,7 +199,7 @@ def test_resized_vocabulary(kind, size, engine):
 
 
 @pytest.mark.core
-def test_resized_back_is_bound_again():
+def test_vocabulary_resized_back_binds_again():
     target = own_target()
     drafter = random_draft_model(target)
     for size in (120, 96, 97):
@@ -211,7 +211,7 @@ def test_resized_back_is_bound_again():
 
 
 @pytest.mark.core
-def test_words_for_a_move():
+def test_description_of_a_device_or_dtype_change():
     module = torch.nn.Embedding(6, 4)
     loan = SharedWeight(module, "embedding", 4, "it")
     assert loan.how_changed(module) is None

@@ -42,7 +42,7 @@ OPTIONS = {
 @pytest.mark.core
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_captured_rounds_say_the_same(monkeypatch, option, batch):
+def test_captured_rounds_generate_the_same(monkeypatch, option, batch):
     target = tiny_target("llama")
     inputs = padded_prompts(PROMPTS[batch])
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
@@ -71,7 +71,7 @@ def test_captured_rounds_say_the_same(monkeypatch, option, batch):
 
 
 @pytest.mark.core
-def test_sessions_are_used_again_and_freed(capture):
+def test_sessions_are_reused_and_freed(capture):
     target = tiny_target("llama")
     drafter = copy_of(target)
     plain, again = [], []
@@ -88,7 +88,7 @@ def test_sessions_are_used_again_and_freed(capture):
 
 
 @pytest.mark.core
-def test_what_cannot_be_replayed_is_not_captured(capture):
+def test_rounds_that_cannot_be_replayed_are_not_captured(capture):
     target = tiny_target("llama")
     drafter = copy_of(target)
     options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
@@ -99,7 +99,7 @@ def test_what_cannot_be_replayed_is_not_captured(capture):
     assert capture.count == 0 and len(drafter.sessions) == 0
 
 
-def test_hooks_that_hidden_states_leave_behind_are_no_obstacle(capture, monkeypatch):
+def test_hooks_left_by_output_hidden_states_do_not_prevent_capture(capture, monkeypatch):
     set_policy(monkeypatch, "cpu", compiler="eager")
     target = copy.deepcopy(tiny_target("llama", num_layers=3))
     inputs = padded_prompts([5])
@@ -113,7 +113,7 @@ def test_hooks_that_hidden_states_leave_behind_are_no_obstacle(capture, monkeypa
 
 
 @pytest.mark.core
-def test_moved_weights_are_captured_anew(capture):
+def test_moved_weights_are_captured_again(capture):
     target = tiny_target("llama")
     drafter = copy_of(target)
     options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
@@ -125,19 +125,19 @@ def test_moved_weights_are_captured_anew(capture):
 
 
 @pytest.mark.core
-def test_a_session_left_by_an_error_is_dropped(capture, monkeypatch):
+def test_session_of_a_failed_call_is_dropped(capture, monkeypatch):
     target = tiny_target("llama")
     drafter = copy_of(target)
     options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
     target.generate(**padded_prompts([5]), **options)
     monkeypatch.setattr(type(drafter), "prefill", None)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         target.generate(**padded_prompts([5]), **options)
     assert len(drafter.sessions) == 0
 
 
 @pytest.mark.parametrize(("kind", "option"), [("eagle3", "greedy"), ("pard", "sampling"), ("mtp", "end of sequence")])
-def test_a_round_as_on_a_gpu(monkeypatch, kind, option):
+def test_round_with_the_gpu_policy(monkeypatch, kind, option):
     """Kernels (in the interpreter), fused products, one graph of the compiler's, replayed: what a GPU runs."""
     target = copy.deepcopy(tiny_target("llama", num_layers=3))
     inputs = padded_prompts([5, 1])
@@ -158,7 +158,7 @@ def test_a_round_as_on_a_gpu(monkeypatch, kind, option):
 
 
 @pytest.mark.core
-def test_what_cannot_be_compiled_is_captured_all_the_same(capture, monkeypatch, caplog):
+def test_rounds_that_cannot_be_compiled_are_captured_uncompiled(capture, monkeypatch, caplog):
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
     target = tiny_target("llama")
     forward = target.model.norm.forward
@@ -174,7 +174,7 @@ def test_what_cannot_be_compiled_is_captured_all_the_same(capture, monkeypatch, 
     assert "torch.compile" not in caplog.text
 
 
-def test_processes_that_share_a_target_compile_alike(monkeypatch):
+def test_ranks_of_a_split_target_compile_the_same(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
     monkeypatch.setattr(
@@ -192,7 +192,7 @@ def refuse(function, memory):
 
 
 @pytest.mark.core
-def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
+def test_failed_capture_runs_eagerly(monkeypatch, caplog):
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)
     target = tiny_target("llama")
@@ -205,7 +205,7 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
-def test_nothing_of_an_earlier_call_is_seen(monkeypatch, kind):
+def test_results_do_not_depend_on_earlier_calls(monkeypatch, kind):
     """Prompts of one token leave drafters that look a token back without anything to draft from."""
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)  # buffers are kept all the same
@@ -224,7 +224,7 @@ def test_nothing_of_an_earlier_call_is_seen(monkeypatch, kind):
 
 
 @pytest.mark.core
-def test_what_is_kept_makes_room_for_a_call(monkeypatch):
+def test_out_of_memory_frees_idle_sessions(monkeypatch):
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)
     target = tiny_target("llama")
@@ -267,7 +267,7 @@ def say(target, drafter, batches, **options):
 @pytest.mark.core
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
-def test_calls_that_only_replay_say_what_eager_ones_say(kind, option, monkeypatch):
+def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
     """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts."""
     target = tiny_target("llama")
     batches = [[9, 1, 5], [1, 1, 1], [17, 16, 2], [3, 12, 4]]
@@ -295,7 +295,7 @@ class NoHostReads(TorchDispatchMode):
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
-def test_what_is_captured_reads_nothing_on_the_host(kind, monkeypatch):
+def test_captured_rounds_do_not_read_the_host(kind, monkeypatch):
     def watched(function, memory):
         with NoHostReads():
             return Replay(function, memory)
@@ -313,7 +313,7 @@ def test_what_is_captured_reads_nothing_on_the_host(kind, monkeypatch):
 
 
 @pytest.mark.core
-def test_graphs_of_one_session_share_memory(monkeypatch):
+def test_graphs_of_a_session_share_a_memory_pool(monkeypatch):
     memories = []
 
     def noting(function, memory):
@@ -331,7 +331,7 @@ def test_graphs_of_one_session_share_memory(monkeypatch):
 
 
 @pytest.mark.core
-def test_every_bucket_of_lengths_has_a_prefill_up_to_a_limit(capture, monkeypatch):
+def test_prefill_is_captured_per_length_bucket_up_to_a_limit(capture, monkeypatch):
     monkeypatch.setattr(buckets, "MOST_CAPTURED_TOKENS", 32)
     target = tiny_target("llama")
     drafter = copy_of(target)
@@ -349,7 +349,7 @@ def test_every_bucket_of_lengths_has_a_prefill_up_to_a_limit(capture, monkeypatc
 
 
 @pytest.mark.core
-def test_a_prefill_that_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
+def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
     """Nothing is left of what the attempt did to the state: drafts that are all right would be wrong once."""
     target, batches = tiny_target("llama"), [[9, 1, 5], [3, 12, 4]]
     drafter = copy_of(target)
@@ -374,7 +374,7 @@ def test_a_prefill_that_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
 
 
 @pytest.mark.core
-def test_memory_that_a_prefill_needs_is_made(monkeypatch):
+def test_prefill_frees_memory_it_needs(monkeypatch):
     target = tiny_target("llama")
     drafter = copy_of(target)
     failures = []
@@ -439,7 +439,7 @@ def test_prefills_that_would_copy_experts_are_not_captured(capture, dtype, captu
 
 
 @pytest.mark.core
-def test_all_modules_are_found_once():
+def test_modules_are_listed_once():
     target = tiny_target("deepseek-v3")
     drafter = random_mtp(tiny_target("llama"))
     drafter.frames.append(drafter.frames[0])
@@ -449,7 +449,7 @@ def test_all_modules_are_found_once():
 
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_experts_compute_by_our_products_while_a_target_is_hosted(family):
+def test_experts_implementation_of_a_patched_target(family):
     target = copy.deepcopy(tiny_target(family))
     drafter = NoDrafter(target)
 

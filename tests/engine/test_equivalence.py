@@ -56,13 +56,13 @@ UNSOUND = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("case", UNSOUND)
-def test_masks_of_their_own_run_on_the_stock_engine(case):
+def test_targets_with_custom_masks_run_on_the_stock_engine(case):
     model_type, options, reason = UNSOUND[case]
     check(build(model_type, **options), [40, 33], "stock", reason)
 
 
 @pytest.mark.core
-def test_windows_that_are_handed_over_run_on_the_static_engine():
+def test_sliding_windows_in_attention_arguments_run_on_the_static_engine():
     for window in (5, 30):
         check(build("mistral", sliding_window=window), [40, 33], "static", "")
 
@@ -76,7 +76,7 @@ class LooksAhead(LlamaAttention):
 
 
 @pytest.mark.core
-def test_a_subclass_is_not_believed_either():
+def test_a_subclass_is_checked_too():
     """The same class and configuration as a sound model, whose module somebody replaced: of a class of its own."""
 
     class Ahead(LlamaForCausalLM):
@@ -94,7 +94,7 @@ def test_a_subclass_is_not_believed_either():
 
 @pytest.mark.core
 @pytest.mark.parametrize("model_type", ["jamba", "bert", "mamba"])
-def test_refused_in_one_sentence_before_anything_is_said(model_type):
+def test_unsupported_targets_are_refused_before_generation(model_type):
     options = {
         "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, **STATE_SPACE, **MOE, "num_experts": 4},
         "bert": {"is_decoder": False},
@@ -137,7 +137,7 @@ def test_a_class_is_checked_once(monkeypatch):
 
 
 @pytest.mark.core
-def test_a_check_leaves_everything_as_it_was():
+def test_equivalence_check_has_no_side_effects():
     target = build("gemma3_text", sliding_window=6, query_pre_attn_scalar=8)
     target.generation_config.update(repetition_penalty=1.2, cache_implementation="static", max_length=77, num_beams=1)
     config, settings = copy.deepcopy(target.config.to_dict()), copy.deepcopy(target.generation_config.to_dict())
@@ -150,7 +150,7 @@ def test_a_check_leaves_everything_as_it_was():
 
 @pytest.mark.core
 @pytest.mark.parametrize("place", ["instance", "class"])
-def test_inputs_prepared_by_others_are_not_run_on_the_static_engine(place):
+def test_custom_prepare_inputs_runs_on_the_stock_engine(place):
     """A function that is harmless runs on the stock engine; one that changes what the model reads is not ignored."""
 
     class Own(LlamaForCausalLM):
@@ -239,7 +239,7 @@ def test_low_rank_adapters_run_on_the_static_engine():
 
 @pytest.mark.core
 @pytest.mark.parametrize("lengths", [[20, 3], [32, 7]], ids=str)
-def test_texts_that_fill_a_table_of_positions(lengths):
+def test_texts_that_fill_the_position_table(lengths):
     """The last token of a text has no position, so a table of 32 is enough for 33 tokens."""
     target = build("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
     inputs, new = padded_prompts(lengths), 33 - max(lengths)
@@ -253,7 +253,7 @@ def test_texts_that_fill_a_table_of_positions(lengths):
 
 
 @pytest.mark.core
-def test_texts_beyond_a_table_of_positions():
+def test_texts_beyond_the_position_table():
     target = build("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
     inputs = padded_prompts([20, 3])
     drafter = copy_of(target, noise=0.02)
@@ -296,7 +296,7 @@ class Streams(LlamaForCausalLM):
 
 @pytest.mark.core
 @pytest.mark.parametrize("last_only", [False, True])
-def test_hidden_states_that_drafters_cannot_read_are_refused_when_they_are_bound(last_only):
+def test_unsupported_hidden_states_are_refused_at_bind(last_only):
     torch.manual_seed(0)
     target = Streams(tiny_target("llama").config, last_only).eval()
     shape = r"\[1, 1, 32\] at boundary 6" if last_only else r"\[2, 1, 3, 32\] at boundary 3"

@@ -133,7 +133,7 @@ class Streamer(Noted, BaseStreamer):
 
 @pytest.mark.core
 @pytest.mark.parametrize("is_inference", [True, False])
-def test_what_the_caller_hands_over_runs_in_the_callers_mode(engine, is_inference):
+def test_callbacks_run_in_the_mode_of_the_caller(engine, is_inference):
     target, inputs = fresh()
     drafter = configured(random_eagle3(target), engine)
 

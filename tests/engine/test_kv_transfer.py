@@ -77,7 +77,7 @@ def test_turns_of_a_chat(family, kind, lengths):
 
 @pytest.mark.core
 @pytest.mark.parametrize("make", [DynamicCache, lambda: DynamicCache(config=tiny_target("gemma3").config)])
-def test_what_the_cache_holds_is_not_computed_again(make):
+def test_cached_tokens_are_not_computed_again(make):
     target, inputs = tiny_target("gemma3"), padded_prompts([30])
     drafter = OracleDrafter(target, torch.zeros(1, 40, dtype=torch.int64), [30], accuracy=0.0)
     cache = make()
@@ -118,7 +118,7 @@ def test_rows_that_ended_early(family):
 
 
 @pytest.mark.core
-def test_a_drafter_that_reads_tokens_reads_those_that_are_cached():
+def test_draft_models_read_cached_tokens():
     """A copy of the target drafts from the whole text: all of its drafts are accepted."""
     target, inputs = tiny_target("llama"), padded_prompts([30, 12])
     drafter = copy_of(target)
@@ -137,7 +137,7 @@ def test_a_drafter_that_reads_tokens_reads_those_that_are_cached():
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "mtp", "mtp-by-target"])
-def test_drafts_do_not_depend_on_what_a_session_held_before(monkeypatch, kind):
+def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
     """Slots of cached positions, whose hidden states nobody has, hold what another call left there."""
     replay_on_cpu(monkeypatch)
     target = tiny_target("llama")
@@ -185,7 +185,7 @@ def test_captured_calls(monkeypatch):
 
 
 @pytest.mark.core
-def test_what_nobody_looks_at_is_not_copied(monkeypatch):
+def test_unused_caches_are_not_copied(monkeypatch):
     replay_on_cpu(monkeypatch)
     target, inputs = tiny_target("llama"), padded_prompts([9, 1, 5])
     drafter = random_eagle3(target)
@@ -204,7 +204,7 @@ def test_what_nobody_looks_at_is_not_copied(monkeypatch):
 
 
 @pytest.mark.core
-def test_what_is_left_behind_is_an_ordinary_cache():
+def test_returned_cache_is_an_ordinary_dynamic_cache():
     target, inputs = tiny_target("gemma3"), padded_prompts([9, 4])
     drafter = random_eagle3(target)
     expected = target.generate(**inputs, **OPTIONS).past_key_values
@@ -286,7 +286,7 @@ def test_stock_engine(family):
 
 
 @pytest.mark.core
-def test_what_does_not_fit():
+def test_mismatched_caches_are_refused():
     target, inputs = tiny_target("llama"), padded_prompts([9, 4])
     options = OPTIONS | {"assistant_model": random_eagle3(target)}
     out = target.generate(**inputs, **options)

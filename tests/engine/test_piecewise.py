@@ -56,7 +56,7 @@ def weights(count):
 
 
 @pytest.mark.parametrize("layers", [2, 5])
-def test_what_is_alike_is_compiled_once(kernels_on_cpu, layers):
+def test_equal_graph_pieces_are_compiled_once(kernels_on_cpu, layers):
     def function(states, *matrices):
         for matrix in matrices:
             states = states + attend(torch.tanh(states @ matrix))
@@ -66,7 +66,7 @@ def test_what_is_alike_is_compiled_once(kernels_on_cpu, layers):
     assert compiled_and_eager(function, torch.ones(ROWS, WIDTH), *weights(layers)) == 3
 
 
-def test_what_differs_in_a_number_or_a_layout_is_not_alike(kernels_on_cpu):
+def test_pieces_that_differ_in_a_constant_or_layout_are_not_equal(kernels_on_cpu):
     def function(states, *matrices):
         for index, matrix in enumerate(matrices):
             states = states + attend(states @ matrix, window=2 if index % 2 else None)
@@ -79,7 +79,7 @@ def test_what_differs_in_a_number_or_a_layout_is_not_alike(kernels_on_cpu):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_shares_memory_is_not_like_what_does_not(kernels_on_cpu, shared):
+def test_pieces_whose_inputs_share_memory_are_not_equal(kernels_on_cpu, shared):
     """Two pieces write to one buffer and read another; or the second reads what it has just written."""
 
     def function(states, one, two, three, four):
@@ -95,7 +95,7 @@ def test_what_shares_memory_is_not_like_what_does_not(kernels_on_cpu, shared):
 
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", 3), ("gpt-oss", 4)])
-def test_layers_of_a_deep_target_are_compiled_as_those_of_a_shallow_one(monkeypatch, family, expected):
+def test_number_of_compilations_does_not_grow_with_depth(monkeypatch, family, expected):
     """Every other layer of gpt-oss has a window."""
     monkeypatch.setattr(piecewise, "_LAST_OF_A_PIECE", {str(torch.nn.functional.softmax)})
     for layers in (4, 6):

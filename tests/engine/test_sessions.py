@@ -42,7 +42,7 @@ def texts(target, drafter, **options):
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["eagle3", "draft-model"])
-def test_adapters_that_are_switched_between_calls(tape, kind):
+def test_adapters_switched_between_calls(tape, kind):
     target = own_target(num_layers=3)
     adapted = with_adapters(target)
     drafter = RANDOM_DRAFTERS[kind](target)
@@ -77,7 +77,7 @@ def test_adapters_that_are_switched_between_calls(tape, kind):
 
 
 @pytest.mark.core
-def test_adapters_that_come_and_go(tape):
+def test_adapters_added_and_removed(tape):
     """Sessions whose modules are gone are freed, not those that modules come back to."""
     target = own_target()
     drafter = copy_of(target, noise=0.02)
@@ -139,7 +139,7 @@ CHANGES = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_captures_bake_in(tape, change):
+def test_changes_that_captures_do_not_see_capture_again(tape, change):
     target = own_target()
     target.model.layers[1].self_attn.scaling = -1.0
     drafter = copy_of(tiny_target("llama", num_layers=2))
@@ -154,7 +154,7 @@ def test_what_captures_bake_in(tape, change):
 
 
 @pytest.mark.core
-def test_weights_that_change_in_place_are_not_captured_anew(tape):
+def test_weights_changed_in_place_are_not_captured_again(tape):
     target = own_target()
     drafter = copy_of(target, noise=0.02)
     before, _ = texts(target, drafter)
@@ -171,7 +171,7 @@ def test_weights_that_change_in_place_are_not_captured_anew(tape):
 
 
 @pytest.mark.core
-def test_what_nobody_reads_in_a_round_is_no_reason_to_capture_anew(tape):
+def test_changes_that_rounds_do_not_read_are_not_captured_again(tape):
     target = own_target()
     drafter = copy_of(target, noise=0.02)
     texts(target, drafter)
@@ -186,7 +186,7 @@ def test_what_nobody_reads_in_a_round_is_no_reason_to_capture_anew(tape):
 
 
 @pytest.mark.core
-def test_casts_of_autocast_are_made_anew(tape):
+def test_autocast_weights_are_cast_again(tape):
     """Of weights that have changed; and rounds of one precision are not replayed in another."""
     target = own_target()
     drafter = copy_of(target, noise=0.02)
@@ -208,7 +208,7 @@ def test_casts_of_autocast_are_made_anew(tape):
 
 
 @pytest.mark.core
-def test_settings_of_torch_are_told_apart():
+def test_fingerprint_of_torch_settings():
     before = torch_settings(CPU)
     for enter, leave in {
         functools.partial(torch.set_float32_matmul_precision, "high"): functools.partial(
@@ -270,7 +270,7 @@ ATTRIBUTES = [
 
 @pytest.mark.core
 @pytest.mark.parametrize(("one", "other"), ATTRIBUTES)
-def test_attributes_are_told_apart(one, other):
+def test_fingerprint_of_attributes(one, other):
     target = own_target()
     modules = modules_of(target)
     norm = target.model.norm
@@ -285,7 +285,7 @@ def test_attributes_are_told_apart(one, other):
 
 
 @pytest.mark.core
-def test_what_is_changed_inside_of_attributes_is_noticed():
+def test_fingerprint_of_changes_inside_attributes():
     target = own_target()
     modules = modules_of(target)
     norm = target.model.norm
@@ -306,7 +306,7 @@ def test_what_is_changed_inside_of_attributes_is_noticed():
 
 
 @pytest.mark.core
-def test_forwards_of_classes_are_told_apart(monkeypatch):
+def test_fingerprint_of_class_forwards(monkeypatch):
     target = own_target()
     modules = modules_of(target)
     before = fingerprint(modules, CPU)
@@ -316,7 +316,7 @@ def test_forwards_of_classes_are_told_apart(monkeypatch):
 
 
 @pytest.mark.core
-def test_a_fingerprint_keeps_nothing_alive_and_what_comes_after_is_something_else():
+def test_fingerprint_keeps_no_references():
     target = own_target()
     modules = modules_of(target)
     norm = target.model.norm
@@ -339,7 +339,7 @@ def test_a_fingerprint_keeps_nothing_alive_and_what_comes_after_is_something_els
 
 
 @pytest.mark.core
-def test_sessions_of_weights_that_are_gone_are_freed(tape):
+def test_sessions_of_deleted_weights_are_freed(tape):
     """Not those of other settings, which may come back."""
     target = own_target()
     drafter = copy_of(target, noise=0.02)
@@ -388,7 +388,7 @@ def test_captures_of_a_session_are_bounded(tape, monkeypatch):
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
-def test_a_round_in_one_piece_returns_what_is_read(tape, monkeypatch, kind):
+def test_round_in_one_graph_returns_the_results(tape, monkeypatch, kind):
     """Scores and logits of all rounds that a session has captured would stay in memory."""
     results = []
 
@@ -408,7 +408,7 @@ def test_a_round_in_one_piece_returns_what_is_read(tape, monkeypatch, kind):
 
 
 @pytest.mark.core
-def test_modules_that_count_their_calls_run_eagerly(tape, caplog):
+def test_modules_with_python_state_run_eagerly(tape, caplog):
     """A replay would not count, and a number that changes is never looked up again."""
     target = own_target()
     norm, forward = target.model.norm, target.model.norm.forward
@@ -427,7 +427,7 @@ def test_modules_that_count_their_calls_run_eagerly(tape, caplog):
 
 @pytest.mark.core
 @pytest.mark.parametrize("where", ["module", "drafter", "all modules"])
-def test_hooks_are_heard_and_a_warning_says_what_they_cost(tape, caplog, where):
+def test_hooks_are_called_with_a_warning_about_their_cost(tape, caplog, where):
     capture._warn_once.cache_clear()
     target = own_target()
     drafter = copy_of(target, noise=0.02)

@@ -97,7 +97,7 @@ def test_counts_of_the_static_engine(accuracy, num_draft_tokens):
         assert stats.acceptance_per_position == [1.0] * num_draft_tokens
 
 
-def test_rows_that_end_count_what_they_said():
+def test_rows_that_end_count_their_tokens():
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     new = free[:, inputs["input_ids"].shape[1] :].tolist()
@@ -124,7 +124,7 @@ class FirstRowEnds(StoppingCriteria):
         return torch.arange(len(input_ids)) == 0
 
 
-def test_a_row_ended_by_a_criterion_takes_part_in_no_more_rounds():
+def test_a_row_ended_by_a_criterion_is_in_no_more_rounds():
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     drafter = OracleDrafter(target, continuations(inputs, free), PROMPTS[3], accuracy=0.6)
@@ -169,7 +169,7 @@ def test_a_call_of_one_token_has_statistics(engine):
 
 @pytest.mark.parametrize("kind", ["p-eagle", "pard", "copy"])
 @pytest.mark.parametrize("budget", [5, MAX_NEW_TOKENS, 30])
-def test_more_drafts_than_there_is_room_for(kind, budget, monkeypatch):
+def test_more_drafts_than_remaining_tokens(kind, budget, monkeypatch):
     """With K = 16 most blocks reach past the end; what lies there was never drafted."""
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
     options = {"do_sample": False, "max_new_tokens": budget}

@@ -75,13 +75,13 @@ def copied(rule, length, **options):
 @pytest.mark.core
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("keep_scores", [False, True])
-def test_tokens_are_copied_once(name, keep_scores):
+def test_criteria_inputs_are_copied_once(name, keep_scores):
     few, many = (copied(RULES[name](), length, keep_scores=keep_scores) for length in (512, 4096))
     assert many <= 8.01 * few, f"{few} elements for 512 tokens, {many} for 4096"
 
 
 @pytest.mark.core
-def test_text_on_another_device_is_written_column_by_column():
+def test_tokens_on_another_device_are_copied_column_by_column():
     """As on a GPU, played by a transcript whose memory for criteria is not the host's."""
     rule = Looks()
     transcript = Transcript(torch.tensor([[5, 6], [7, 8]]), StoppingCriteriaList([rule]), None, 4)
@@ -97,7 +97,7 @@ def test_text_on_another_device_is_written_column_by_column():
 @pytest.mark.core
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("with_scores", [False, True])
-def test_criteria_see_what_plain_generate_shows(batch, with_scores):
+def test_criteria_get_the_arguments_of_plain_generate(batch, with_scores):
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[batch], seed=batch)
     options = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": with_scores}
 
@@ -125,7 +125,7 @@ class SaysColumn(StoppingCriteria):
 
 
 @pytest.mark.core
-def test_verdict_in_a_column():
+def test_criterion_results_in_a_column():
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[1], seed=1)
     free = target.generate(**inputs, do_sample=False, max_new_tokens=16)
     stops = {"stopping_criteria": StoppingCriteriaList([SaysColumn(int(free[0, -5]))]), "pad_token_id": PAD}

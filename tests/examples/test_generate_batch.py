@@ -68,7 +68,7 @@ def kill_after(process, folder: Path, lines: int) -> int:
 
 
 @pytest.mark.parametrize(("options", "processes_after"), [((), 1), (SAMPLING, 2)], ids=["greedy", "sampling"])
-def test_two_processes_killed_and_started_again_say_what_one_says(folders, tmp_path, options, processes_after):
+def test_two_processes_restarted_after_a_crash_generate_what_one_does(folders, tmp_path, options, processes_after):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     assert generate_batch.main(arguments(folders, one, *options, "--batch-size", 5)) == 0
     expected = [json.loads(line) for line in one.read_text().splitlines()]
@@ -126,7 +126,7 @@ def test_samples_depend_on_seed_and_id_only(folders, tmp_path):
 
 
 @pytest.mark.core
-def test_a_run_goes_on_only_as_it_began(folders, tmp_path, capsys):
+def test_a_run_resumes_only_with_the_same_arguments(folders, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     asked = arguments(folders, output, "--limit", 2)
 
@@ -201,7 +201,7 @@ def test_journal(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"), [("nonsense", "is damaged: 'nonsense'"), ('{"id": "a"}', "prompt 'a' was done before")]
 )
-def test_journal_that_is_damaged(tmp_path, line, words):
+def test_damaged_journal(tmp_path, line, words):
     journal = Journal(tmp_path / "out.jsonl", {})
     journal.begin()
     journal.open(0)

@@ -236,7 +236,7 @@ def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
     assert len(ids) == 48 and STOP in ids and bool((ids.diff() > 0).all())
 
 
-def test_shards_say_how_they_were_written(tmp_path):
+def test_shards_record_how_they_were_written(tmp_path):
     class Author:
         options = data.WriteOptions(max_answer_tokens=7)
 
@@ -404,7 +404,7 @@ def test_unrolled_draft_model_equals_its_plain_forward_over_masks(dtype):
         ("deepseek-v3", {}),
     ],
 )
-def test_unrolled_modules_equal_what_generate_drafts_from(monkeypatch, family, options):
+def test_unrolled_modules_equal_those_in_generate(monkeypatch, family, options):
     target = targets.tiny_target(family)
     drafter = tiny_drafter(target, "mtp", **options)
     num_drafts, prompt = 5, torch.tensor([[5, 6, 7]])
@@ -430,7 +430,7 @@ def test_unrolled_modules_equal_what_generate_drafts_from(monkeypatch, family, o
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_modules_with_heads_of_their_own_are_not_trained():
+def test_training_modules_with_own_heads_is_refused():
     target = tiny_target()
     with pytest.raises(ValueError, match="each of its 2 modules has a head of its own"):
         _ = tiny_drafter(target, "mtp", own_head=True).head_weight
@@ -481,7 +481,7 @@ def test_rows_of_a_depth():
     assert objective.leading_rows(1, 3, 0.1) == [1, 1, 1]
 
 
-def test_draft_models_begin_as_copies_of_the_targets_layers():
+def test_draft_models_are_initialised_from_layers_of_the_target():
     target = tiny_target()
     assert drafters.spread_layers(30, 4) == [0, 10, 19, 29]
     with pytest.raises(ValueError, match=r"--layers is 5; expected 1 to the target's 4"):
@@ -535,7 +535,7 @@ def test_new_modules_are_made_of_the_targets_layers(family):
     assert torch.equal(target.generate(**inputs, assistant_model=drafter), target.generate(**inputs))
 
 
-def test_new_modules_have_mlps_of_their_own_size():
+def test_intermediate_size_of_new_modules():
     args = ["--family", "mtp", "--steps", "1", "--layers", "2", "--intermediate-size", "24"]
     args = train_drafter.parse_arguments(args)
     target = tiny_target()
@@ -563,7 +563,7 @@ def new_eagle(target, family, *options):
     return drafters.new_drafter(args, target, d2t, MASK if family == "p-eagle" else None)
 
 
-def test_training_begins_with_a_trained_drafter():
+def test_init_from_a_trained_drafter():
     target = tiny_target()
     trained = new_eagle(target, "eagle3")
     input_ids = torch.randint(3, VOCAB - 1, (2, 9))
@@ -598,7 +598,7 @@ def test_training_begins_with_a_trained_drafter():
         drafters.start_from(wider, trained)
 
 
-def test_mask_tokens_are_special_ones_that_the_data_does_not_hold():
+def test_mask_tokens_are_unused_special_tokens():
     class Entry:
         special = True
 

@@ -115,7 +115,7 @@ def test_greedy_is_identical_in_float32(family, kind):
         ("eagle3", "penalty", "llama"),
     ],
 )
-def test_compiled_rounds_say_the_same(kind, mode, family):
+def test_compiled_rounds_generate_the_same(kind, mode, family):
     target = on_gpu(family)
     inputs = prompts([9, 1, 5])
     texts = []
@@ -129,7 +129,7 @@ def test_compiled_rounds_say_the_same(kind, mode, family):
     assert torch.equal(*texts)
 
 
-def test_division_is_the_temperature_warpers_bit_for_bit():
+def test_temperature_division_equals_the_warpers_bit_for_bit():
     scores = 20 * torch.randn(64, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     for temperature in torch.linspace(0.05, 2.5, 50).tolist():
         out = ops.divide(scores, torch.tensor(temperature, device="cuda"))
@@ -138,7 +138,7 @@ def test_division_is_the_temperature_warpers_bit_for_bit():
 
 @pytest.mark.parametrize("mode", DRAWS)
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
-def test_a_seed_says_the_same_alone_in_a_batch_eager_and_captured(monkeypatch, kind, mode):
+def test_a_seed_generates_the_same_alone_in_a_batch_eager_and_captured(monkeypatch, kind, mode):
     target, lengths = on_gpu("llama"), [9, 1, 5, 12, 3, 3, 8, 2]
     inputs, seeds = prompts(lengths), torch.arange(8) * 7 + 2**40
     texts = []
@@ -157,7 +157,7 @@ def test_a_seed_says_the_same_alone_in_a_batch_eager_and_captured(monkeypatch, k
 
 @pytest.mark.parametrize("mode", DRAWS)
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
-def test_every_round_replay_and_row_draws_anew(kind, mode):
+def test_random_numbers_differ_by_round_replay_and_row(kind, mode):
     """A target to which all tokens are equally likely at every place: what is drawn twice is seen."""
     target = on_gpu("llama")
     target.lm_head.weight.data.zero_()
@@ -174,7 +174,7 @@ def test_every_round_replay_and_row_draws_anew(kind, mode):
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_draws_have_the_law_of_a_real_target(verification):
+def test_samples_have_the_distribution_of_a_real_target(verification):
     from smollm2 import load_smollm2
 
     model, tokenizer = load_smollm2(device="cuda")
@@ -196,7 +196,7 @@ def test_draws_have_the_law_of_a_real_target(verification):
     assert found > 1e-3
 
 
-def test_what_reads_the_host_runs_eagerly(caplog):
+def test_rounds_that_read_the_host_run_eagerly(caplog):
     target = on_gpu("llama")
     norm = target.model.norm
     forward = norm.forward
@@ -230,7 +230,7 @@ def test_graphs_share_memory_until_a_capture_fails():
         assert float(buffer[0]) == number + cuda_graphs.WARM_UPS
 
 
-def test_many_calls_leave_no_memory_behind(monkeypatch):
+def test_many_calls_leak_no_memory(monkeypatch):
     """A thousand calls of random shapes, in which rounds are captured, replayed and given up again and again."""
     target = on_gpu("llama")
     drafter = RANDOM_DRAFTERS["eagle3"](target).configure(compile_rounds=False)

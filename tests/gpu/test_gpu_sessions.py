@@ -67,7 +67,7 @@ def captures(monkeypatch):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_adapters_that_are_switched_between_calls(captures, is_compiled):
+def test_adapters_switched_between_calls(captures, is_compiled):
     target = target_on("cuda", num_layers=3)
     drafter = drafter_of(target, is_compiled=is_compiled)
     adapted = with_adapters(target)
@@ -105,7 +105,7 @@ def test_weights_that_change_in_place_are_replayed(captures):
     assert len(set(said)) > 1 and len(captures) == 1
 
 
-def test_casts_of_autocast_are_made_anew(captures):
+def test_autocast_weights_are_cast_again(captures):
     """What autocast keeps of a weight is gone when it ends, and is not the weight's once that has changed."""
     target = target_on("cuda")
     drafter = drafter_of(target)
@@ -127,7 +127,7 @@ def test_casts_of_autocast_are_made_anew(captures):
     check(target, drafter)
 
 
-def test_rounds_of_one_precision_are_not_replayed_in_another(captures, monkeypatch):
+def test_rounds_are_not_replayed_in_another_matmul_precision(captures, monkeypatch):
     target = target_on("cuda")
     drafter = drafter_of(target)
     check(target, drafter)
@@ -137,7 +137,7 @@ def test_rounds_of_one_precision_are_not_replayed_in_another(captures, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["noisy copy", "eagle3"])
-def test_sessions_are_taken_up_on_another_stream(kind):
+def test_sessions_are_reused_on_another_stream(kind):
     """While the round that a call left behind is still running, which would commit its tokens to the next one's rows.
 
     A round takes 20 ms or more, most of which it sleeps before it commits. Tokens on the host do not wait for it.

@@ -190,7 +190,7 @@ def test_damaged_draft_model(tmp_path, capsys):
     assert "missing tensors: lm_head.weight." in captured.err
 
 
-def test_draft_models_have_one_reading(target_folder, tmp_path, capsys):
+def test_draft_models_have_one_interpretation(target_folder, tmp_path, capsys):
     folder = write_draft_model(tmp_path)
     capsys.readouterr()
     assert main(["inspect", str(folder), "--target", str(target_folder), "--self-check"]) == 1

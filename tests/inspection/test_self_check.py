@@ -98,7 +98,7 @@ def fitted() -> Fitted:
 
 
 @pytest.mark.core
-def test_true_reading_stands(fitted):
+def test_true_interpretation_is_kept(fitted):
     result = fitted.check(fitted.drafter)
     assert result.best.reading == result.current == TRUTH
     assert result.best.mean > 0.9 and not result.conclusive
@@ -117,14 +117,14 @@ def test_true_reading_stands(fitted):
     ],
     ids=str,
 )
-def test_wrong_reading_is_corrected(fitted, wrong):
+def test_wrong_interpretation_is_corrected(fitted, wrong):
     misread = reread(fitted.drafter, fitted.target, TRUTH._replace(**wrong))
     result = fitted.check(misread)
     assert result.best.reading == TRUTH and result.conclusive
     assert all(f"{name}=" in result.result for name in wrong)
 
 
-def test_reread_copies_no_weight(fitted):
+def test_new_interpretation_copies_no_weight(fitted):
     other = reread(fitted.drafter, fitted.target, TRUTH._replace(norm_output=False))
     assert other.lm_head.weight.data_ptr() == fitted.drafter.lm_head.weight.data_ptr()
     assert fitted.drafter.config.norm_output and not other.config.norm_output
@@ -146,7 +146,7 @@ def test_specforge_norm_that_is_not_applied(fitted):
 
 
 @pytest.mark.core
-def test_inspect_finds_ids_that_look_like_layer_outputs(fitted, tmp_path, capsys):
+def test_inspect_finds_layer_ids_that_count_layer_outputs(fitted, tmp_path, capsys):
     """Ids that equal the layer-output default and yet are boundaries, as in one of NVIDIA's gpt-oss-120b heads."""
     spec = replace(SPEC, aux_hidden_state_layer_ids=(1, 3, 4))
     truth = TRUTH._replace(aux_hidden_state_layer_ids=(1, 3, 4), norm_output=False)
@@ -198,7 +198,7 @@ def test_peagle_is_scored_as_it_drafts(parallel):
 @pytest.mark.parametrize(
     "wrong", [{"aux_hidden_state_layer_ids": (3, 5, 6)}, {"norm_before_residual": True}, {"rope_theta": 1e6}], ids=str
 )
-def test_wrong_reading_of_peagle_is_corrected(parallel, wrong):
+def test_wrong_interpretation_of_peagle_is_corrected(parallel, wrong):
     truth = TRUTH._replace(norm_output=False)
     misread = reread(parallel.drafter, parallel.target, truth._replace(**wrong))
     assert type(misread) is PEagleDrafter
@@ -209,7 +209,7 @@ def test_wrong_reading_of_peagle_is_corrected(parallel, wrong):
 
 
 @pytest.mark.core
-def test_scaling_of_the_target_is_a_reading(parallel):
+def test_rope_scaling_of_the_target_is_an_interpretation(parallel):
     """SpecForge's P-EAGLE trainer drops the scaling that a target has; another trainer may have kept it."""
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     readings = list(interpretations_of(parallel.drafter.config, [2, 4, 5], 8, linear))
@@ -222,7 +222,7 @@ def test_scaling_of_the_target_is_a_reading(parallel):
     assert result.best.reading.changes()["rope_theta"] == 10000.0 or not result.conclusive
 
 
-def test_bases_of_a_target_by_type_of_layer(parallel):
+def test_rope_bases_by_layer_type_are_interpretations(parallel):
     bases = {"sliding_attention": 5e5, "full_attention": 1e6}
     ropes = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
     readings = list(interpretations_of(parallel.drafter.config, [2, 4, 5], 8, ropes))

@@ -193,7 +193,7 @@ def test_prefix_constraint_that_knows_one_text(batch):
 
 @pytest.mark.core
 @batches
-def test_sampling_that_leaves_one_token_is_greedy(batch):
+def test_sampling_with_one_candidate_is_greedy(batch):
     """With top_k = 1 sampling has one outcome, which goes through the warpers and rejection sampling."""
     target, inputs, free = free_run(batch)
     for draft_probs, num_draft_tokens in ((False, 4), (True, 1), (True, 4)):
@@ -271,7 +271,7 @@ def test_length_limits(batch):
 
 @pytest.mark.core
 @batches
-def test_more_drafts_than_what_is_left(batch):
+def test_more_drafts_than_max_new_tokens(batch):
     target, inputs, _ = free_run(batch)
     for new in (1, 2, 5):
         check_greedy(target, inputs, dict, lambda new=new: {"max_new_tokens": new}, num_draft_tokens=(8, 12))
@@ -279,7 +279,7 @@ def test_more_drafts_than_what_is_left(batch):
 
 @pytest.mark.core
 @batches
-def test_prompt_and_budget_fill_the_model(batch):
+def test_prompt_and_max_new_tokens_fill_the_positions(batch):
     target, _ = target_and_inputs(batch)
     longest = target.config.max_position_embeddings - MAX_NEW_TOKENS
     inputs = padded_prompts([longest, 3, longest - 5][:batch], seed=5)
@@ -516,7 +516,7 @@ def test_returned_scores_logits_and_hidden_states(family, batch, engine):
 
 
 @pytest.mark.core
-def test_only_what_was_asked_for_is_returned():
+def test_only_requested_outputs_are_returned():
     target, inputs, free = free_run(3)
     drafter = oracle(target, inputs, free)
     out = target.generate(
@@ -586,7 +586,7 @@ def test_no_attention_weights_where_none_are_computed(family, engine, batch):
 
 
 @pytest.mark.core
-def test_three_places_for_the_number_of_drafts():
+def test_three_places_for_num_assistant_tokens():
     target, inputs, free = free_run(3)
     drafter = oracle(target, inputs, free)
     drafter.configure(num_assistant_tokens=2)
@@ -684,7 +684,7 @@ def test_seed_reproduces_a_run(draft_probs, engine, kind):
 @pytest.mark.core
 @kinds
 @pytest.mark.parametrize("draft_probs", [False, True])
-def test_sampled_row_does_not_depend_on_its_neighbours(draft_probs, kind):
+def test_sampled_row_does_not_depend_on_other_rows(draft_probs, kind):
     target, inputs = target_and_inputs(3)
     drafter = RANDOM_DRAFTERS[kind](target).configure(draft_probs=draft_probs)
     together = sample(target, inputs, drafter, seeds=[5, 6, 7])
@@ -724,7 +724,7 @@ def test_seeds_of_rows_on_the_stock_engine():
 
 
 @pytest.mark.core
-def test_global_generator_is_left_alone():
+def test_random_state_after_a_call():
     target, inputs = target_and_inputs(3)
     drafter = random_eagle3(target)
     torch.manual_seed(3)

@@ -74,7 +74,7 @@ print(json.dumps(said))
 
 
 @pytest.mark.core
-def test_bystanders_are_untouched():
+def test_calls_without_a_drafter_are_unchanged():
     """Plain generate() and transformers' own assistants do the same with us, without us, and after us."""
 
     def said(how):
@@ -129,12 +129,12 @@ def test_continuous_batching_refuses_drafters():
 
 
 @pytest.mark.core
-def test_a_drafter_needs_us_installed():
+def test_a_drafter_needs_the_hooks_installed():
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
     drafter = random_eagle3(target)
     uninstall()
     try:
-        with pytest.raises(Exception):  # noqa: B017 (whatever transformers makes of a batch and an unknown assistant)
+        with pytest.raises(AttributeError, match="no attribute 'generation_config'"):
             target.generate(**inputs, max_new_tokens=4, assistant_model=drafter)
     finally:
         install()
@@ -198,7 +198,7 @@ OPTIONS = {
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("who", [*OPTIONS, "propose", "prefill", "new_memory", "nobody"])
 @pytest.mark.parametrize("calls", [0, 4])
-def test_model_is_as_it_was_after_an_error(who, engine, calls, monkeypatch):
+def test_model_is_restored_after_an_error_of_a_callback(who, engine, calls, monkeypatch):
     target = tiny_target("gemma3")
     inputs = padded_prompts(PROMPTS[3 if engine == "static" else 1])
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": PAD}
@@ -228,7 +228,7 @@ def test_model_is_as_it_was_after_an_error(who, engine, calls, monkeypatch):
 @pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
-def test_drafter_is_as_it_was(kind, engine, monkeypatch):
+def test_drafter_is_restored_after_an_error(kind, engine, monkeypatch):
     """Also after an error; and the target is."""
     target = tiny_target("llama")
     inputs, options = padded_prompts(PROMPTS[3 if engine == "static" else 1]), {"do_sample": False, "max_new_tokens": 8}
@@ -246,7 +246,7 @@ def test_drafter_is_as_it_was(kind, engine, monkeypatch):
 
 
 @pytest.mark.core
-def test_model_is_as_it_was_after_an_error_in_the_target(monkeypatch):
+def test_model_is_restored_after_an_error_in_the_target(monkeypatch):
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
     before, plain = traces(target), target.generate(**inputs, max_new_tokens=12)
     drafter = OracleDrafter(target, continuations(inputs, plain), PROMPTS[3], accuracy=0.6)

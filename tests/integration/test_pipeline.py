@@ -29,7 +29,7 @@ def pipelines(target, drafter, **options):
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
-def test_pipeline_says_the_same(kind):
+def test_pipeline_generates_the_same(kind):
     target = tiny_target("llama")
     drafter = RANDOM_DRAFTERS[kind](target)
     plain, fast = pipelines(target, drafter)

@@ -86,7 +86,7 @@ def test_quantised_target(kind, monkeypatch):
 
 
 @pytest.mark.core
-def test_ordinary_weights_are_borrowed_without_a_copy():
+def test_ordinary_weights_are_shared_without_a_copy():
     target = tiny_target("llama")
     drafter = random_eagle3(target, own_embedding=False, own_head=False, draft_vocab_size=96)
     assert drafter._shared_weights["embedding"].weight is target.model.embed_tokens.weight

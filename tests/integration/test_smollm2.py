@@ -30,7 +30,7 @@ def answers(smollm2):
 @pytest.mark.parametrize(
     ("folder", "rows"), list(zip(DRAFTERS, [20, 5], strict=True)), ids=[folder.name for folder in DRAFTERS]
 )
-def test_chat_answers_are_identical_and_drafts_are_accepted(smollm2, answers, folder, rows):
+def test_chat_outputs_are_identical_and_drafts_are_accepted(smollm2, answers, folder, rows):
     """To all prompts with the one drafter, to the first `rows` of each half with the other."""
     model, _ = smollm2
     drafter = AutoDrafter.from_pretrained(folder, target=model, num_assistant_tokens=5)

@@ -124,7 +124,7 @@ def test_equals_reference(dtype, num_queries, options, num_splits):
 @every_dtype
 @pytest.mark.parametrize("options", [("starts",), ("starts", "window"), ("starts", "sinks", "softcap")], ids=str)
 @pytest.mark.parametrize("num_splits", [1, 2, 7])
-def test_slots_before_a_rows_start_are_not_read(dtype, options, num_splits):
+def test_slots_before_the_start_of_a_row_are_not_read(dtype, options, num_splits):
     """Starts before, inside and behind the queries; those before their row's start are inert."""
     slots = 290
     case = Case([40, 77, 150, slots - 2, 6], slots, 3, 2, 2, 24, options=options, dtype=dtype)
@@ -199,13 +199,13 @@ def draw_case(random: Random) -> Case:
 
 @settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([None, 1, 2, 3, 8, 33]))
-def test_any_case(random, num_splits):
+def test_random_cases(random, num_splits):
     check(draw_case(random), num_splits)
 
 
 @pytest.mark.parametrize("num_programs", [1, 8, 24, 64, 256, 1024])
 @pytest.mark.parametrize("reach", [1, 127, 512, 4096, 131072])
-def test_splits_fill_the_gpu_as_far_as_there_are_slots(num_programs, reach):
+def test_number_of_splits(num_programs, reach):
     num_splits = choose_splits(num_programs, reach, num_multiprocessors=132)
     assert 1 <= num_splits <= max(1, reach // 128)
     assert num_splits == 1 or (num_splits - 1) * num_programs < 4 * 132
@@ -220,7 +220,7 @@ def test_reference_is_finite_for_inert_queries(options):
 
 
 @pytest.mark.parametrize("attend", [reference.attention, attention], ids=["torch", "triton"])
-def test_what_the_cache_gives_to_attention_serves_every_live_query(attend):
+def test_cache_views_serve_every_live_query(attend):
     """Whatever bound the host has, a query at the last live slot is not taken for an inert one."""
     slots, num_queries, dim = 40, 3, 16
     for live in (3, 17, slots - 1, slots, slots + 5):
@@ -268,7 +268,7 @@ def test_written_keys_and_values_equal_the_reference(kv_heads, dim, value_dim, n
 
 
 @pytest.mark.parametrize("write", [reference.write_kv, write_kv], ids=["torch", "triton"])
-def test_states_that_share_the_scrap_slot_touch_no_other(write):
+def test_writes_to_the_dummy_slot_touch_no_other_slot(write):
     batch, slots, kv_heads, dim = 2, 10, 2, 16
     states = draw_states(batch, 6, kv_heads, dim, dim, torch.float32)
     cache = [torch.full((batch, slots, kv_heads, dim), NAN, device=DEVICE) for _ in range(2)]

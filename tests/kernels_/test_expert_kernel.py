@@ -42,7 +42,7 @@ def choose(num_experts, tokens, chosen, seed=0, nobody=False):
 @both
 @every_case
 @pytest.mark.parametrize("nobody", [False, True])
-def test_plan(plan, num_experts, tokens, chosen, rows, nobody):
+def test_expert_plan(plan, num_experts, tokens, chosen, rows, nobody):
     ids = choose(num_experts, tokens, chosen, nobody=nobody)
     pairs, owners, firsts, lasts = plan(ids, num_experts, rows).tolist()
     flat = [min(expert, num_experts) for expert in ids.flatten().tolist()]
@@ -69,7 +69,7 @@ def test_plans_are_equal():
 @every_case
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products(num_experts, tokens, chosen, rows, is_transposed, dtype):
+def test_expert_matmuls(num_experts, tokens, chosen, rows, is_transposed, dtype):
     """Of tokens with bias and pairs of nobody, and of pairs without, by weights that are parts of others."""
     torch.manual_seed(0)
     ids = choose(num_experts, tokens, chosen, nobody=True)
@@ -129,7 +129,7 @@ KINDS = [
 @pytest.mark.parametrize("through", ["reference", "kernels"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ", ".join(kind) or "plain")
 @torch.no_grad()
-def test_experts_answer_as_transformers_do(monkeypatch, kind, through):
+def test_experts_equal_those_of_transformers(monkeypatch, kind, through):
     known = inspect.signature(use_experts_implementation).parameters
     if not kind.keys() <= known.keys():
         pytest.skip("this transformers has no such experts")
@@ -151,7 +151,7 @@ def test_experts_answer_as_transformers_do(monkeypatch, kind, through):
 
 
 @torch.no_grad()
-def test_many_tokens_in_bfloat16_are_left_to_grouped_products(monkeypatch):
+def test_many_tokens_in_bfloat16_use_grouped_matmul(monkeypatch):
     asked = []
     monkeypatch.setitem(
         ALL_EXPERTS_FUNCTIONS._global_mapping,
@@ -168,7 +168,7 @@ def test_many_tokens_in_bfloat16_are_left_to_grouped_products(monkeypatch):
 
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_targets_say_the_same_by_either(monkeypatch, family):
+def test_targets_generate_the_same_with_either_implementation(monkeypatch, family):
     """Rounds whose experts compute by ours, and by what transformers takes where they are not hosted."""
     target, calls = tiny_target(family), []
     product = ops.expert_linear

@@ -192,7 +192,7 @@ def test_edge_rows(prepare, num_draft_tokens, parallel, shift):
 
 @both
 @every_layout
-def test_only_what_was_kept_and_masks_reach_live_slots(prepare, parallel, shift):
+def test_only_committed_and_mask_tokens_reach_live_slots(prepare, parallel, shift):
     random = Random(1)
     for num_draft_tokens in (1, 3, 8, 32):
         case = draw_case(random, 20, num_draft_tokens, parallel, shift, slots=90)

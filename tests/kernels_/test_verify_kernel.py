@@ -147,7 +147,7 @@ def test_random_numbers_are_those_of_the_reference(stream):
         assert torch.equal(times[is_early], expected[is_early])
 
 
-def test_early_times_are_told_apart():
+def test_small_exponential_samples_are_distinct():
     """Of 2**17 equal weights the first arrivals hardly ever tie; with -log(u) about 1 race in 128 does."""
     seeds, tokens = torch.arange(400)[:, None], torch.arange(2**17)
     ties = {"exponential": 0, "of coarse numbers": 0}
@@ -402,7 +402,7 @@ def test_largest_vocabulary(is_soft):
         assert_same(verify.verify_greedy(*case.buried(0)[:2]), reference.verify_greedy(*case[:2]))
 
 
-def test_most_rows_are_clear_of_boundaries():
+def test_most_rows_are_away_from_decision_boundaries():
     """So the comparison above is one of nearly all rows."""
     random, clear = Random(0), []
     for _ in range(60):
@@ -463,7 +463,7 @@ def test_empty_residual_is_drawn_from_the_target(module):
 
 @both
 @pytest.mark.parametrize("is_soft", [False, True])
-def test_the_only_token_left_is_recovered(module, is_soft):
+def test_only_token_of_the_residual_is_recovered(module, is_soft):
     """All of the target's mass but one part in 10^6 is on the draft, or on tokens that q overrates."""
     size, batch = 40, 6
     scores = torch.full((batch, 2, size), -INF)
@@ -507,7 +507,7 @@ def test_kernel_rejects_drafts_that_are_no_tokens(token, is_soft):
 
 
 @both
-def test_rows_do_not_depend_on_their_neighbours(module):
+def test_rows_do_not_depend_on_other_rows(module):
     case = draw_case(Random(3), 3, 3, 150)
     with blocks(64, 64):
         whole = module.verify_sampling(*case.buried(0))
@@ -518,7 +518,7 @@ def test_rows_do_not_depend_on_their_neighbours(module):
 
 @both
 @pytest.mark.parametrize("is_soft", [False, True])
-def test_sampling_has_the_law_of_the_target(module, is_soft):
+def test_sampling_has_the_distribution_of_the_target(module, is_soft):
     """The first committed token, and the second where there is one, whatever the drafts were drawn from."""
     draws, size = 40_000 if ON_GPU or module is reference else 130, 7
     generator = torch.Generator().manual_seed(1)
@@ -604,7 +604,7 @@ def test_block_equals_reference(random):
         assert (result.accepted.cpu() <= remaining).all()
 
 
-def test_most_blocks_are_clear_of_boundaries():
+def test_most_blocks_are_away_from_decision_boundaries():
     """So the comparison above is one of nearly all rows, and of all numbers of accepted drafts."""
     random, clear, accepted = Random(0), [], []
     for _ in range(60):
@@ -617,7 +617,7 @@ def test_most_blocks_are_clear_of_boundaries():
 
 
 @both
-def test_blocks_of_equal_laws_are_accepted_whole(module):
+def test_blocks_of_equal_distributions_are_accepted_whole(module):
     """Where p and q are the same nothing is left of p, so nothing is rejected."""
     batch, num_drafts, vocabulary = 6, 4, 40
     scores = torch.randn(batch, num_drafts + 1, vocabulary, generator=torch.Generator().manual_seed(0))
@@ -657,7 +657,7 @@ def test_blocks_without_a_softmax_reject_and_stay_in_the_vocabulary(module, scor
 
 
 @both
-def test_drafts_beyond_the_room_of_a_row_do_not_matter(module):
+def test_drafts_beyond_the_remaining_tokens_do_not_matter(module):
     case, _ = draw_block_case(Random(5), 3, 4, 60)
     remaining, other = torch.tensor([0, 1, 2]), Case(*(None if part is None else part.clone() for part in case))
     for row, room in enumerate(remaining.tolist()):
@@ -711,7 +711,7 @@ def test_draws_equal_reference(random):
 
 
 @both
-def test_draws_have_the_law_they_report(module):
+def test_drafts_have_the_reported_distribution(module):
     draws = 40_000 if ON_GPU or module is reference else 180
     logits = torch.tensor([0.0, 1.0, -INF, 2.0, -1.0, 0.5]).expand(draws, 1, 6)
     rows = torch.arange(draws)
@@ -756,7 +756,7 @@ def test_best_drafts_are_tokens_of_the_target(module):
 
 
 @pytest.mark.parametrize("name", ["verify_greedy", "verify_sampling", "verify_block", "best_draft", "draw_draft"])
-def test_kernels_refuse_what_they_cannot_read(name):
+def test_kernels_refuse_unsupported_inputs(name):
     scores = torch.zeros(2, 5, 3, device=DEVICE).transpose(1, 2)
     drafts = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
     numbers = torch.ones(2, dtype=torch.int64, device=DEVICE)

@@ -39,7 +39,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.core
-def test_one_process_and_two_say_the_same(answers):
+def test_one_process_and_two_generate_the_same(answers):
     expected = json.loads(json.dumps(say_all(tiny_target("llama"))))
     assert answers[0]["sharded"] == ["DTensor", 48, 32], "the target was not split"
     for rank, said in enumerate(answers):
@@ -59,7 +59,7 @@ def test_other_families(answers, family):
 
 
 @pytest.mark.core
-def test_seeds_are_those_of_the_first_process(answers):
+def test_seeds_are_those_of_rank_0(answers):
     for case in ("seeds of their own", "generators of their own"):
         first, second = (said[case] for said in answers)
         assert first == second
@@ -81,7 +81,7 @@ def test_seeds_are_those_of_the_first_process(answers):
         ("other tokens", "RuntimeError: .* generated different tokens, .* Logits processors and stopping criteria"),
     ],
 )
-def test_processes_that_disagree(answers, case, words):
+def test_ranks_that_disagree(answers, case, words):
     for said in answers:
         assert re.match(words, said[case]), said[case]
 
@@ -94,7 +94,7 @@ def test_split_rounds_are_captured(answers):
 
 
 @pytest.mark.core
-def test_small_sums_go_through_memory(answers):
+def test_small_all_reduces_use_symmetric_memory(answers):
     """Those of rounds, of layers and of experts, but not those of prefill; what is said is what one process says."""
     expected = {family: json.loads(json.dumps(say_briefly(tiny_target(family)))) for family in ("llama", "qwen3-moe")}
     sums, flat, check = [3, 4, 32], [12, 32], [2048 // 4]
@@ -107,7 +107,7 @@ def test_small_sums_go_through_memory(answers):
 
 
 @pytest.mark.core
-def test_steps_with_sums_in_memory_are_compiled_whole(answers):
+def test_rounds_with_symmetric_memory_are_compiled_whole(answers):
     for said in answers:
         assert said["in memory, as on a GPU"] == [said["plain"][0], "captured in one graph, compiled"]
 
@@ -121,7 +121,7 @@ def test_steps_with_sums_in_memory_are_compiled_whole(answers):
         ("check", ["another process failed to set that up", "OSError: no such device"]),
     ],
 )
-def test_processes_do_without_memory_together(answers, failing, words):
+def test_ranks_fall_back_from_symmetric_memory_together(answers, failing, words):
     """Where one of them cannot have it; each says so once."""
     for said, reason in zip(answers, words, strict=True):
         found = said[f"without memory, {failing}"]
@@ -143,7 +143,7 @@ def test_processes_do_without_memory_together(answers, failing, words):
         ((0, 4096), torch.bfloat16, False),
     ],
 )
-def test_what_fits_into_memory(shape, dtype, expected):
+def test_sizes_for_symmetric_memory(shape, dtype, expected):
     assert all_reduce.fits(shape, dtype) is expected
 
 
@@ -172,7 +172,7 @@ def test_bench(answers):
 
 
 @pytest.mark.core
-def test_bytes_are_those_of_one_process(answers):
+def test_bytes_add_up_to_those_of_one_process(answers):
     """Half of everything but the norms, of which every process has its own."""
     whole = round_bytes(tiny_target("llama"), None, 0, batch=3, length=10)
     norms = 4 * (6 * 2 * 32 + 32)
@@ -192,7 +192,7 @@ def test_bytes_are_those_of_one_process(answers):
         ),
     ],
 )
-def test_processes_that_cannot_measure_together(monkeypatch, capsys, options, processes, words):
+def test_invalid_tensor_parallel_arguments(monkeypatch, capsys, options, processes, words):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     assert main(["bench", "--target", "target.gguf", *options]) == 1
     assert re.search(words, capsys.readouterr().err)
@@ -200,7 +200,7 @@ def test_processes_that_cannot_measure_together(monkeypatch, capsys, options, pr
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_one_gpu_and_two_say_the_same(tmp_path):
+def test_one_gpu_and_two_generate_the_same(tmp_path):
     """In captured rounds, which hold the processes' collectives too."""
     answers = ask_two(tmp_path, "cuda")
     expected = say_all(copy.deepcopy(tiny_target("llama")).to("cuda"))

@@ -155,7 +155,7 @@ def test_processors_that_generate(engine, family, kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_threads_that_run_the_target_meanwhile(engine, family):
+def test_threads_that_run_the_target_during_a_call(engine, family):
     """Generation with a drafter again and again; plain generation, passes and gradients in threads of their own."""
     target = fresh(family)
     drafter = drafter_for(target, engine)
@@ -204,7 +204,7 @@ def test_threads_that_run_the_target_meanwhile(engine, family):
     assert all(counts.values())
 
 
-def test_targets_of_one_configuration_object(engine):
+def test_targets_that_share_a_configuration(engine):
     """Calls of two threads that overlap in any order: the second begins within the first and outlives it."""
     if engine == "captured" and DEVICE == "cpu":
         pytest.skip("what stands in for graphs on a CPU hosts one target at a time")
@@ -256,7 +256,7 @@ def test_attention_functions_that_read_the_configuration(monkeypatch):
     assert names == ["named"] * target.config.num_hidden_layers
 
 
-def test_a_draft_model_says_that_it_runs_on_its_own_cache():
+def test_draft_model_without_the_cache_argument_is_an_error():
     target = fresh("llama")
     with pytest.raises(RuntimeError, match="drafter's cache only"):
         random_draft_model(target).model(torch.tensor([[3]], device=DEVICE))

@@ -24,7 +24,7 @@ def projections(model):
 
 @pytest.mark.core
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
-def test_same_logits(family):
+def test_fused_logits_are_equal(family):
     model = copy.deepcopy(tiny_target(family))
     inputs = padded_prompts([7, 7])
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_same_logits(family):
 
 
 @pytest.mark.core
-def test_one_product_a_group_and_one_copy_of_the_weights(monkeypatch):
+def test_one_matmul_a_group_and_one_copy_of_the_weights(monkeypatch):
     model = copy.deepcopy(tiny_target("llama"))
     layer = model.model.layers[0]
     parameters = [layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight]
@@ -63,7 +63,7 @@ def test_one_product_a_group_and_one_copy_of_the_weights(monkeypatch):
 
 
 @pytest.mark.core
-def test_the_model_saves_trains_and_converts_as_before(tmp_path):
+def test_fused_model_saves_trains_and_converts_as_before(tmp_path):
     model = copy.deepcopy(tiny_target("qwen3"))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with fused_linears(model):
@@ -83,7 +83,7 @@ def test_the_model_saves_trains_and_converts_as_before(tmp_path):
 
 
 @pytest.mark.core
-def test_layers_that_are_not_plain_are_left_alone():
+def test_unsupported_layers_are_not_fused():
     class Adapter(nn.Linear):
         pass
 
@@ -99,7 +99,7 @@ def test_layers_that_are_not_plain_are_left_alone():
 
 
 @pytest.mark.core
-def test_a_module_that_calls_its_layers_in_its_own_way():
+def test_modules_that_call_their_layers_in_another_order():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()

@@ -138,7 +138,7 @@ def test_states_of_a_training_are_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_parameters_are_what_they_were(dtype):
+def test_parameters_are_unchanged(dtype):
     target = fresh(dtype=dtype, bias=True)
     optimizer = torch.optim.AdamW(target.parameters())
     target(**inputs(), labels=inputs()["input_ids"]).loss.backward()
@@ -217,7 +217,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_next_call_has_what_was_changed(change):
+def test_the_next_call_uses_changed_weights(change):
     target = fresh()
     drafter = random_eagle3(target).configure(compile_rounds=False)
     texts = [call(target, drafter)]
@@ -234,7 +234,7 @@ def test_the_next_call_has_what_was_changed(change):
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_are_their_own(how):
+def test_copies_are_independent(how):
     target = fresh()
     size = len(pickle.dumps(target))
     plain = call(target)
@@ -276,7 +276,7 @@ def live_places():
 
 
 @pytest.mark.parametrize("change", ["delete", "meta", "assign", "dtype"])
-def test_nothing_keeps_memory_that_the_model_has_left(change):
+def test_replaced_weights_are_freed(change):
     before, target = live_places(), fresh()
     drafter = random_eagle3(target).configure(compile_rounds=False)
     call(target, drafter)
@@ -292,7 +292,7 @@ def test_nothing_keeps_memory_that_the_model_has_left(change):
     assert live_places() == before + own
 
 
-def test_memory_is_shared_by_nothing_else():
+def test_fused_storage_is_shared_by_nothing_else():
     """Fused weights are not held twice, neither while a call runs nor afterwards."""
     target = fresh()
     with fused_linears(target):
@@ -327,7 +327,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("kind", HELD)
-def test_memory_that_others_look_at_is_not_left(kind):
+def test_weights_with_other_references_are_not_moved(kind):
     target = fresh()
     held = [HELD[kind](tensors) for tensors in groups(target)]
     addresses = [parameter.data_ptr() for parameter in target.parameters()]
@@ -346,7 +346,7 @@ def test_memory_that_others_look_at_is_not_left(kind):
         check_fused(target)
 
 
-def test_weights_in_several_places_stay_there():
+def test_tied_weights_are_not_fused():
     target = fresh()
     first, second, third = (layer.self_attn for layer in target.model.layers[:3])
     first.k_proj.weight = first.v_proj.weight
@@ -365,7 +365,7 @@ def test_weights_in_several_places_stay_there():
     assert torch.equal(call(target), greedy(target, inputs()))
 
 
-def test_parameters_of_inference_mode_are_left_alone():
+def test_inference_parameters_are_not_fused():
     with torch.inference_mode():
         target = fresh()
     places = [parameter.data_ptr() for parameter in target.parameters()]

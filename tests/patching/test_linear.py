@@ -32,7 +32,7 @@ class WatchProducts(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_a_product_by_a_frozen_weight_is_one_for_each_row():
+def test_torch_linear_with_a_frozen_weight_is_one_matmul_a_row():
     """What the tests below are about: PyTorch multiplies a slice of columns so."""
     with WatchProducts() as watch:
         torch.nn.functional.linear(torch.ones(3, 4, 8)[:, -1:], torch.ones(16, 8))
@@ -42,7 +42,7 @@ def test_a_product_by_a_frozen_weight_is_one_for_each_row():
 # float64 takes the way that a GPU takes: a few float32 rows on a CPU are computed otherwise, see `ops.linear`.
 @pytest.mark.core
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
-def test_weights_are_not_read_once_a_row(kind):
+def test_weights_are_read_once_a_batch(kind):
     target = copy.deepcopy(tiny_target("llama")).double().requires_grad_(False)
     drafter = RANDOM_DRAFTERS[kind](target).double().requires_grad_(False)
     assert why_not_equivalent(target, "static") is None  # so that its runs are not watched

@@ -97,7 +97,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
-def test_every_kind_of_call(engine, kind):
+def test_models_are_restored_after_every_kind_of_call(engine, kind):
     target, inputs = fresh("llama")
     drafter = configured(RANDOM_DRAFTERS[kind](target), engine)
     before = snapshot(target, drafter)
@@ -109,7 +109,7 @@ def test_every_kind_of_call(engine, kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kind_of_target(engine, family):
+def test_every_kind_of_target_is_restored(engine, family):
     target, inputs = fresh(family)
     if family == "qwen3-next":
         engine = "stock"
@@ -120,7 +120,7 @@ def test_every_kind_of_target(engine, family):
         check(before, target, drafter)
 
 
-def test_hidden_states_leave_what_they_leave_without_a_drafter(engine):
+def test_output_hidden_states_leaves_what_it_leaves_without_a_drafter(engine):
     """transformers installs hooks of its own, once, where somebody asks for hidden states."""
     target, inputs = fresh("llama")
     options = {"return_dict_in_generate": True, "output_hidden_states": True}
@@ -169,7 +169,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("where", BREAKS)
-def test_calls_that_break_off(engine, where, error):
+def test_models_are_restored_after_errors_of_the_caller(engine, where, error):
     target, inputs = fresh("gpt-oss")
     drafter = configured(random_eagle3(target), engine)
     plain, before = greedy(target, inputs), snapshot(target, drafter)
@@ -182,7 +182,7 @@ def test_calls_that_break_off(engine, where, error):
 
 
 @pytest.mark.parametrize("at", range(1, 8, 3))
-def test_a_drafter_that_breaks_off(engine, at, monkeypatch):
+def test_models_are_restored_after_errors_of_a_drafter(engine, at, monkeypatch):
     target, inputs = fresh("qwen3-moe")
     drafter = configured(random_eagle3(target), engine)
     plain, before = greedy(target, inputs), snapshot(target, drafter)
@@ -201,7 +201,7 @@ def test_a_drafter_that_breaks_off(engine, at, monkeypatch):
     assert torch.equal(greedy(target, inputs, drafter, 3), plain)
 
 
-def test_hooks_and_settings_of_the_owner_stay(engine):
+def test_hooks_and_settings_of_the_user_are_kept(engine):
     target, inputs = fresh("llama")
     heard = []
     target.model.layers[2].register_forward_hook(lambda *_: heard.append(1))
@@ -226,7 +226,7 @@ class Refuses(StoppingCriteria):
         return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def test_what_the_caller_sets_meanwhile_stays(engine):
+def test_settings_changed_during_a_call_are_kept(engine):
     target, inputs = fresh("llama")
     drafter = configured(random_eagle3(target), engine)
     rules = StoppingCriteriaList([Refuses(target)])
@@ -234,7 +234,7 @@ def test_what_the_caller_sets_meanwhile_stays(engine):
     assert target.config._attn_implementation == "eager"
 
 
-def test_replacements_that_overlap():
+def test_overlapping_replacements():
     class Owner:
         pass
 

@@ -237,7 +237,7 @@ PROCESSORS = {
 }
 
 
-def test_a_temperature_out_of_the_state_is_the_warpers_bit_for_bit():
+def test_temperature_of_the_state_equals_the_warpers_bit_for_bit():
     drafts = torch.zeros(1, 3, dtype=torch.int64)
     for temperature in torch.linspace(0.05, 2.5, 50).tolist():
         warper = TemperatureLogitsWarper(temperature)
@@ -247,7 +247,7 @@ def test_a_temperature_out_of_the_state_is_the_warpers_bit_for_bit():
 
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize(("vocabulary", "width"), [(3, 1), (3, 3), (5, 2)])
-def test_law_with_point_mass_drafts(vocabulary, width, processors, monkeypatch):
+def test_distribution_with_point_mass_drafts(vocabulary, width, processors, monkeypatch):
     """For every deterministic draft of K tokens."""
     text = Text(vocabulary, width, PROCESSORS[processors], seed=width)
     drafts = torch.tensor(list(itertools.product(range(vocabulary), repeat=width)))
@@ -304,7 +304,7 @@ def in_draft_vocabulary(kind, laws):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("vocabulary", "width"), [(3, 3), (5, 1)])
-def test_law_with_soft_drafts(vocabulary, width, mode, kind, processors, monkeypatch):
+def test_distribution_with_soft_drafts(vocabulary, width, mode, kind, processors, monkeypatch):
     text = Text(vocabulary, width, PROCESSORS[processors], seed=width)
     drafts = torch.tensor(list(itertools.product(range(vocabulary), repeat=width)))
     laws = draft_laws(kind, text, drafts)
@@ -336,7 +336,7 @@ def test_block_verification_never_accepts_fewer(processors, monkeypatch):
     assert max(gains.values()) > 1e-3, "both rules are the same here, so nothing was shown"
 
 
-def test_the_enumeration_notices_a_wrong_rule(monkeypatch):
+def test_enumeration_detects_a_wrong_acceptance_rule(monkeypatch):
     """Argmax drafts judged by soft draft probabilities give another law; so the tests above can fail."""
     text = Text(3, 2, [], seed=0)
     drafts = torch.tensor(list(itertools.product(range(3), repeat=2)))
@@ -375,7 +375,7 @@ def test_empty_residual_falls_back_to_the_target(monkeypatch):
     assert torch.equal(chosen.weights, probs[:, 0])
 
 
-def test_draft_is_drawn_from_the_law_it_reports(monkeypatch):
+def test_draft_is_drawn_from_the_reported_distribution(monkeypatch):
     shown = {}
 
     def exponential_sample(weights, seeds, positions, stream, steps):
@@ -395,7 +395,7 @@ def test_draft_is_drawn_from_the_law_it_reports(monkeypatch):
 # ---- draws
 
 
-def test_race_has_the_law_of_its_weights():
+def test_exponential_sampling_has_the_distribution_of_its_weights():
     weights = torch.tensor([0.5, 0.0, 3.0, 1.5, 1e-3])
     draws = ops.exponential_sample(
         weights.expand(40000, -1), torch.arange(40000) * 977, torch.full((40000,), 3), RandomStream.TARGET
@@ -481,7 +481,7 @@ def first_proposals(monkeypatch, target, drafter, prompt, rows):
 
 @pytest.mark.parametrize("kind", ["p-eagle", "pard"])
 @pytest.mark.parametrize("width", [2, 3])
-def test_law_with_the_drafts_of_a_parallel_drafter(kind, width, monkeypatch):
+def test_distribution_with_the_drafts_of_a_parallel_drafter(kind, width, monkeypatch):
     """Its later drafts know nothing of its earlier ones, so a block's law is the product of those it reports."""
     target = tiny_target()
     text = ModelText(target, width, [])
@@ -530,7 +530,7 @@ def check_draws(drafter, target, call):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("how", ["without", "point_mass", "soft", "block"])
-def test_draws_of_the_engine(how, call):
+def test_samples_of_the_engine(how, call):
     target = tiny_target()
     drafter = None
     if how != "without":
@@ -539,7 +539,7 @@ def test_draws_of_the_engine(how, call):
     check_draws(drafter, target, call)
 
 
-def test_draws_notice_numbers_that_two_rounds_share(monkeypatch):
+def test_samples_detect_random_numbers_shared_by_two_rounds(monkeypatch):
     """Block verification looks at all drafts of a round; drawing the next round's by the same numbers bends the law."""
     target, uniform = tiny_target(), reference.uniform
     options, processors = CALLS["top_k"]
@@ -558,7 +558,7 @@ def test_draws_notice_numbers_that_two_rounds_share(monkeypatch):
     ("verification", "call", "num_draft_tokens"), [("token", "hot", 2), ("token", "top_k", 3), ("block", "top_k", 3)]
 )
 @pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
-def test_draws_with_every_family_of_drafters(kind, verification, call, num_draft_tokens):
+def test_samples_with_every_family_of_drafters(kind, verification, call, num_draft_tokens):
     target = tiny_target()
     drafter = tiny_drafter(kind, target, num_draft_tokens, draft_probs=True).configure(verification=verification)
     check_draws(drafter, target, call)
@@ -567,14 +567,14 @@ def test_draws_with_every_family_of_drafters(kind, verification, call, num_draft
 @pytest.mark.parametrize(
     ("parallel", "vocab_size", "verification"), [(False, 4, "token"), (True, 7, "token"), (False, 4, "block")]
 )
-def test_draws_with_a_draft_model_of_another_vocabulary(parallel, vocab_size, verification):
+def test_samples_with_a_draft_model_of_another_vocabulary(parallel, vocab_size, verification):
     target = tiny_target()
     drafter = random_draft_model(target, parallel, vocab_size, seed=3).configure(3, draft_probs=True)
     check_draws(drafter.configure(verification=verification), target, "plain_law")
 
 
 @pytest.mark.parametrize("how", ["without", "point_mass", "soft", "block"])
-def test_draws_of_rows_with_temperatures_of_their_own(how):
+def test_samples_of_rows_with_different_temperatures(how):
     """Every other row is colder; each half has its own exact law, and the drafts are drawn at the row's temperature."""
     target, temperatures = tiny_target(), torch.tensor([0.5, 1.6])
     options = {"temperature": 0.9, "top_k": 4}
@@ -594,7 +594,7 @@ def test_draws_of_rows_with_temperatures_of_their_own(how):
         assert p_value(counts, law) > 1e-4
 
 
-def test_cells_are_the_law_of_texts():
+def test_cells_have_the_distribution_of_texts():
     target = tiny_target()
     exact = exact_law(target, PROMPT, LogitsProcessorList())
     texts = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
@@ -607,7 +607,7 @@ def test_cells_are_the_law_of_texts():
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("is_right", [True, False])
-def test_draws_in_cells_notice_a_wrong_rule(is_right, verification, monkeypatch):
+def test_cells_detect_a_wrong_acceptance_rule(is_right, verification, monkeypatch):
     """Most likely drafts, judged as if they had been drawn from the law that is reported of them."""
     if not is_right:
         monkeypatch.setattr(

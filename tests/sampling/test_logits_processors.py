@@ -71,7 +71,7 @@ NAMES = sorted([*standard_processors(torch.zeros(1, 1).long(), list(range(16))),
 
 
 @pytest.mark.core
-def test_every_processor_of_transformers_is_accounted_for():
+def test_every_processor_of_transformers_is_classified():
     found = {
         name
         for name, one in vars(logits_process).items()
@@ -142,7 +142,7 @@ def test_draft_vocabulary_in_plain_generate():
 
 
 @pytest.mark.core
-def test_mask_token_is_not_said():
+def test_mask_token_is_not_generated():
     target, inputs = tiny_target("llama"), padded_prompts([9])
     call = {"do_sample": False, "max_new_tokens": 8}
     said = target.generate(**inputs, **call)[0, 9:].tolist()

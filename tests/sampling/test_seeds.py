@@ -19,7 +19,7 @@ kinds = pytest.mark.parametrize("kind", ["eagle3", "pard"])
 
 @kinds
 @modes
-def test_a_row_says_the_same_alone_in_a_batch_and_captured(mode, kind, monkeypatch):
+def test_a_row_generates_the_same_alone_in_a_batch_and_captured(mode, kind, monkeypatch):
     """Rows with seeds and temperatures of their own: alone, with others, and replayed in a bucket of 8."""
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8], seed=8)
     seeds, temperatures = torch.arange(8) * 7 + 2**40, torch.linspace(0.7, 1.6, 8)
@@ -91,7 +91,7 @@ def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monk
 
 
 @pytest.mark.parametrize("engine", ["static", "stock"])
-def test_drafts_are_drawn_from_a_temperature_up(engine):
+def test_draft_probs_follow_a_temperature_threshold(engine):
     """Where nothing else was asked for; of rows with temperatures of their own the hottest decides."""
     target, inputs = tiny_target("llama"), padded_prompts([5])
     drafter = RANDOM_DRAFTERS["eagle3"](target).configure(engine=engine)
@@ -109,7 +109,7 @@ def test_drafts_are_drawn_from_a_temperature_up(engine):
         assert drafter.stats.draft_probs == is_drawn
 
 
-def test_a_temperature_that_is_not_the_calls_is_not_replayed_for_it(monkeypatch):
+def test_captured_temperatures_are_not_replayed_for_other_calls(monkeypatch):
     """A warper of the caller's takes the place of the one for `temperature=`, which the drafts are drawn at."""
     target, inputs = tiny_target("llama"), padded_prompts([5, 9])
     replay_on_cpu(monkeypatch)
@@ -185,7 +185,7 @@ def test_global_generator_advances_by_one_number_a_call():
         ({"seeds": 1, "generator": torch.Generator()}, "Both seeds and generator were given"),
     ],
 )
-def test_what_is_no_seed_is_refused(options, match, engine):
+def test_invalid_seeds(options, match, engine):
     target = tiny_target("llama")
     drafter = drafter_of(target, "eagle3", "soft", engine)
     with pytest.raises(ValueError, match=match):
@@ -193,6 +193,6 @@ def test_what_is_no_seed_is_refused(options, match, engine):
 
 
 @pytest.mark.parametrize("name", ["seeds", "generator"])
-def test_without_a_drafter_transformers_says_what_it_does_not_know(name):
+def test_seed_arguments_without_a_drafter_are_refused_by_transformers(name):
     with pytest.raises(ValueError, match=name):
         tiny_target("llama").generate(**padded_prompts([5]), **{name: 3}, max_new_tokens=2)

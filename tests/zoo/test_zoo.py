@@ -90,7 +90,7 @@ def test_experts_are_more_than_are_chosen():
     assert 1 < text.num_experts_per_tok < text.num_experts
 
 
-def test_wrong_texts_are_seen():
+def test_wrong_outputs_are_detected():
     """A target that forgets its first tokens when it is asked with a drafter."""
     model = zoo_models.build("LlamaForCausalLM")
     inputs = zoo_models.prompts(model)
@@ -103,7 +103,7 @@ def test_wrong_texts_are_seen():
     assert (seen.outcome, seen.error[:4]) == (zoo.WRONG, "1 of")
 
 
-def test_errors_inside_a_call_are_no_refusals():
+def test_errors_inside_a_call_are_crashes():
     model = zoo_models.build("LlamaForCausalLM")
     inputs = zoo_models.prompts(model)
 
