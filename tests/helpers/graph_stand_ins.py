@@ -43,8 +43,7 @@ class Replay:
     def __init__(self, function, memory=None):
         assert Replay.host is not None, "what is captured needs a host: see `replay_on_cpu`"
         type(self).count += 1
-        for _ in range(cuda_graphs.WARM_UPS):
-            function()
+        function()  # as a CUDA graph is captured after warm-ups
         self._function, self._host = function, Replay.host
         self.result = function()
 
@@ -90,8 +89,7 @@ class Tape:
 
     def __init__(self, function, memory=None):
         type(self).count += 1
-        for _ in range(cuda_graphs.WARM_UPS):
-            function()
+        function()  # as a CUDA graph is captured after warm-ups
         with Recorder() as recorder:
             self.result = function()
         self._operations = recorder.operations

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from case_counts import num_cases
 from hf_specdec.kernels.inputs import prepare_inputs
 from hf_specdec.kernels.types import DraftInputs
 from hypothesis import given, settings
@@ -166,9 +167,10 @@ def test_reference_equals_plain_loop(random):
 @every_layout
 def test_many_rows(parallel, shift):
     random = Random(0)
+    num_rows = 500 if DEVICE == "cuda" else num_cases(40, 20)
     for num_draft_tokens in range(1, 33):
         slots = random.randint(2, 200)
-        case = draw_case(random, 500 if DEVICE == "cuda" else 40, num_draft_tokens, parallel, shift, slots)
+        case = draw_case(random, num_rows, num_draft_tokens, parallel, shift, slots)
         expected = plain(case)
         for prepare in (reference.prepare_inputs, prepare_inputs):
             assert torch.equal(run(prepare, case, margin=num_draft_tokens % 4), expected)
