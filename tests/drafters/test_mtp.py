@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from case_counts import cases, num_cases
 from lossless import PROMPTS, greedy
 from mtp import Published, draft, publish
 from scripted_verification import Script, random_patterns
@@ -52,7 +53,7 @@ def test_greedy_is_identical(published, family, num_modules, chaining):
     at = published(family, num_modules)
     target = at.target.float()
     drafter, accepted = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining), 0
-    for batch, numbers in ((1, (2,)), (3, (1, 2, 4, 7))):
+    for batch, numbers in ((1, (2,)), (3, cases((1, 2, 4, 7), (1, 4)))):
         inputs = padded_prompts(PROMPTS[batch], seed=batch)
         plain = greedy(target, inputs, max_new_tokens=32)
         for num_draft_tokens in numbers:
@@ -60,7 +61,7 @@ def test_greedy_is_identical(published, family, num_modules, chaining):
             assert torch.equal(out, plain), (batch, num_draft_tokens)
             assert drafter.stats.engine == "static"
             accepted += drafter.stats.accepted
-    assert accepted > 8 or at.family.own_head
+    assert accepted > 4 or at.family.own_head
 
 
 @pytest.mark.parametrize(("family", "num_modules"), STOCK)
@@ -190,15 +191,15 @@ def test_all_patterns_of_two_rounds(monkeypatch, published, num_modules, num_dra
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize(("family", "num_modules"), STATIC)
 def test_random_patterns_of_a_ragged_batch(monkeypatch, published, family, num_modules, chaining):
-    patterns = random_patterns(3, 20)
+    patterns = random_patterns(3, num_cases(20, 12))
     run_script(monkeypatch, published(family, num_modules), chaining, 3, patterns)
 
 
 @pytest.mark.parametrize("chaining", CHAININGS)
-@pytest.mark.parametrize("num_draft_tokens", [5, 8])
+@pytest.mark.parametrize("num_draft_tokens", cases([5, 8], [8]))
 @pytest.mark.parametrize(("family", "num_modules"), [("mimo", 2), ("mimo", 3), ("step-3.5", 3)])
 def test_more_drafts_than_modules(monkeypatch, published, family, num_modules, num_draft_tokens, chaining):
-    patterns = random_patterns(num_draft_tokens, 20)
+    patterns = random_patterns(num_draft_tokens, num_cases(20, 12))
     run_script(monkeypatch, published(family, num_modules), chaining, num_draft_tokens, patterns)
 
 
