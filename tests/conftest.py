@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Options and settings of all tests."""
 
 import os
 

@@ -38,7 +38,7 @@ def published(tmp_path_factory):
         if (family, num_modules) not in known:
             folder = tmp_path_factory.mktemp("mtp") / "checkpoint"
             known[family, num_modules] = publish(family, folder, num_modules)
-            # Few tokens are ever said, so that drafts of random modules are right now and then.
+            # Few tokens are ever generated, so that drafts of random modules are right now and then.
             with torch.no_grad():
                 known[family, num_modules].target.get_output_embeddings().weight[8:] *= 0.01
         return known[family, num_modules]
@@ -104,7 +104,7 @@ def settled_caches(drafter, state, row: int, length: int) -> list[tuple[torch.Te
 def watch(monkeypatch, drafter, known: torch.Tensor | None = None) -> list[list[Seen]]:
     """Watch `drafter` propose; returns the rounds, which fill as it is called.
 
-    With `known`, `[1, T]`, it drafts the tokens of that text whatever its modules say.
+    With `known`, `[1, T]`, it drafts the tokens of that text whatever its modules predict.
     """
     rounds, scored, propose, draw = [], [], drafter.propose, drafter.draw
 
@@ -136,7 +136,7 @@ def watch(monkeypatch, drafter, known: torch.Tensor | None = None) -> list[list[
 def check(
     at: Published, drafter, rounds: list[list[Seen]], num_draft_tokens: int, known: torch.Tensor | None = None
 ) -> None:
-    """Assert that all that was seen is what a recomputation from scratch says; `known` as for `watch`."""
+    """Assert that all that was seen equals a recomputation from scratch; `known` as for `watch`."""
     chaining = drafter.config.chaining
     fresh = [draft(at, at.target, row.text, num_draft_tokens, chaining)[2] for row in rounds[-1]]
     for row, seen in ((row, seen) for rows in rounds for row, seen in enumerate(rows)):
@@ -226,7 +226,7 @@ def test_length_limit(monkeypatch, published, chaining):
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize(("family", "num_modules"), [*STOCK, ("mimo", 3)])
 def test_stock_engine(monkeypatch, published, family, num_modules, chaining):
-    """There the target judges; it is shown its own words, wrong at random places."""
+    """There the target verifies; its own output is drafted, wrong at random places."""
     at = published(family, num_modules)
     target = at.target.double()
     inputs, options = padded_prompts([6], seed=5), {"do_sample": False, "max_new_tokens": 40}

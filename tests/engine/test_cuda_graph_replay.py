@@ -1,4 +1,4 @@
-"""What is captured and replayed over kept buffers: same texts; on a CPU with a stand-in for the CUDA graph."""
+"""Captured and replayed rounds and prefills generate the same; on a CPU with a stand-in for the CUDA graph."""
 
 import copy
 
@@ -125,7 +125,7 @@ def test_session_of_a_failed_call_is_dropped(capture, monkeypatch):
     ("kind", "option", "num_layers"), [("eagle3", "greedy", 3), ("pard", "sampling", 1), ("mtp", "end of sequence", 1)]
 )
 def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers):
-    """Kernels (in the interpreter), fused products, one graph of the compiler's, replayed: what a GPU runs."""
+    """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""
     target = copy.deepcopy(tiny_target("llama", num_layers=num_layers))
     inputs = padded_prompts([5, 1])
     options = {"max_new_tokens": 5, "num_assistant_tokens": 2, "seeds": 5, **OPTIONS[option]}
@@ -141,7 +141,7 @@ def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers):
     assert drafter.stats.execution == "captured in one graph, compiled"
     attention = target.model.layers[0].self_attn
     query, key = attention.q_proj.weight, attention.k_proj.weight
-    assert query.data_ptr() + query.nbytes == key.data_ptr(), "products were not fused"
+    assert query.data_ptr() + query.nbytes == key.data_ptr(), "linears were not fused"
 
 
 @pytest.mark.core
@@ -239,7 +239,7 @@ def test_out_of_memory_frees_idle_sessions(monkeypatch):
 
 
 def say(target, drafter, batches, **options):
-    """What `target` says to batches of prompts, one call each, and how the drafts fared."""
+    """What `target` generates for batches of prompts, one call each, and the statistics of the drafts."""
     said = []
     for seed, lengths in enumerate(batches):
         out = target.generate(
@@ -464,9 +464,7 @@ def test_experts_implementation_of_a_patched_target(family):
             assert target.config.get_text_config()._experts_implementation == before
     target.double()
     target.set_experts_implementation("grouped_mm")
-    assert implementations() == ["grouped_mm", "hf_specdec_batched"], (
-        "the host is not asked about other products either"
-    )
+    assert implementations() == ["grouped_mm", "hf_specdec_batched"], "another experts implementation was replaced"
     with pytest.raises(KeyError), experts.triton_experts(target.float()):
         raise KeyError
     assert target.config.get_text_config()._experts_implementation == "grouped_mm"

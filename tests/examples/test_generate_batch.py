@@ -1,4 +1,4 @@
-"""Batch generation: several processes say what one says, and a run that was killed goes on where it was."""
+"""Batch generation: several processes generate what one does, and a killed run resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the CUDA graph on a CPU: the function is run again, or the operations that it did."""
+"""Stand-ins for CUDA graphs on a CPU: run the function again, or the operations that it did."""
 
 from contextlib import contextmanager
 

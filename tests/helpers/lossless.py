@@ -28,7 +28,7 @@ def greedy(
     num_draft_tokens: int | None = None,
     **options,
 ) -> torch.Tensor:
-    """`[B, P + T]`: what greedy `generate()` says, with a drafter or without."""
+    """`[B, P + T]`: what greedy `generate()` returns, with a drafter or without."""
     if drafter is not None:
         options |= {"assistant_model": drafter, "num_assistant_tokens": num_draft_tokens}
     return target.generate(**inputs, **{"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS, **options})
@@ -66,7 +66,7 @@ def check_greedy(
 
     Args:
         target, inputs: what generates, from what.
-        options: makes the arguments of a call that shape what is said.
+        options: makes the arguments of a call that shape the output.
         stops: makes the arguments that end it; the perfect drafter knows what would have come after the end.
         num_draft_tokens: the K to try.
     """

@@ -49,7 +49,7 @@ def borrower(target: PreTrainedModel) -> Drafter:
 
 
 def uncompiled(target: PreTrainedModel, name: str) -> Drafter:
-    """A drafter of `DRAFTERS`; compiling takes far longer than what it is to say."""
+    """A drafter of `DRAFTERS`, whose rounds are not compiled, which would take far longer than the call."""
     return DRAFTERS[name](target).configure(compile_rounds=False)
 
 
@@ -80,7 +80,7 @@ def generate(
 
 
 def say_all(target: PreTrainedModel) -> dict[str, Any]:
-    """What `target` says with every drafter; the same wherever its weights are."""
+    """What `target` generates with every drafter; the same wherever its weights are."""
     said = {"plain": generate(target, None)}
     for name in DRAFTERS:
         drafter = uncompiled(target, name)
@@ -95,7 +95,7 @@ def say_all(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def say_with_generator(target: PreTrainedModel, seed: int) -> list:
-    """What `target` says on the stock engine with a generator of the call's own."""
+    """What `target` generates on the stock engine with a generator of the call's own."""
     drafter = borrower(target).configure(engine="stock")
     return generate(target, drafter, lengths=[9], **SAMPLING, generator=torch.Generator().manual_seed(seed))
 
@@ -130,7 +130,7 @@ def error_of(call) -> str:
 
 
 def say_briefly(target: PreTrainedModel) -> list:
-    """What `target` says with a drafter that it lends its embedding and head."""
+    """What `target` generates with a drafter that shares its embedding and head."""
     drafter = uncompiled(target, "borrower")
     return [generate(target, drafter), generate(target, drafter, **SAMPLING)]
 
@@ -224,7 +224,7 @@ def watched_sums() -> Iterator[list[tuple[int, ...]]]:
 
 
 def say_in_memory(folder: Path) -> dict[str, Any]:
-    """What targets say whose small sums go through memory, and the shapes of these sums."""
+    """What targets generate whose small all-reduces use symmetric memory, and the shapes of these."""
     said = {}
     with peer_memory_on_cpu():
         for family in ("llama", "qwen3-moe"):
@@ -238,7 +238,7 @@ def say_in_memory(folder: Path) -> dict[str, Any]:
 
 
 def say_in_memory_as_on_a_gpu(folder: Path) -> list:
-    """What is said in plain steps that are compiled whole and replayed, with fused products and sums in memory.
+    """What is generated without drafts in compiled rounds, with fused linears and all-reduces in symmetric memory.
 
     The parts that parameters have of a weight are moved, with no second copy of them.
     """
@@ -261,13 +261,13 @@ def say_in_memory_as_on_a_gpu(folder: Path) -> list:
         out = target.generate(**padded_prompts(PROMPT_LENGTHS), **options)
         assert (4, 1, 32) in shapes
         first, second = (layer.weight.to_local() for layer in (attention.q_proj, attention.k_proj))
-        assert first.data_ptr() + first.nbytes == second.data_ptr(), "products were not fused"
+        assert first.data_ptr() + first.nbytes == second.data_ptr(), "linears were not fused"
         assert torch.equal(attention.k_proj.weight.full_tensor(), expected)
     return [out.tolist(), drafter.stats.execution]
 
 
 def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
-    """What is said, logged and summed in memory where the second process fails in one of the steps to it."""
+    """What is generated, logged and all-reduced in symmetric memory if rank 1 fails in one step of its set-up."""
     check = all_reduce.SymmetricMemoryBuffer.check
 
     def fail(*arguments: Any) -> None:

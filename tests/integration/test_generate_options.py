@@ -1,4 +1,4 @@
-"""With a drafter everything that `generate()` offers behaves as without, also inside a block of accepted tokens."""
+"""Options of `generate()` behave with a drafter as without, also inside a block of accepted tokens."""
 
 import copy
 import threading

@@ -42,7 +42,7 @@ def poisoned_allocations():
 
 
 class Case(NamedTuple):
-    """A call of `attention`; each row's queries end at the slot in `lasts`, those named in `inert` are scrap."""
+    """A call of `attention`; each row's queries end at the slot in `lasts`, those in `inert` use the dummy slot."""
 
     lasts: list[int]
     slots: int
@@ -243,7 +243,7 @@ def test_cache_views_serve_every_live_query(attend):
 
 
 def draw_states(batch, num_states, kv_heads, dim, value_dim, dtype):
-    """New states as projections give them: values a part of a wider product."""
+    """New states as projections give them: values a slice of a wider output."""
     key_states = torch.randn(batch, num_states, kv_heads, dim).to(DEVICE, dtype).transpose(1, 2)
     wide = torch.randn(batch, num_states, kv_heads, dim + value_dim).to(DEVICE, dtype).transpose(1, 2)
     return key_states, wide[..., dim:]

@@ -126,7 +126,7 @@ def run(prepare, case: Case, margin: int = 0, inputs: list[torch.Tensor] | None 
 
 
 def plain(case: Case) -> torch.Tensor:
-    """What the docstring of `reference.prepare_inputs` says, a row and a column at a time."""
+    """The docstring of `reference.prepare_inputs` as a loop over rows and columns."""
     out = []
     for tokens, row in zip(case.tokens, case.rows, strict=True):
         newest = row.length - 1 - case.shift

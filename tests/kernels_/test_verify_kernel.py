@@ -1,4 +1,4 @@
-"""Verification and drawing over the vocabulary: kernels against reference, that against a loop in float64, and the law.
+"""Verification and sampling kernels against the reference, that against a loop in float64, and distributions.
 
 On a machine without a GPU the kernels run in Triton's interpreter.
 """
@@ -149,7 +149,7 @@ def test_random_numbers_are_those_of_the_reference(stream):
 
 
 def test_small_exponential_samples_are_distinct():
-    """Of 2**17 equal weights the first arrivals hardly ever tie; with -log(u) about 1 race in 128 does."""
+    """Of 2**17 equal weights the smallest samples hardly ever tie; with -log(u) of float32 u some do."""
     seeds, tokens = torch.arange(num_cases(400, 80))[:, None], torch.arange(2**17)
     ties = {"exponential": 0, "of coarse numbers": 0}
     for chunk in seeds.split(20):
@@ -331,7 +331,7 @@ def arrival_times(seed, position, vocabulary):
 
 
 def plain_sampling(case):
-    """Verdict of a loop in float64, and for each row whether it is clear of every boundary."""
+    """Result of a loop in float64, and for each row whether rounding cannot change it."""
     tokens, accepted, is_clear = [], [], []
     vocabulary = case.scores.shape[2]
     laws = None if case.draft_probs is None else case.draft_laws
