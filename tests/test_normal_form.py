@@ -124,7 +124,7 @@ def test_settings_and_overrides(target, tmp_path):
         engine="stock",
         compile=False,
         device_map="cpu",
-        aux_hidden_states=[1, 3, 8],
+        aux_hidden_state_layer_ids=[1, 3, 8],
         norm_before_residual=False,
         norm_output=True,
         rope_theta=5000,

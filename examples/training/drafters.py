@@ -11,8 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.config import (
     DraftModelConfig,
     Eagle3Config,
+    MtpConfig,
     PEagleConfig,
     default_aux_layer_ids,
+    mtp_block_settings,
 )
 from hf_specdec.drafters import (
     DraftModelDrafter,
@@ -21,7 +23,6 @@ from hf_specdec.drafters import (
     PEagleDrafter,
 )
 from hf_specdec.drafters.cached import CachedDrafter
-from hf_specdec.drafters.mtp import block_settings, config_for
 from hf_specdec.patching.hidden_states import decoder_layers
 
 _TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0}
@@ -106,7 +107,7 @@ def _new_mtp(args: argparse.Namespace, target: PreTrainedModel, name: str) -> Mt
         ValueError: the target has no layers that modules can be made of, or no MLPs whose size can be chosen.
     """
     text = target.config.get_text_config()
-    block = {key: value for key, value in block_settings(text, args.layers).items() if key not in NOT_INHERITED}
+    block = {key: value for key, value in mtp_block_settings(text, args.layers).items() if key not in NOT_INHERITED}
     if args.intermediate_size is not None:
         if "intermediate_size" not in block or "moe_intermediate_size" in block:
             raise ValueError(
@@ -115,7 +116,7 @@ def _new_mtp(args: argparse.Namespace, target: PreTrainedModel, name: str) -> Mt
             )
         block["intermediate_size"] = args.intermediate_size
     settings = {"norm_output": args.norm_output, "num_assistant_tokens": args.num_steps, "target_name_or_path": name}
-    drafter = MtpDrafter(config_for(text, block, **settings)).to(target.device)
+    drafter = MtpDrafter(MtpConfig.for_target(text, block, **settings)).to(target.device)
     for frame in drafter.frames:
         _scale_like_final_norm(frame.final_norm, target)
     return drafter

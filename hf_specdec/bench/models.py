@@ -22,7 +22,7 @@ from ..auto import AutoDrafter, read_config
 from ..checkpoints.checkpoint import (
     Checkpoint,
     StoredTensor,
-    check_place,
+    check_folder,
     quiet_loading,
     read_config_file,
 )
@@ -99,7 +99,7 @@ def _located(name: str) -> dict[str, str]:
         if not path.is_file():
             raise FileNotFoundError(f"There is no GGUF file at {path}.")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    check_place(name)
+    check_folder(name)
     return {"pretrained_model_name_or_path": name}
 
 

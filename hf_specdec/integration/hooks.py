@@ -250,7 +250,7 @@ def _generate(
     if engine == "static":
         check_same_device(model, drafter)
         check_tokens(model, input_ids.cpu(), mask)
-    drafter.follow(model)
+    drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
         call = _what_is_asked(model, prompts, num_draft_tokens, generation_config, engine, randomness)
         check_same_call(model, stopping_criteria, call)
