@@ -142,6 +142,19 @@ def test_settings_and_overrides(target, tmp_path):
 
 
 @pytest.mark.core
+def test_field_names_of_earlier_versions(target, tmp_path):
+    drafter = AutoDrafter.from_pretrained(write("speculators", tmp_path / "a", SPEC, make_weights(SPEC)), target)
+    drafter.save_pretrained(tmp_path / "b")
+    file = tmp_path / "b" / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"taps": config.pop("aux_hidden_state_layer_ids"), "num_taps": config.pop("num_aux_hidden_states")}
+    file.write_text(json.dumps(config))
+    assert AutoDrafter.from_pretrained(tmp_path / "b", target).aux_hidden_state_layer_ids == [2, 4, 5]
+    again = AutoDrafter.from_pretrained(tmp_path / "b", target, aux_hidden_state_layer_ids=[1, 3, 4])
+    assert again.aux_hidden_state_layer_ids == again.config.aux_hidden_state_layer_ids == [1, 3, 4]
+
+
+@pytest.mark.core
 def test_registered_family_loads(target, tmp_path, monkeypatch):
     """A family that a user adds is found by its model_type and held to the same checks."""
     monkeypatch.setattr("hf_specdec.drafters.base._FAMILIES", {})

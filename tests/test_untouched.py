@@ -186,16 +186,16 @@ def test_a_drafter_that_breaks_off(engine, at, monkeypatch):
     target, inputs = fresh("qwen3-moe")
     drafter = configured(random_eagle3(target), engine)
     plain, before = greedy(target, inputs), snapshot(target, drafter)
-    extend, calls = type(drafter).extend, []
+    extend_cache, calls = type(drafter).extend_cache, []
 
     def breaking(self, *args, **kwargs):
         calls.append(args)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return extend(self, *args, **kwargs)
+        return extend_cache(self, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(drafter), "extend", breaking)
+        patch.setattr(type(drafter), "extend_cache", breaking)
         greedy(target, inputs, drafter, 3)
     check(before, target, drafter)
     assert torch.equal(greedy(target, inputs, drafter, 3), plain)
