@@ -23,7 +23,7 @@ from hf_specdec import AutoDrafter, Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters import Eagle3Drafter
 from hf_specdec.engine.buckets import useful_drafts
-from hf_specdec.integration.hooks import UNUSED_SETTINGS, _warn
+from hf_specdec.integration.dispatch import UNUSED_SETTINGS, _warn
 from hf_specdec.integration.validation import _OTHER_DRAFTERS
 
 

@@ -42,7 +42,7 @@ def why_not_static(
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:
-    """The static engine does not ask `prepare_inputs_for_generation`, as long as it is one of transformers' own."""
+    """The static engine does not call `prepare_inputs_for_generation`, so it must be one of transformers' own."""
     prepare = model.prepare_inputs_for_generation
     by_class = type(model).prepare_inputs_for_generation
     if getattr(prepare, "__func__", prepare) is by_class and by_class.__module__.partition(".")[0] == "transformers":
