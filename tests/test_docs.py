@@ -1,4 +1,4 @@
-"""README and docs: lengths, links that lead somewhere, examples that are Python, a chart that is current."""
+"""README and docs: lengths, links and paths that lead somewhere, examples that are Python, a chart that is current."""
 
 import ast
 import json
@@ -32,6 +32,12 @@ def test_links_lead_somewhere(page):
         there = page.parent / path if path else page
         assert there.exists(), link
         assert not anchor or anchor in anchors(there), link
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "inside.md"], ids=lambda page: page.name)
+def test_paths_lead_somewhere(page):
+    for path in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text(encoding="utf-8")):
+        assert any((folder / path).exists() for folder in (ROOT, ROOT / "hf_specdec")), path
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
