@@ -314,7 +314,7 @@ def _excess_kernel(
     tl.store(excesses_ptr + cell * tl.num_programs(1) + tl.program_id(1), excess)
 
 
-@triton.jit(do_not_specialize=["seeds_stride", "lengths_stride", "rooms_stride", "num_drafts", "num_scans"])
+@triton.jit(do_not_specialize=["seeds_stride", "lengths_stride", "remaining_stride", "num_drafts", "num_scans"])
 def _verify_block_kernel(
     scores_ptr,
     draft_probs_ptr,
