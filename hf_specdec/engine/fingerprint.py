@@ -238,12 +238,12 @@ class _Contents:
 
     def of(self, value: Any, depth: int = 0) -> Any:
         """A stand-in that is equal later if `value` has not changed; `depth` is the level of nesting."""
-        number = self._numbers.get(id(value))
-        if number is not None:
-            return number
         kind = type(value)  # `isinstance` is slow for some objects
         if kind in _PLAIN_VALUES or issubclass(kind, type):
             return value
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return number
         if issubclass(kind, torch.Tensor):
             return kind, _places([value])
         if issubclass(kind, (dict, list, tuple, set, frozenset)):
@@ -263,10 +263,13 @@ class _Contents:
     def _of_entries(self, values: Any, depth: int) -> Any:
         if len(values) > _MOST_ENTRIES or depth == _DEEPEST:
             return len(values)
-        entries = [self.of(value, depth + 1) for value in values]
+        entries = self._of_all(values, depth + 1)
         if isinstance(values, dict):
-            return entries, [self.of(value, depth + 1) for value in values.values()]
+            return entries, self._of_all(values.values(), depth + 1)
         return frozenset(entries) if isinstance(values, (set, frozenset)) else entries
+
+    def _of_all(self, values: Iterable[Any], depth: int) -> list[Any]:
+        return [value if type(value) in _PLAIN_VALUES else self.of(value, depth) for value in values]
 
 
 def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:

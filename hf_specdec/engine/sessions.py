@@ -112,10 +112,6 @@ class SessionPool:
     def __len__(self) -> int:
         return len(self._idle)
 
-    def __contains__(self, key: SessionKey | None) -> bool:
-        with self._lock:
-            return any(kept == key for kept, _ in self._idle)
-
     def take(self, key: SessionKey) -> Session | None:
         """The most recently used session of `key`. If there is none, sessions that no call can use again are freed."""
         with self._lock:

@@ -86,6 +86,7 @@ class StaticRun:
         self._pool = sessions_of(request.drafter)
         self._contexts = ExitStack()
         self._patched: Target | None = None
+        self._key: SessionKey | None = None  # of a session that is kept
 
     @property
     def _is_captured(self) -> bool:
@@ -130,8 +131,7 @@ class StaticRun:
 
     def _prepared_session(self) -> Session:
         request = self._request
-        self._key = self._session_key()
-        session = None if self._key is None else self._pool.take(self._key)
+        session = self._kept_session() if self._is_captured else None
         if session is None:
             num_layers = num_cache_layers(request.model)
             session = Session(request.drafter.new_state(self._shape, num_layers, request.model.device))
@@ -149,16 +149,18 @@ class StaticRun:
                 self._prefill(session)
         return session
 
-    def _session_key(self) -> SessionKey | None:
-        """What a session of this call depends on; None if it is not kept."""
-        if not self._is_captured:
-            return None
+    def _kept_session(self) -> Session | None:
+        """A session that earlier calls have left for calls such as this one; None if there is none."""
         request = self._request
-        key = SessionKey(self._shape, request.drafter.compile_rounds, fingerprint(self._modules, request.model.device))
-        if key not in self._pool:
+        self._key = SessionKey(
+            self._shape, request.drafter.compile_rounds, fingerprint(self._modules, request.model.device)
+        )
+        session = self._pool.take(self._key)
+        if session is None:
             self._target()  # patching may move weights
-            key = key._replace(fingerprint=key.fingerprint._replace(weights=weights_of(self._modules)))
-        return key
+            now = self._key.fingerprint._replace(weights=weights_of(self._modules))
+            self._key = self._key._replace(fingerprint=now)
+        return session
 
     def _begin(self, session: Session) -> None:
         request, prompts = self._request, self._request.prompts
