@@ -90,7 +90,7 @@ def imports_of_ours():
 
 
 @pytest.mark.core
-def test_folders_import_downward():
+def test_packages_import_in_layers():
     seen = 0
     for name, imported in imports_of_ours():
         layer, below = name.split(".")[0], imported.split(".")[0]
@@ -104,7 +104,7 @@ def test_folders_import_downward():
 
 
 @pytest.mark.core
-def test_no_circle():
+def test_no_import_cycles():
     """Imports for type checkers count too."""
     below = {}
     for name, imported in imports_of_ours():
