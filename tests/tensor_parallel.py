@@ -200,9 +200,7 @@ def peer_memory_on_cpu() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("one_shot_all_reduce", sum_by_messages, "CPU")
         set_policy(patch, "cpu", symmetric_memory=True)
-        patch.setattr(
-            all_reduce, "MAX_BYTES", 2048
-        )  # more than what rounds of three rows sum, less than their prefill
+        patch.setattr(all_reduce, "MAX_BYTES", 2048)  # more than what rounds of three rows sum, less than their prefill
         patch.setattr(all_reduce, "has_nvlink", lambda device, count: True)
         patch.setattr(all_reduce, "allocate", lambda size, device, group: torch.empty(size, dtype=torch.uint8))
         patch.setattr(all_reduce, "_buffers", weakref.WeakKeyDictionary())
