@@ -106,7 +106,7 @@ class Counters:
         self.rows = [RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0) for _ in range(batch)]
 
     def count(self, row: int, accepted: int, committed: int, remaining: int) -> None:
-        """Add one round of a row that takes part in it.
+        """Add one round of an unfinished row.
 
         Args:
             row: of the batch.

@@ -17,41 +17,41 @@ from ..state import DecodeState
 _STREAM = max(RandomStream) + 1
 
 
-def acceptance_rates(asked: Sequence[float], num_draft_tokens: int) -> list[float]:
+def acceptance_rates(requested: Sequence[float], num_draft_tokens: int) -> list[float]:
     """The share of rounds that accept the draft at each of K positions, and with it all drafts before it.
 
     Args:
-        asked: one number of at least 1, the mean acceptance length: then each draft is accepted with the same
+        requested: one number of at least 1, the mean acceptance length: then each draft is accepted with the same
             probability, given that those before it are. Or the shares themselves, of which the first K are taken.
         num_draft_tokens: K.
 
     Raises:
-        ValueError: `asked` is neither (see `check_acceptance`), the acceptance length is above K + 1, or there are
+        ValueError: `requested` is neither (see `check_acceptance`), the acceptance length is above K + 1, or there are
             fewer than K shares.
     """
-    check_acceptance(asked)
-    if _is_length(asked):
-        return _constant_rates(asked[0], num_draft_tokens)
-    if len(asked) < num_draft_tokens:
+    check_acceptance(requested)
+    if _is_length(requested):
+        return _constant_rates(requested[0], num_draft_tokens)
+    if len(requested) < num_draft_tokens:
         raise ValueError(
-            f"The synthetic acceptance has shares for {len(asked)} positions, but K is {num_draft_tokens}; expected "
-            "at least as many."
+            f"The synthetic acceptance has shares for {len(requested)} positions, but K is {num_draft_tokens}; "
+            "expected at least as many."
         )
-    return list(asked[:num_draft_tokens])
+    return list(requested[:num_draft_tokens])
 
 
-def check_acceptance(asked: Sequence[float]) -> None:
-    """Raise `ValueError` if `asked` is neither a mean acceptance length nor shares by position."""
-    is_falling = all(before >= after for before, after in zip([1.0, *asked], [*asked, 0.0], strict=True))
-    if not asked or not (_is_length(asked) or is_falling):
+def check_acceptance(requested: Sequence[float]) -> None:
+    """Raise `ValueError` if `requested` is neither a mean acceptance length nor shares by position."""
+    is_falling = all(before >= after for before, after in zip([1.0, *requested], [*requested, 0.0], strict=True))
+    if not requested or not (_is_length(requested) or is_falling):
         raise ValueError(
-            f"The synthetic acceptance is {list(asked)}; expected one mean acceptance length of at least 1, or the "
+            f"The synthetic acceptance is {list(requested)}; expected one mean acceptance length of at least 1, or the "
             "shares of drafts accepted at each position, which never grow."
         )
 
 
-def _is_length(asked: Sequence[float]) -> bool:
-    return len(asked) == 1 and asked[0] >= 1.0
+def _is_length(requested: Sequence[float]) -> bool:
+    return len(requested) == 1 and requested[0] >= 1.0
 
 
 def _constant_rates(length: float, num_draft_tokens: int) -> list[float]:
