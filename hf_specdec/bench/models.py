@@ -83,7 +83,7 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     elif kind in (EAGLE3, P_EAGLE):
         tensors = _implied_tensors(settings, target.config.get_text_config())
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
-    torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same weights.
+    torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same drafter.
     with torch.device(target.device):
         # In the target's dtype from the start, since stacked experts take gigabytes, in float32 twice as many.
         drafter = found.family._from_config(found.config, dtype=target.dtype).to(target.dtype).eval()
