@@ -8,8 +8,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig, default_aux_layer_ids
-from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, MtpDrafter, PEagleDrafter
+from hf_specdec.config import (
+    DraftModelConfig,
+    Eagle3Config,
+    PEagleConfig,
+    default_aux_layer_ids,
+)
+from hf_specdec.drafters import (
+    DraftModelDrafter,
+    Eagle3Drafter,
+    MtpDrafter,
+    PEagleDrafter,
+)
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.drafters.mtp import block_settings, config_for
 from hf_specdec.patching.hidden_states import decoder_layers
