@@ -22,7 +22,13 @@ import triton
 from hf_specdec.kernels.types import DraftInputs
 
 from hf_specdec import ops
-from hf_specdec.kernels import reference
+from hf_specdec.kernels import (
+    attention_reference,
+    draft_inputs_reference,
+    draft_sampling_reference,
+    verify_greedy_reference,
+    verify_sampling_reference,
+)
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -91,7 +97,7 @@ def time_attention(batch: int, num_queries: int, live: int, slots: int, num_spli
 
     keys, values = caches[0, :, :, :, :live]
     expected = [
-        reference.attention(*(part[row : row + 1] for part in (query, keys, values, positions)), DIM**-0.5)
+        attention_reference.attention(*(part[row : row + 1] for part in (query, keys, values, positions)), DIM**-0.5)
         for row in range(batch)
     ]
     require_close(call(0), torch.cat(expected), "attention")
@@ -128,7 +134,7 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
         prepare(tokens, lengths, committed, limits, finished, out, **settings)
 
     call()
-    call(reference.prepare_inputs, outs[1])
+    call(draft_inputs_reference.prepare_inputs, outs[1])
     for name, got, expected in zip(DraftInputs._fields, *outs, strict=True):
         if not torch.equal(got, expected):
             raise SystemExit(f"prepare_inputs: {name} differ from the reference; no time is worth reporting")
@@ -154,12 +160,19 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
     probs = torch.rand(batch, num_drafts, DRAFT_VOCABULARY, device="cuda").softmax(dim=-1) if num_drafts else None
     law = (probs, draft_ids if num_drafts else None, seeds, lengths)
     kernels = (
-        ("verify_greedy", ops.verify_greedy, reference.verify_greedy, logits, (drafts,), 2 * size),
-        ("verify_sampling", ops.verify_sampling, reference.verify_sampling, scores, (drafts, *law), 4 * size),
+        ("verify_greedy", ops.verify_greedy, verify_greedy_reference.verify_greedy, logits, (drafts,), 2 * size),
+        (
+            "verify_sampling",
+            ops.verify_sampling,
+            verify_sampling_reference.verify_sampling,
+            scores,
+            (drafts, *law),
+            4 * size,
+        ),
         (
             "best_draft",
             ops.best_draft,
-            reference.best_draft,
+            draft_sampling_reference.best_draft,
             draft_logits,
             (target_ids,),
             2 * batch * DRAFT_VOCABULARY,
@@ -167,7 +180,7 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
         (
             "draw_draft",
             ops.draw_draft,
-            reference.draw_draft,
+            draft_sampling_reference.draw_draft,
             draft_logits,
             (temperatures, seeds, lengths, 0),
             6 * batch * DRAFT_VOCABULARY,

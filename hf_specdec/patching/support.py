@@ -94,7 +94,7 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
-    if any("_hf_hook" in vars(module) for module in modules_of(layers)):
+    if any(["_hf_hook" in module.__dict__ for module in modules_of(layers)]):
         return f"{role}'s layers run under accelerate hooks"
     if has_recurrent_layers(model):
         return f"{role} has linear-attention layers, whose state cannot be indexed by position"

@@ -1,0 +1,135 @@
+"""Triton preparation of a drafter's first inputs of a round; the reference is `draft_inputs_reference.prepare_inputs`.
+
+Shapes: tokens `[B, slots]`; lengths, committed, limits and finished `[B]`; the four results `[B, W]`. With
+`kept = W - num_masks`, column c of row b has
+
+    slot = lengths[b] - shift - kept + c
+    source = c - kept + clamp(committed[b], 0, kept)    (kept columns, c < kept)
+    token = tokens[b, slot + shift] if c < kept, else mask_token
+
+and is padding (token 0, position 0, the dummy slot, source -1) where `source < 0` in a kept column, `slot < 0`,
+`slot + 1 + shift >= limits[b]`, or the row is finished.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .types import DraftInputs
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(
+    do_not_specialize=[
+        "tokens_stride",
+        "lengths_stride",
+        "committed_stride",
+        "limits_stride",
+        "finished_stride",
+        "out_tokens_stride",
+        "out_slots_stride",
+        "out_positions_stride",
+        "out_sources_stride",
+        "num_slots",
+        "num_kept",
+        "width",
+        "mask_token",
+        "shift",
+    ]
+)
+def _prepare_inputs_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    committed_ptr,
+    limits_ptr,
+    finished_ptr,
+    out_tokens_ptr,
+    out_slots_ptr,
+    out_positions_ptr,
+    out_sources_ptr,
+    tokens_stride,
+    lengths_stride,
+    committed_stride,
+    limits_stride,
+    finished_stride,
+    out_tokens_stride,
+    out_slots_stride,
+    out_positions_stride,
+    out_sources_stride,
+    num_slots,
+    num_kept,
+    width,
+    mask_token,
+    shift,
+    BLOCK: tl.constexpr,
+):
+    """Prepare one row.
+
+    Grid: (B,). Reads the row's length, number of committed tokens, limit and finished flag, and the tokens of its kept
+    columns; writes the row of the four results.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths_ptr + row * lengths_stride)
+    committed = tl.load(committed_ptr + row * committed_stride)
+    # With a limit of 0 every column is padding.
+    limit = tl.where(tl.load(finished_ptr + row * finished_stride), 0, tl.load(limits_ptr + row * limits_stride))
+
+    column = tl.arange(0, BLOCK).to(tl.int64)
+    slot = length - shift - num_kept + column
+    source = column - num_kept + tl.minimum(tl.maximum(committed, 0), num_kept)
+    is_mask = column >= num_kept
+    is_live = (is_mask | (source >= 0)) & (slot >= 0) & (slot + 1 + shift < limit)
+    is_kept = is_live & (column < num_kept)
+    kept = tl.load(tokens_ptr + row * tokens_stride + tl.minimum(slot + shift, num_slots - 1), mask=is_kept, other=0)
+
+    is_column = column < width
+    token = tl.where(is_live & is_mask, mask_token, kept)
+    tl.store(out_tokens_ptr + row * out_tokens_stride + column, token, mask=is_column)
+    tl.store(out_slots_ptr + row * out_slots_stride + column, tl.where(is_live, slot, num_slots - 1), mask=is_column)
+    tl.store(out_positions_ptr + row * out_positions_stride + column, tl.where(is_live, slot, 0), mask=is_column)
+    tl.store(out_sources_ptr + row * out_sources_stride + column, tl.where(is_kept, source, -1), mask=is_column)
+
+
+def prepare_inputs(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    committed: torch.Tensor,
+    limits: torch.Tensor,
+    finished: torch.Tensor,
+    out: DraftInputs,
+    num_masks: int,
+    mask_token: int,
+    shift: int,
+) -> None:
+    """See `draft_inputs_reference.prepare_inputs`; equal bit for bit. One launch; safe in a CUDA graph.
+
+    Reads one element per row of `lengths`, `committed`, `limits` and `finished`, and of `tokens` the kept ones, all
+    inside the row. Writes every element of the four tensors of `out` and nothing else. Any of them may be a slice of a
+    larger buffer; the launch depends on shapes and strides only.
+    """
+    batch, width = out.tokens.shape
+    assert tokens.stride(1) == 1 and all(buffer.stride(1) == 1 for buffer in out), "rows must have unit stride"
+    assert all(buffer.shape == (batch, width) for buffer in out) and len(tokens) == batch, "shapes must agree"
+    _prepare_inputs_kernel[(batch,)](
+        tokens,
+        lengths,
+        committed,
+        limits,
+        finished,
+        *out,
+        tokens.stride(0),
+        lengths.stride(0),
+        committed.stride(0),
+        limits.stride(0),
+        finished.stride(0),
+        *(buffer.stride(0) for buffer in out),
+        num_slots=tokens.shape[1],
+        num_kept=width - num_masks,
+        width=width,
+        mask_token=mask_token,
+        shift=shift,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )

@@ -1,0 +1,136 @@
+"""Triton write of new keys and values to the static KV cache; the reference is `kv_cache_reference.write_kv`.
+
+Shapes: cache `[B, slots, kv_heads, D]` for keys and `[B, slots, kv_heads, Dv]` for values, new states
+`[B, kv_heads, n, D]` and `[B, kv_heads, n, Dv]`, positions `[B, n]`.
+
+    keys[b, positions[b, i], h] = key_states[b, h, i],    values[b, positions[b, i], h] = value_states[b, h, i]
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Elements of the keys, and of the values, that one program copies.
+_TILE = 2048
+
+
+@triton.jit
+def _copy_heads(
+    target_ptr,
+    source_ptr,
+    head,
+    target_stride_h,
+    source_stride_h,
+    source_stride_d,
+    is_head,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """Copy HEAD_BLOCK heads of one position, cast to the dtype of the target, whose last dimension has unit stride."""
+    dim = tl.arange(0, DIM_BLOCK)
+    mask = is_head[:, None] & (dim < DIM)[None, :]
+    source = tl.load(source_ptr + head[:, None] * source_stride_h + dim[None, :] * source_stride_d, mask=mask)
+    target = target_ptr + head[:, None] * target_stride_h + dim[None, :]
+    tl.store(target, source.to(target_ptr.dtype.element_ty), mask=mask)
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["positions_stride_b", "positions_stride_n"])
+def _write_kv_kernel(
+    keys_ptr,
+    values_ptr,
+    key_states_ptr,
+    value_states_ptr,
+    positions_ptr,
+    keys_stride_b,
+    keys_stride_s,
+    keys_stride_h,
+    values_stride_b,
+    values_stride_s,
+    values_stride_h,
+    key_states_stride_b,
+    key_states_stride_h,
+    key_states_stride_n,
+    key_states_stride_d,
+    value_states_stride_b,
+    value_states_stride_h,
+    value_states_stride_n,
+    value_states_stride_d,
+    positions_stride_b,
+    positions_stride_n,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Write the key and the value of one query position, HEAD_BLOCK heads per program.
+
+    Grid: (n, B, blocks of heads). Reads `positions[b, i]`, and of `key_states[b, :, i]` and `value_states[b, :, i]` the
+    program's heads; writes them to `keys[b, slot]` and `values[b, slot]`.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(2) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK).to(tl.int64)
+    is_head = head < KV_HEADS
+    slot = tl.load(positions_ptr + batch * positions_stride_b + index * positions_stride_n)
+    _copy_heads(
+        keys_ptr + batch * keys_stride_b + slot * keys_stride_s,
+        key_states_ptr + batch * key_states_stride_b + index * key_states_stride_n,
+        head,
+        keys_stride_h,
+        key_states_stride_h,
+        key_states_stride_d,
+        is_head,
+        DIM,
+        DIM_BLOCK,
+    )
+    _copy_heads(
+        values_ptr + batch * values_stride_b + slot * values_stride_s,
+        value_states_ptr + batch * value_states_stride_b + index * value_states_stride_n,
+        head,
+        values_stride_h,
+        value_states_stride_h,
+        value_states_stride_d,
+        is_head,
+        VALUE_DIM,
+        VALUE_BLOCK,
+    )
+
+
+def write_kv(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """See `kv_cache_reference.write_kv`; equal bit for bit. One launch for keys and values; safe in a CUDA graph."""
+    batch, kv_heads, num_states, dim = key_states.shape
+    value_dim = value_states.shape[3]
+    assert keys.stride(3) == values.stride(3) == 1
+    assert keys.shape[2:] == (kv_heads, dim) and values.shape[2:] == (kv_heads, value_dim), "shapes must agree"
+    assert value_states.shape[:3] == key_states.shape[:3] and positions.shape == (batch, num_states)
+    dim_block, value_block = (triton.next_power_of_2(size) for size in (dim, value_dim))
+    head_block = min(triton.next_power_of_2(kv_heads), max(1, _TILE // max(dim_block, value_block)))
+    _write_kv_kernel[(num_states, batch, triton.cdiv(kv_heads, head_block))](
+        keys,
+        values,
+        key_states,
+        value_states,
+        positions,
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *key_states.stride(),
+        *value_states.stride(),
+        *positions.stride(),
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        HEAD_BLOCK=head_block,
+        DIM_BLOCK=dim_block,
+        VALUE_BLOCK=value_block,
+    )

@@ -1,0 +1,222 @@
+"""Checkpoints that are known and cannot be run are refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from dialects import Spec, make_weights, tiny_target, write
+from safetensors.torch import save_file
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_specdec import AutoDrafter
+from hf_specdec.checkpoints.detection import (
+    DRAFT_MODEL,
+    MTP,
+    P_EAGLE,
+    check_family,
+)
+from hf_specdec.checkpoints.detection import EAGLE3 as EAGLE_3
+
+SPEC = Spec()
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 128}
+EAGLE3 = LLAMA | {"draft_vocab_size": 40}
+SPECULATORS = {"architectures": ["X"], "transformer_layer_config": {"model_type": "llama"}, "draft_vocab_size": 40}
+MASK = ["fc.weight", "mask_hidden"]
+MEDUSA_HEAD = "parallel_draft_heads.0.medusa_layers.0.linear.weight"
+
+REFUSED = {
+    "eagle-1 of SafeAILab": (
+        LLAMA | {"bias": True},
+        ["fc.weight", "layers.0.mlp.up_proj.weight"],
+        "EAGLE-1 or EAGLE-2",
+    ),
+    "eagle-1 of vLLM": ({"model_type": "eagle", "model": LLAMA, "architectures": ["EAGLEModel"]}, [], "EAGLE-1"),
+    "eagle-1 of speculators": (SPECULATORS | {"speculators_model_type": "eagle"}, [], "EAGLE-1"),
+    "medusa": ({"model_type": "medusa", "medusa_num_heads": 4}, [], "Medusa heads"),
+    "medusa by key": (LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1}, [], "Medusa heads"),
+    "medusa of ModelOpt": (EAGLE3 | {"eagle_config": {"parallel_draft_step": 3}}, [], "Medusa heads"),
+    "medusa by tensor": (EAGLE3, ["fc.weight", MEDUSA_HEAD], "Medusa heads"),
+    "pard-2": (LLAMA | {"pard2_target_dim": 128, "pard2_scale": 0.02, "pard_token": 5}, [], "PARD-2"),
+    "pard-2 by type": (LLAMA | {"spd_type": "pard2", "pard_token": 5}, [], "PARD-2"),
+    "pard-2 by tensor": (LLAMA | {"pard_token": 5}, ["model.norm.weight", "target_proj.weight"], "PARD-2"),
+    "dflash": (LLAMA | {"architectures": ["DFlashDraftModel"], "block_size": 16, "dflash_config": {}}, [], "DFlash"),
+    "dflash of speculators": (SPECULATORS | {"speculators_model_type": "dflash"}, [], "DFlash"),
+    "dspark": (LLAMA | {"block_size": 7, "markov_rank": 64, "dspark_noise_token_id": 3}, [], "DSpark"),
+    "dflash with a mask token": (EAGLE3 | {"dflash_config": {"mask_token_id": 3}}, ["fc.weight"], "DFlash"),
+    "dspark with a mask": (LLAMA | {"architectures": ["Qwen3DSparkModel"], "ptd_token_id": 3}, MASK, "DSpark"),
+    "mlp speculator": ({"model_type": "mlp_speculator", "n_predict": 3}, [], "MLP speculator"),
+    "mla": (
+        EAGLE3 | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"},
+        [],
+        "latent attention",
+    ),
+    "mla by tensor": (EAGLE3, ["midlayer.self_attn.kv_a_proj_with_mqa.weight"], "latent attention"),
+    "p-eagle with mla": (
+        EAGLE3 | {"ptd_token_id": 7},
+        [*MASK, "midlayer.self_attn.kv_a_proj_with_mqa.weight"],
+        "latent attention",
+    ),
+    "mtp": (LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}, [], "MTP modules"),
+    "mtp of minimax": ({"model_type": "minimax_m3", "num_mtp_modules": 1}, [], "MTP modules"),
+    "mtp of a model that transformers does not have": (
+        {"model_type": "mimo_of_tomorrow", "architectures": ["MiMoForCausalLM"]},
+        ["model.mtp.layers.0.enorm.weight"],
+        "MTP modules",
+    ),
+}
+
+RECOGNISED = {
+    "p-eagle of speculators": (SPECULATORS | {"speculators_model_type": "peagle", "mask_token_id": 3}, [], P_EAGLE),
+    "p-eagle of speculators, by its name too": (
+        SPECULATORS | {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]},
+        ["fc.weight"],
+        P_EAGLE,
+    ),
+    "p-eagle by token": (EAGLE3 | {"ptd_token_id": 7}, [], P_EAGLE),
+    "p-eagle by pard_token": (EAGLE3 | {"pard_token": 7}, [], P_EAGLE),
+    "p-eagle by tensor": (EAGLE3, MASK, P_EAGLE),
+    "p-eagle by tensor with a prefix": (LLAMA, ["model.fc.weight", "model.mask_hidden"], P_EAGLE),
+    "p-eagle by name": (EAGLE3 | {"architectures": ["PEagleDraftModel"]}, [], P_EAGLE),
+    "p-eagle with nested layers": (
+        {"architectures": ["LlamaForCausalLM"], "transformer_layer_config": {}, "ptd_token_id": 7},
+        ["fc.weight"],
+        P_EAGLE,
+    ),
+    "p-eagle of Automodel": (
+        EAGLE3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "mask_token_id": 3},
+        ["model.fc.weight"],
+        P_EAGLE,
+    ),
+    "p-eagle with keys of others": (
+        EAGLE3 | {"dflash_config": {"mask_token_id": 3}, "dspark_noise_token_id": 3, "num_nextn_predict_layers": 1},
+        MASK,
+        P_EAGLE,
+    ),
+    "eagle-3 of Automodel": (
+        EAGLE3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": False, "mask_token_id": 3},
+        ["model.fc.weight"],
+        EAGLE_3,
+    ),
+    "mtp of deepseek": (
+        {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+        ["model.layers.61.enorm.weight"],
+        MTP,
+    ),
+    "mtp of qwen3-next, which does not say so": (
+        {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
+        ["model.embed_tokens.weight", "mtp.fc.weight"],
+        MTP,
+    ),
+    "mtp of qwen3.5": ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}, [], MTP),
+    "mtp of speculators": (
+        SPECULATORS | {"speculators_model_type": "mtp", "transformer_layer_config": {"model_type": "qwen3"}},
+        ["mtp_layers.0.input_proj.weight"],
+        MTP,
+    ),
+    "pard": (LLAMA | {"pard_token": 7, "spd_type": "pard"}, ["model.embed_tokens.weight"], DRAFT_MODEL),
+    "draft model": (LLAMA, ["model.layers.0.mlp.up_proj.weight"], DRAFT_MODEL),
+    "draft model with latent attention": (
+        LLAMA | {"architectures": ["DeepseekV2ForCausalLM"]},
+        ["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"],
+        DRAFT_MODEL,
+    ),
+    "draft model with a layer c_fc": (
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+        ["transformer.h.0.mlp.c_fc.weight"],
+        DRAFT_MODEL,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(SPEC)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case, target, tmp_path):
+    config, tensors, family = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(1) for name in tensors or ["x"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{tmp_path} is .*{family}"):
+        AutoDrafter.from_pretrained(tmp_path, target)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", RECOGNISED)
+def test_recognised(case):
+    config, tensors, family = RECOGNISED[case]
+    assert check_family("it", config, tensors) == family
+
+
+@pytest.mark.core
+def test_error_for_an_unknown_dialect_names_the_expected_tensors(target, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no known drafter dialect.*speculators_model_type.*'bert'.*hidden_size"):
+        AutoDrafter.from_pretrained(tmp_path, target)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("extra", [{}, {"block_size": 8}, {"model_type": "eagle"}], ids=str)
+@pytest.mark.parametrize("tensors", [["x"], ["fc.weight"], MASK], ids=str)
+def test_unknown_type_of_speculators(extra, tensors, target, tmp_path):
+    """It is named, whatever else its files are like."""
+    config = SPECULATORS | {"speculators_model_type": "novel"} | extra
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(1) for name in tensors}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match="of speculators_model_type 'novel', which is not known here; expected 'eagle3'"
+    ):
+        AutoDrafter.from_pretrained(tmp_path, target)
+
+
+def plain_config(model_type):
+    """config.json of a published model of the type, all at its defaults."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return AutoConfig.for_model(model_type).to_dict() | {
+        "architectures": [names] if isinstance(names, str) else [*names]
+    }
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model_type", ["big_bird", "deepseek_v3", "glm4_moe", "llama", "minimax", "qwen3_5"])
+def test_language_models_are_draft_models(model_type):
+    assert check_family("it", plain_config(model_type), ["model.embed_tokens.weight"]) == DRAFT_MODEL
+
+
+def test_no_language_model_is_called_a_drafter_of_another_family():
+    """No key of a configuration of transformers is mistaken for a drafter's."""
+    found = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = plain_config(model_type)
+        except Exception:  # Some configurations cannot be built without a part of them.
+            continue
+        if any(head in name for name in config["architectures"] for head in ("CausalLM", "LMHead")):
+            try:
+                found[model_type] = check_family("it", config, ["model.embed_tokens.weight"])
+            except ValueError as error:
+                found[model_type] = str(error)
+    assert len(found) > 100
+    assert {model_type: family for model_type, family in found.items() if family != DRAFT_MODEL} == {}
+
+
+def test_tensors_alone_tell_eagle3(target, tmp_path):
+    """A config without draft_vocab_size, as an ordinary Llama's, whose weights are EAGLE-3's."""
+    folder = write("safeailab", tmp_path, SPEC, make_weights(SPEC), draft_vocab_size=...)
+    drafter = AutoDrafter.from_pretrained(folder, target)
+    assert drafter.config.draft_vocab_size == SPEC.draft_vocab_size
+
+
+@pytest.mark.core
+def test_normal_form_of_a_newer_version(target, tmp_path):
+    config = EAGLE3 | {"model_type": "hf_specdec_of_tomorrow"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'hf_specdec_of_tomorrow', which is not registered"):
+        AutoDrafter.from_pretrained(tmp_path, target)

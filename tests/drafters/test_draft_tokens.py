@@ -1,0 +1,287 @@
+"""On the engine every proposal, after any pattern of acceptance, is that of a float64 re-computation from scratch.
+
+So is the drafter's cache after every round: its slots hold what one pass over the committed text leaves in them.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import eagle_reference
+import pytest
+import torch
+from dialects import PEAGLE, PLAIN, VARIANTS, make_weights, tiny_target, write
+from hf_specdec.kernels.types import DraftInputs
+from scripted_verification import Script, random_patterns
+from targets import padded_prompts
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_specdec import AutoDrafter, Drafter, ops
+from hf_specdec.engine.equivalence import why_not_equivalent
+
+PROMPTS = [6, 1, 9]
+MASK = 5
+
+
+@dataclass
+class Case:
+    """A drafter on its target; what it should draft after a text, tokens and logits; and its cache after a text."""
+
+    target: PreTrainedModel
+    drafter: Drafter
+    draft: Callable[[torch.Tensor, int], tuple[list[int], list[torch.Tensor]]]
+    cache: Callable[[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]
+
+
+def eagle(folder, spec, dialect, is_parallel=False) -> Case:
+    """EAGLE-3, or P-EAGLE drafting in parallel or token by token."""
+    write(dialect, folder, spec, make_weights(spec))
+    target, weights = tiny_target(spec), eagle_reference.read_tensors(folder)
+    drafter = AutoDrafter.from_pretrained(folder, target, parallel_drafting=is_parallel if spec.parallel else None)
+    propose = eagle_reference.propose_in_parallel if is_parallel else eagle_reference.propose
+    return Case(
+        target,
+        drafter,
+        partial(propose, weights, spec, target),
+        partial(eagle_reference.eagle_cache, weights, spec, target),
+    )
+
+
+def draft_model(folder, is_parallel) -> Case:
+    """A Llama, with other widths than the target's, drafting as PARD or token by token."""
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=PLAIN.vocab_size,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        initializer_range=0.2,
+        tie_word_embeddings=is_parallel,
+        **({"pard_token": MASK, "spd_type": "pard"} if is_parallel else {}),
+    )
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    model.save_pretrained(folder)
+    target, (weights, spec) = tiny_target(PLAIN), eagle_reference.read_llama(folder)
+    draft = eagle_reference.draft_as_pard if is_parallel else eagle_reference.draft_as_llama
+    return Case(
+        target,
+        AutoDrafter.from_pretrained(folder, target),
+        partial(draft, weights, spec),
+        lambda text: eagle_reference.llama(weights, spec, text)[1],
+    )
+
+
+CASES = {
+    "eagle3": lambda folder: eagle(folder, PLAIN, "speculators"),
+    "p-eagle": lambda folder: eagle(folder, PEAGLE, "automodel", is_parallel=True),
+    "p-eagle-sequential": lambda folder: eagle(folder, PEAGLE, "amazon"),
+    "pard": lambda folder: draft_model(folder, is_parallel=True),
+    "draft-model": lambda folder: draft_model(folder, is_parallel=False),
+}
+PEAGLE_VARIANTS = {
+    "one-layer": replace(PEAGLE, num_layers=1),
+    "four-layers": replace(PEAGLE, num_layers=4),
+    "borrowed-embedding": replace(PEAGLE, own_embedding=False),
+    "narrow-drafter": replace(PEAGLE, hidden_size=24, head_dim=6),
+    "fc-norm": replace(PEAGLE, fc_norm=True, norm_output=True),
+    "norm-before-fc": replace(PEAGLE, norm_before_fc=True, norm_before_residual=True),
+    "draft-vocabulary": replace(PEAGLE, draft_vocab_size=40, maps_vocabulary=True),
+    "qwen3": replace(PEAGLE, qk_norm=True, head_dim=12, rope_theta=500000.0, mask_token=77),
+}
+
+
+@dataclass
+class Seen:
+    """A row after a call of `propose`: its text, what was drafted, how many tokens it can still take, its cache."""
+
+    text: torch.Tensor
+    drafts: list[int]
+    logits: torch.Tensor
+    room: int
+    cache: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def watch(monkeypatch, drafter, answer=lambda state, proposal: proposal) -> list[list[Seen]]:
+    """Let `drafter` propose what `answer` makes of its proposals; returns the rounds, which fill as it is called."""
+    rounds, scored, propose, draw = [], [], drafter.propose, drafter.draw
+
+    def watched_draw(state, logits, first):
+        scored.append(logits)
+        return draw(state, logits, first)
+
+    def watched(state, aux_hidden_states, result):
+        scored.clear()
+        proposal = propose(state, aux_hidden_states, result)
+        logits = torch.cat(scored, dim=1)
+        rows = []
+        for row, length in enumerate(state.lengths.tolist()):
+            room = 0 if state.finished[row] else int(state.limits[row]) - length
+            filled = [
+                (layer.keys[row, : length - drafter.shift].clone(), layer.values[row, : length - drafter.shift].clone())
+                for layer in state.memory.cache.layers
+            ]
+            text = state.tokens[row, :length].clone()
+            rows.append(Seen(text, proposal.tokens[row].tolist(), logits[row], room, filled))
+        rounds.append(rows)
+        return answer(state, proposal)
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    monkeypatch.setattr(drafter, "draw", watched_draw)
+    return rounds
+
+
+def check(case: Case, rounds: list[list[Seen]], num_draft_tokens: int) -> None:
+    """Assert that all that was seen is as it should be."""
+    fresh = [case.cache(row.text) for row in rounds[-1]]
+    for row, seen in ((row, seen) for rows in rounds for row, seen in enumerate(rows)):
+        assert torch.equal(seen.text, rounds[-1][row].text[: len(seen.text)])
+        if seen.room == 0:
+            continue
+        # Drafts that no longer fit may be anything, and so may one that no slot predicts.
+        tokens, logits = case.draft(seen.text, num_draft_tokens)
+        which = slice(num_draft_tokens - len(tokens), seen.room)
+        expected = slice(0, max(seen.room - which.start, 0))
+        assert seen.drafts[which] == tokens[expected], f"row {row}, {len(seen.text)} tokens"
+        for ours, theirs in zip(seen.logits[which], logits[expected], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        # What a text leaves in a slot depends on nothing after it, so one pass over the last text holds all before.
+        for layer, (found, true) in enumerate(zip(seen.cache, fresh[row], strict=True)):
+            for name, ours, theirs in zip(("keys", "values"), found, true, strict=True):
+                message = f"{name} of layer {layer}, row {row}, {len(seen.text)} tokens"
+                assert torch.allclose(ours, theirs[: len(ours)], rtol=1e-5, atol=1e-4), message
+
+
+def run_script(monkeypatch, case, num_draft_tokens, patterns, max_new_tokens=None) -> None:
+    """Run the engine through `patterns`, a list of rounds of accepted drafts a row; check what it does."""
+    assert why_not_equivalent(case.target, "static") is None  # by true verification
+    rounds = watch(monkeypatch, case.drafter)
+    monkeypatch.setattr("hf_specdec.engine.rounds.verify", Script(patterns, PLAIN.vocab_size))
+    rows = PROMPTS[: len(patterns[0])]
+    room = max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
+    case.target.generate(
+        **padded_prompts(rows, seed=5),
+        do_sample=False,
+        max_new_tokens=room,
+        assistant_model=case.drafter,
+        num_assistant_tokens=num_draft_tokens,
+    )
+    assert case.drafter.stats.engine == "static"
+    if max_new_tokens is None:
+        assert len(rounds) > len(patterns) // 2
+    check(case, rounds, min(num_draft_tokens, room))
+
+
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4])
+def test_all_patterns_of_two_rounds(monkeypatch, tmp_path, family, num_draft_tokens):
+    pairs = itertools.product(range(num_draft_tokens + 1), repeat=2)
+    patterns = [[accepted] for pair in pairs for accepted in pair] + [[0]] * 2
+    run_script(monkeypatch, CASES[family](tmp_path), num_draft_tokens, patterns)
+
+
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(("num_draft_tokens", "num_rounds"), [(5, 16), (8, 10), (16, 6)])
+def test_random_patterns_of_a_ragged_batch(monkeypatch, tmp_path, family, num_draft_tokens, num_rounds):
+    patterns = random_patterns(num_draft_tokens, num_rounds)
+    run_script(monkeypatch, CASES[family](tmp_path), num_draft_tokens, patterns)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_eagle3(monkeypatch, tmp_path, variant):
+    run_script(monkeypatch, eagle(tmp_path, VARIANTS[variant], "speculators"), 5, random_patterns(5, 12))
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("variant", PEAGLE_VARIANTS)
+def test_variants_of_peagle(monkeypatch, tmp_path, variant, is_parallel):
+    case = eagle(tmp_path, PEAGLE_VARIANTS[variant], "automodel", is_parallel)
+    run_script(monkeypatch, case, 5, random_patterns(5, 12 if is_parallel else 6))
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_length_limit(monkeypatch, tmp_path, family):
+    """Only drafts that fit count, and those that do not disturb no others."""
+    case = CASES[family](tmp_path)
+    for max_new_tokens in (1, 2, 3, 5, 8, 9, 11):
+        with monkeypatch.context() as patch:
+            run_script(patch, case, 8, [[2, 0, 1]] + random_patterns(8, 12), max_new_tokens)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_stock_engine(monkeypatch, tmp_path, family):
+    """There the target judges; it is shown its own words, wrong at random places."""
+    case = CASES[family](tmp_path)
+    inputs, options = padded_prompts([6], seed=5), {"do_sample": False, "max_new_tokens": 40}
+    said = case.target.generate(**inputs, **options)
+    known = torch.nn.functional.pad(said, (0, 16), value=2)
+    wrong = torch.rand(known.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    known = torch.where(wrong, (known + 1) % PLAIN.vocab_size, known)
+
+    def answer(state, proposal):
+        length = int(state.lengths)
+        return proposal._replace(tokens=known[:, length : length + state.num_draft_tokens])
+
+    rounds = watch(monkeypatch, case.drafter.configure(engine="stock"), answer)
+    out = case.target.generate(**inputs, **options, assistant_model=case.drafter, num_assistant_tokens=4)
+    assert torch.equal(out, said)
+    assert {after[0].text.shape[0] - before[0].text.shape[0] for before, after in itertools.pairwise(rounds)} >= {1, 5}
+    check(case, rounds, 4)
+
+
+def layout(text, committed, limit, is_finished, dummy_slot, width, num_masks, mask_token, shift):
+    """What the columns of one row of a first pass hold, `[W]` of (token, slot, position, source), one by one."""
+    kept = [(len(text) - committed + n, n) for n in range(committed)]
+    columns = [(text[at], at - shift, at - shift, source) for at, source in kept if at >= shift]
+    masks = range(len(text) - shift, len(text) - shift + num_masks)
+    columns += [(mask_token, slot, slot, -1) for slot in masks]
+    inert = (0, dummy_slot, 0, -1)
+    columns = [inert] * (width - len(columns)) + columns
+    return [inert if is_finished or column[1] + 1 + shift >= limit else column for column in columns]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("num_draft_tokens", "is_parallel"), [(1, True), (4, True), (4, False), (16, True)])
+def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
+    num_masks = num_draft_tokens - 1 if is_parallel else 0
+    batch, slots, width = 200, 60, num_draft_tokens + 1 + num_masks
+    generator = torch.Generator().manual_seed(num_draft_tokens)
+
+    def draw(low, high):
+        """`[B]` integers from `low` to `high`."""
+        return low + (torch.rand(batch, generator=generator) * (high - low + 1)).long()
+
+    lengths, finished = draw(1, slots - 2), draw(0, 1) == 1
+    committed = draw(1, lengths.clamp(max=num_draft_tokens + 1))
+    limits = draw(lengths + ~finished, slots - 1)
+    tokens = torch.randint(1, 90, (batch, slots), generator=generator)
+    out = DraftInputs.allocate(batch, width, "cpu")
+    for buffer in out:
+        buffer.fill_(-77)
+    before = [argument.clone() for argument in (tokens, lengths, committed, limits, finished)]
+    ops.prepare_inputs(*before, out, num_masks=num_masks, mask_token=91, shift=shift)
+    found = torch.stack(list(out), dim=-1).tolist()
+    for row in range(batch):
+        text = tokens[row, : lengths[row]].tolist()
+        about = (int(committed[row]), int(limits[row]), bool(finished[row]), slots - 1, width, num_masks, 91, shift)
+        assert [tuple(column) for column in found[row]] == layout(text, *about), row
+    assert all(map(torch.equal, before, (tokens, lengths, committed, limits, finished)))
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_drafts_after_one_token_do_not_depend_on_the_batch(monkeypatch, tmp_path, family):
+    """EAGLE has no slot to draft the first of them from; what stands for it is nobody else's business either."""
+    case, logits = CASES[family](tmp_path), []
+    for lengths in ([1], [1, 9]):
+        with monkeypatch.context() as patch:
+            rounds = watch(patch, case.drafter)
+            case.target.generate(**padded_prompts(lengths, seed=5), max_new_tokens=5, assistant_model=case.drafter)
+        logits.append(rounds[0][0].logits[:5])
+    torch.testing.assert_close(*logits)

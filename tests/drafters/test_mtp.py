@@ -1,0 +1,242 @@
+"""MTP modules, loaded from targets in their published names: lossless, and every proposal and cache as recomputed."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from lossless import PROMPTS, greedy
+from mtp import Published, draft, publish
+from scripted_verification import Script, random_patterns
+from targets import VOCAB, padded_prompts
+
+from hf_specdec import AutoDrafter
+from hf_specdec.engine.equivalence import why_not_equivalent
+
+# Families and numbers of modules; those with one module in their published form can have more.
+STATIC = [
+    ("deepseek-v3", 1),
+    ("deepseek-v3", 3),
+    ("glm-4.5", 1),
+    ("glm-4.5", 2),
+    ("step-3.5", 3),
+    ("mimo", 1),
+    ("mimo", 2),
+    ("speculators", 1),
+]
+STOCK = [("qwen3-next", 1), ("qwen3.5", 1), ("qwen3.5", 2), ("qwen3.5-moe", 1)]
+CHAININGS = ["modules", "target"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def published(tmp_path_factory):
+    """Writes and loads what a test asks for, once."""
+    known: dict[tuple, Published] = {}
+
+    def get(family: str, num_modules: int) -> Published:
+        if (family, num_modules) not in known:
+            folder = tmp_path_factory.mktemp("mtp") / "checkpoint"
+            known[family, num_modules] = publish(family, folder, num_modules)
+            # Few tokens are ever said, so that drafts of random modules are right now and then.
+            with torch.no_grad():
+                known[family, num_modules].target.get_output_embeddings().weight[8:] *= 0.01
+        return known[family, num_modules]
+
+    return get
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("chaining", CHAININGS)
+@pytest.mark.parametrize(("family", "num_modules"), STATIC)
+def test_greedy_is_identical(published, family, num_modules, chaining):
+    at = published(family, num_modules)
+    target = at.target.float()
+    drafter, accepted = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining), 0
+    for batch, numbers in ((1, (2,)), (3, (1, 2, 4, 7))):
+        inputs = padded_prompts(PROMPTS[batch], seed=batch)
+        plain = greedy(target, inputs, max_new_tokens=32)
+        for num_draft_tokens in numbers:
+            out = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=32)
+            assert torch.equal(out, plain), (batch, num_draft_tokens)
+            assert drafter.stats.engine == "static"
+            accepted += drafter.stats.accepted
+    assert accepted > 8 or at.family.own_head
+
+
+@pytest.mark.parametrize(("family", "num_modules"), STOCK)
+def test_greedy_is_identical_on_the_stock_engine(published, family, num_modules):
+    at = published(family, num_modules)
+    target = at.target.float()
+    drafter, accepted = AutoDrafter.from_pretrained(at.folder, target), 0
+    for num_draft_tokens in (1, 2, 3, 5):
+        inputs = padded_prompts([9], seed=num_draft_tokens)
+        plain = greedy(target, inputs, max_new_tokens=32)
+        assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=32), plain)
+        assert drafter.stats.engine == "stock" and "linear-attention" in drafter.stats.reason
+        accepted += drafter.stats.accepted
+    assert accepted > 4
+
+
+@dataclass
+class Seen:
+    """A row after a call of `propose`; `caches` holds keys and values of every step, as far as its tokens are text."""
+
+    text: torch.Tensor
+    drafts: list[int]
+    logits: torch.Tensor
+    room: int
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def settled_caches(drafter, state, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the steps' caches hold at the slots whose tokens are committed."""
+    num_modules, is_chained = drafter.config.num_modules, drafter.config.chaining == "modules"
+    caches = [state.memory.cache, *state.memory.later_caches]
+    found = []
+    for step in range(state.num_draft_tokens if is_chained else min(state.num_draft_tokens, num_modules)):
+        layer = caches[step // num_modules].layers[step % num_modules]
+        end = max(length - 1 - (step if is_chained else 0), 0)
+        found.append((layer.keys[row, :end].clone(), layer.values[row, :end].clone()))
+    return found
+
+
+def watch(monkeypatch, drafter, known: torch.Tensor | None = None) -> list[list[Seen]]:
+    """Watch `drafter` propose; returns the rounds, which fill as it is called.
+
+    With `known`, `[1, T]`, it drafts the tokens of that text whatever its modules say.
+    """
+    rounds, scored, propose, draw = [], [], drafter.propose, drafter.draw
+
+    def watched_draw(state, logits, first):
+        scored.append(logits)
+        drawn = draw(state, logits, first)
+        if known is None:
+            return drawn
+        at = int(state.lengths) + first
+        return drawn._replace(tokens=known[:, at : at + 1])
+
+    def watched(state, aux_hidden_states, result):
+        scored.clear()
+        proposal = propose(state, aux_hidden_states, result)
+        logits, rows = torch.cat(scored, dim=1), []
+        for row, length in enumerate(state.lengths.tolist()):
+            room = 0 if state.finished[row] else int(state.limits[row]) - length
+            caches = settled_caches(drafter, state, row, length)
+            text = state.tokens[row, :length].clone()
+            rows.append(Seen(text, proposal.tokens[row].tolist(), logits[row], room, caches))
+        rounds.append(rows)
+        return proposal
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    monkeypatch.setattr(drafter, "draw", watched_draw)
+    return rounds
+
+
+def check(
+    at: Published, drafter, rounds: list[list[Seen]], num_draft_tokens: int, known: torch.Tensor | None = None
+) -> None:
+    """Assert that all that was seen is what a recomputation from scratch says; `known` as for `watch`."""
+    chaining = drafter.config.chaining
+    fresh = [draft(at, at.target, row.text, num_draft_tokens, chaining)[2] for row in rounds[-1]]
+    for row, seen in ((row, seen) for rows in rounds for row, seen in enumerate(rows)):
+        assert torch.equal(seen.text, rounds[-1][row].text[: len(seen.text)])
+        if seen.room == 0:
+            continue
+        for step, (found, true) in enumerate(zip(seen.caches, fresh[row], strict=False)):
+            for name, ours, theirs in zip(("keys", "values"), found, true, strict=True):
+                message = f"{name} of step {step}, row {row}, {len(seen.text)} tokens"
+                theirs = theirs.transpose(0, 1)[: len(ours)]
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=message)
+        if len(seen.text) < 2:  # No slot predicts anything.
+            continue
+        given = None if known is None else known[row, len(seen.text) :].tolist()
+        tokens, logits, _ = draft(at, at.target, seen.text, num_draft_tokens, chaining, given)
+        assert seen.drafts[: seen.room] == tokens[: seen.room], f"row {row}, {len(seen.text)} tokens"
+        ours, theirs = seen.logits[: seen.room], torch.stack(logits)[: seen.room]
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def run_script(monkeypatch, at, chaining, num_draft_tokens, patterns, max_new_tokens=None, **options) -> None:
+    """Run the engine through `patterns`, a list of rounds of accepted drafts a row; check what it does."""
+    target = at.target.double()
+    drafter = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining)
+    assert why_not_equivalent(target, "static") is None  # by true verification
+    rounds, rows = watch(monkeypatch, drafter), [6, 1, 9][: len(patterns[0])]
+    monkeypatch.setattr("hf_specdec.engine.rounds.verify", Script(patterns, VOCAB))
+    room = max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
+    target.generate(
+        **padded_prompts(rows, seed=5),
+        do_sample=False,
+        max_new_tokens=room,
+        assistant_model=drafter,
+        num_assistant_tokens=num_draft_tokens,
+        **options,
+    )
+    assert drafter.stats.engine == "static"
+    if max_new_tokens is None:
+        assert len(rounds) > len(patterns) // 2
+    check(at, drafter, rounds, min(num_draft_tokens, room))
+
+
+@pytest.mark.parametrize("chaining", CHAININGS)
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_modules", [1, 2, 3])
+def test_all_patterns_of_two_rounds(monkeypatch, published, num_modules, num_draft_tokens, chaining):
+    pairs = itertools.product(range(num_draft_tokens + 1), repeat=2)
+    patterns = [[accepted] for pair in pairs for accepted in pair] + [[0]] * 2
+    run_script(monkeypatch, published("mimo", num_modules), chaining, num_draft_tokens, patterns)
+
+
+@pytest.mark.parametrize("chaining", CHAININGS)
+@pytest.mark.parametrize(("family", "num_modules"), STATIC)
+def test_random_patterns_of_a_ragged_batch(monkeypatch, published, family, num_modules, chaining):
+    patterns = random_patterns(3, 20)
+    run_script(monkeypatch, published(family, num_modules), chaining, 3, patterns)
+
+
+@pytest.mark.parametrize("chaining", CHAININGS)
+@pytest.mark.parametrize("num_draft_tokens", [5, 8])
+@pytest.mark.parametrize(("family", "num_modules"), [("mimo", 2), ("mimo", 3), ("step-3.5", 3)])
+def test_more_drafts_than_modules(monkeypatch, published, family, num_modules, num_draft_tokens, chaining):
+    patterns = random_patterns(num_draft_tokens, 20)
+    run_script(monkeypatch, published(family, num_modules), chaining, num_draft_tokens, patterns)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("chaining", CHAININGS)
+def test_prompts_in_chunks(monkeypatch, published, chaining):
+    patterns = random_patterns(4, 8)
+    for size in (1, 2, 5):
+        with monkeypatch.context() as patch:
+            run_script(patch, published("mimo", 3), chaining, 4, patterns, prefill_chunk_size=size)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("chaining", CHAININGS)
+def test_length_limit(monkeypatch, published, chaining):
+    """Only drafts that fit count, and those that do not disturb no others."""
+    for max_new_tokens in (1, 2, 3, 5, 8, 9):
+        with monkeypatch.context() as patch:
+            patterns = [[2, 0, 1], *random_patterns(4, 12)]
+            run_script(patch, published("mimo", 3), chaining, 4, patterns, max_new_tokens)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("chaining", CHAININGS)
+@pytest.mark.parametrize(("family", "num_modules"), [*STOCK, ("mimo", 3)])
+def test_stock_engine(monkeypatch, published, family, num_modules, chaining):
+    """There the target judges; it is shown its own words, wrong at random places."""
+    at = published(family, num_modules)
+    target = at.target.double()
+    inputs, options = padded_prompts([6], seed=5), {"do_sample": False, "max_new_tokens": 40}
+    said = target.generate(**inputs, **options)
+    known = torch.nn.functional.pad(said, (0, 16), value=2)
+    wrong = torch.rand(known.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    known = torch.where(wrong, (known + 1) % VOCAB, known)
+
+    drafter = AutoDrafter.from_pretrained(at.folder, target, engine="stock", chaining=chaining)
+    rounds = watch(monkeypatch, drafter, known)
+    out = target.generate(**inputs, **options, assistant_model=drafter, num_assistant_tokens=4)
+    assert torch.equal(out, said)
+    assert {len(after[0].text) - len(before[0].text) for before, after in itertools.pairwise(rounds)} >= {1, 5}
+    check(at, drafter, rounds, 4, known)

@@ -1,0 +1,220 @@
+"""A target that its owner changes after a drafter was bound to it: the drafter keeps up, or says what changed."""
+
+import copy
+
+import pytest
+import torch
+from lossless import PROMPTS
+from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mtp
+from targets import padded_prompts, tiny_target
+
+from hf_specdec.drafters.shared_weights import SharedWeight
+
+# Drafters that borrow both, one of them copying the head's rows of a draft vocabulary.
+BORROWERS = {
+    "eagle3": lambda target: random_eagle3(target, own_embedding=False, own_head=False),
+    "eagle3-whole-vocabulary": lambda target: random_eagle3(
+        target, own_embedding=False, own_head=False, draft_vocab_size=target.vocab_size
+    ),
+    "p-eagle": lambda target: RANDOM_DRAFTERS["p-eagle"](target, own_embedding=False, own_head=False),
+    "mtp": random_mtp,
+}
+borrowers = pytest.mark.parametrize("kind", BORROWERS)
+
+
+def own_target():
+    """A target that a test may change."""
+    return copy.deepcopy(tiny_target("llama"))
+
+
+def noise(weight, seed=0):
+    return 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed), dtype=weight.dtype)
+
+
+def weights_of(target):
+    return [target.get_input_embeddings().weight, target.get_output_embeddings().weight]
+
+
+def train(target):
+    optimiser = torch.optim.SGD(weights_of(target), lr=0.5)
+    for weight in weights_of(target):
+        weight.grad = noise(weight)
+    optimiser.step()
+    optimiser.zero_grad()
+
+
+def write_through_data(target):
+    for weight in weights_of(target):
+        weight.data.add_(noise(weight))
+
+
+def load(target):
+    target.load_state_dict({name: weight + noise(weight, 1) for name, weight in target.state_dict().items()})
+
+
+@torch.inference_mode()
+def write_in_inference_mode(target):
+    for weight in weights_of(target):
+        weight.add_(noise(weight))
+
+
+def assign(target):
+    state = {name: weight + noise(weight, 1) for name, weight in target.state_dict().items()}
+    target.load_state_dict(state, assign=True)
+
+
+def swap_data(target):
+    for weight in weights_of(target):
+        weight.data = weight.data + noise(weight)
+
+
+def cast(target):
+    target.double()
+
+
+def replace_modules(target):
+    for get, put in (
+        (target.get_input_embeddings, target.set_input_embeddings),
+        (target.get_output_embeddings, target.set_output_embeddings),
+    ):
+        module = copy.deepcopy(get())
+        module.weight.data.add_(noise(module.weight))
+        put(module)
+
+
+def wrap_anew(target):
+    """Other parameters over the same memory, which is written to."""
+    for module in (target.get_input_embeddings(), target.get_output_embeddings()):
+        module.weight = torch.nn.Parameter(module.weight.data)
+        module.weight.data.add_(noise(module.weight))
+
+
+IN_PLACE = [wrap_anew, train, write_through_data, load, write_in_inference_mode]
+REPLACED = [assign, swap_data, cast, replace_modules]
+
+
+def drafts(target, drafter):
+    """The text of a call, and what was accepted of its drafts."""
+    text = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    return text.tolist(), drafter.stats.rows
+
+
+@pytest.mark.core
+@borrowers
+@pytest.mark.parametrize("change", IN_PLACE + REPLACED)
+def test_drafter_follows_weight_changes(kind, change):
+    target = own_target()
+    drafter = BORROWERS[kind](target)
+    drafts(target, drafter)
+    places = {what: loan.weight.data_ptr() for what, loan in drafter._shared_weights.items()}
+    change(target)
+    said, accepted = drafts(target, drafter)
+    plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=12)
+    fresh = BORROWERS[kind](target)
+    assert said == plain.tolist() and (said, accepted) == drafts(target, fresh)
+    for what, loan in drafter._shared_weights.items():
+        assert torch.equal(loan.weight, fresh._shared_weights[what].weight) and loan.weight.dtype == target.dtype
+    if change in IN_PLACE:
+        assert places == {what: loan.weight.data_ptr() for what, loan in drafter._shared_weights.items()}
+
+
+@pytest.mark.core
+def test_unchanged_weights_are_not_copied(monkeypatch):
+    target = own_target()
+    drafter = BORROWERS["eagle3"](target)
+    drafts(target, drafter)
+    version = drafter._shared_weights["head"].weight._version
+    drafts(target, drafter)
+    assert drafter._shared_weights["head"].weight._version == version
+    monkeypatch.setattr(drafter, "bind", None)
+    train(target)
+    drafts(target, drafter)
+    assert drafter._shared_weights["head"].weight._version > version
+
+
+@pytest.mark.core
+def test_weight_changes_drop_captured_graphs_only_where_needed(monkeypatch):
+    """A copy that is mended where it lies leaves graphs as they are; one that lies elsewhere needs others."""
+    target, released = own_target(), []
+    drafter = BORROWERS["eagle3"](target)
+    monkeypatch.setattr(drafter, "release", lambda: released.append(True))
+    for change, expected in ((train, []), (assign, [True])):
+        change(target)
+        drafts(target, drafter)
+        assert released == expected
+
+
+@pytest.mark.core
+def test_binding_in_inference_mode():
+    target = own_target()
+    with torch.inference_mode():
+        drafter = BORROWERS["eagle3"](target)
+        drafts(target, drafter)
+    assert not any(loan.weight.is_inference() for loan in drafter._shared_weights.values())
+    train(target)
+    assert drafts(target, drafter) == drafts(target, BORROWERS["eagle3"](target))
+
+
+@pytest.mark.core
+def test_target_made_in_inference_mode():
+    """Nobody counts the changes of such weights."""
+    with torch.inference_mode():
+        target = own_target()
+        for parameter in target.parameters():
+            parameter.data = parameter.data.clone()
+    drafter = BORROWERS["eagle3"](target)
+    drafts(target, drafter)
+    with torch.inference_mode():
+        target.lm_head.weight[3] += 1.0
+    drafts(target, drafter)
+    assert torch.equal(drafter._shared_weights["head"].weight, target.lm_head.weight[drafter.target_ids])
+
+
+# ---- another vocabulary
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize("kind", [*BORROWERS, *RANDOM_DRAFTERS])
+@pytest.mark.parametrize("size", [101, 90])
+def test_resized_vocabulary(kind, size, engine):
+    target = own_target()
+    drafter = {**RANDOM_DRAFTERS, **BORROWERS}[kind](target).configure(engine=engine)
+    target.resize_token_embeddings(size)
+    inputs = padded_prompts(PROMPTS[1])
+    inputs["input_ids"] %= 80
+    options = {**inputs, "do_sample": False, "max_new_tokens": 12}
+    if kind in ("pard", "draft-model"):  # which say what both know
+        out = target.generate(**options, assistant_model=drafter)
+        assert torch.equal(out, target.generate(**options)) and drafter.config.vocab_size == size
+        return
+    with pytest.raises(ValueError, match=f"its vocabulary had 96 tokens and has {size}") as error:
+        target.generate(**options, assistant_model=drafter)
+    message = str(error.value)
+    assert "LlamaForCausalLM has changed since" in message and "load a drafter that was made for it" in message
+    if kind in BORROWERS and kind != "eagle3":
+        assert f"its embedding was [96, 32] in float32 on cpu and is [{size}, 32] in float32 on cpu" in message
+    target.resize_token_embeddings(96)
+    assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+
+
+@pytest.mark.core
+def test_vocabulary_resized_back_binds_again():
+    target = own_target()
+    drafter = random_draft_model(target)
+    for size in (120, 96, 97):
+        target.resize_token_embeddings(size)
+        inputs = padded_prompts(PROMPTS[3])
+        options = {**inputs, "do_sample": False, "max_new_tokens": 8}
+        assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+        assert drafter.config.draft_vocab_size == min(size, 96)
+
+
+@pytest.mark.core
+def test_description_of_a_device_or_dtype_change():
+    module = torch.nn.Embedding(6, 4)
+    loan = SharedWeight(module, "embedding", 4, "it")
+    assert loan.how_changed(module) is None
+    assert loan.how_changed(module.to("meta")) == (
+        "its embedding was [6, 4] in float32 on cpu and is [6, 4] in float32 on meta"
+    )

@@ -1,0 +1,83 @@
+"""The host may read rounds late: outputs and statistics are the same, however many rounds the device is ahead."""
+
+import pytest
+import torch
+from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
+from oracle import OracleDrafter, random_eagle3
+from targets import PAD, padded_prompts, set_policy, tiny_target
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+
+class Saying(StoppingCriteria):
+    """Stops a row once it says `token`."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == self.token
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.steps, self.ended = [], False
+
+    def put(self, value):
+        self.steps.append(value.tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def calls(target, drafter, batch, free, **options):
+    """What one call gives to whoever looks: output, statistics, and what was streamed."""
+    streamer = Recorder() if batch == 1 else None
+    out = target.generate(
+        **padded_prompts(PROMPTS[batch]),
+        **{"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS, **options},
+        assistant_model=drafter,
+        num_assistant_tokens=4,
+        return_dict_in_generate=True,
+        output_scores=True,
+        streamer=streamer,
+    )
+    return out.sequences, out.scores, drafter.stats.rows, streamer and (streamer.steps, streamer.ended)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("accuracy", [0.6, 1.0, None])
+@pytest.mark.parametrize("lag", [1, 3])
+def test_same_output_and_statistics(monkeypatch, batch, accuracy, lag):
+    target = tiny_target("llama")
+    inputs = padded_prompts(PROMPTS[batch])
+    free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+    width = inputs["input_ids"].shape[1]
+    said = free[:, width + 6].tolist()
+    ways = {
+        "limit": {},
+        "end of sequence": {"eos_token_id": said, "pad_token_id": PAD},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([Saying(said[0])])},
+        "both": {
+            "eos_token_id": said[-1:],
+            "pad_token_id": PAD,
+            "stopping_criteria": StoppingCriteriaList([Saying(said[0])]),
+        },
+        "sampling": {"do_sample": True, "temperature": 1.2},
+    }
+    for name, options in ways.items():
+        results = []
+        for rounds_behind in (0, lag):
+            set_policy(monkeypatch, "cpu", rounds_ahead=rounds_behind)
+            if accuracy is None:
+                drafter = random_eagle3(target)
+            else:
+                drafter = OracleDrafter(target, continuations(inputs, free), PROMPTS[batch], accuracy)
+            torch.manual_seed(5)
+            results.append(calls(target, drafter, batch, free, **options))
+        (now, now_scores, now_rows, now_streamed), (late, late_scores, late_rows, late_streamed) = results
+        assert torch.equal(now, late), name
+        # A device that is ahead attends over a longer slice of the cache, which changes roundings.
+        torch.testing.assert_close(late_scores, now_scores, rtol=1e-4, atol=1e-3)
+        assert now_rows == late_rows, name
+        assert now_streamed == late_streamed, name

@@ -1,0 +1,477 @@
+"""What is captured and replayed over kept buffers: same texts; on a CPU with a stand-in for the CUDA graph."""
+
+import copy
+
+import pytest
+import torch
+from graph_stand_ins import Replay, replay_on_cpu
+from hf_specdec.kernels.types import Proposal
+from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp, random_peagle
+from targets import PAD, padded_prompts, set_policy, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_specdec.drafters.none import NoDrafter
+from hf_specdec.engine import buckets, cuda_graphs, static_engine
+from hf_specdec.patching import experts
+from hf_specdec.patching.hidden_states import modules_of
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    return replay_on_cpu(monkeypatch)
+
+
+def drafters(target, inputs, free):
+    yield OracleDrafter(target, continuations(inputs, free), inputs["attention_mask"].sum(1).tolist(), 0.7)
+    yield random_eagle3(target)
+    yield random_peagle(target)
+    yield copy_of(target)
+    yield random_mtp(target)
+    yield random_mtp(target, chaining="target")
+
+
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "end of sequence": {"do_sample": False, "eos_token_id": [7, 11, 13], "pad_token_id": PAD},
+    "penalty": {"do_sample": False, "repetition_penalty": 1.3},
+    "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_captured_rounds_generate_the_same(monkeypatch, option, batch):
+    target = tiny_target("llama")
+    inputs = padded_prompts(PROMPTS[batch])
+    free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+    for which in range(6):
+        texts, rows = [], []
+        for replayed in (False, True):
+            if replayed:
+                replay_on_cpu(monkeypatch)
+            drafter = list(drafters(target, inputs, free))[which]
+            if isinstance(drafter, OracleDrafter) and replayed and batch == 3:
+                continue  # it knows the rows of the batch only, not those that fill up a bucket
+            torch.manual_seed(11)
+            texts.append(
+                target.generate(
+                    **inputs,
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    assistant_model=drafter,
+                    num_assistant_tokens=3,
+                    **OPTIONS[option],
+                )
+            )
+            rows.append(drafter.stats.rows)
+            set_policy(monkeypatch, "cpu", cuda_graphs=False)
+        assert all(torch.equal(text, texts[0]) for text in texts)
+        assert all(row == rows[0] for row in rows)
+
+
+@pytest.mark.core
+def test_sessions_are_reused_and_freed(capture):
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    plain, again = [], []
+    for lengths in ([9, 4, 1], [3, 12, 5], [2, 2, 6, 7]):
+        inputs = padded_prompts(lengths, seed=len(lengths))
+        options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+        plain.append(target.generate(**inputs, **options))
+        again.append(target.generate(**inputs, **options, assistant_model=drafter))
+        assert drafter.stats.acceptance_length > 4
+    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
+    assert capture.count == 2 and len(drafter.sessions) == 1
+    drafter.release()
+    assert len(drafter.sessions) == 0
+
+
+@pytest.mark.core
+def test_rounds_that_cannot_be_replayed_are_not_captured(capture):
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
+    target.generate(**padded_prompts([5]), **options, return_dict_in_generate=True, output_scores=True)
+    handle = target.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    target.generate(**padded_prompts([5]), **options)
+    handle.remove()
+    assert capture.count == 0 and len(drafter.sessions) == 0
+
+
+def test_hooks_left_by_output_hidden_states_do_not_prevent_capture(capture, monkeypatch):
+    set_policy(monkeypatch, "cpu", compiler="eager")
+    target = copy.deepcopy(tiny_target("llama", num_layers=3))
+    inputs = padded_prompts([5])
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=6)
+    target(**inputs, output_hidden_states=True)
+    assert any(module._forward_hooks for module in target.modules())
+    drafter = copy_of(target)
+    out = target.generate(**inputs, do_sample=False, max_new_tokens=6, assistant_model=drafter)
+    assert torch.equal(out, plain)
+    assert drafter.stats.execution == "captured in one graph, compiled"
+
+
+@pytest.mark.core
+def test_moved_weights_are_captured_again(capture):
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
+    target.generate(**padded_prompts([5]), **options)
+    head = drafter.model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.clone())
+    target.generate(**padded_prompts([5]), **options)
+    assert capture.count == 4
+
+
+@pytest.mark.core
+def test_session_of_a_failed_call_is_dropped(capture, monkeypatch):
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
+    target.generate(**padded_prompts([5]), **options)
+    monkeypatch.setattr(type(drafter), "prefill", None)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        target.generate(**padded_prompts([5]), **options)
+    assert len(drafter.sessions) == 0
+
+
+@pytest.mark.parametrize(("kind", "option"), [("eagle3", "greedy"), ("pard", "sampling"), ("mtp", "end of sequence")])
+def test_round_with_the_gpu_policy(monkeypatch, kind, option):
+    """Kernels (in the interpreter), fused products, one graph of the compiler's, replayed: what a GPU runs."""
+    target = copy.deepcopy(tiny_target("llama", num_layers=3))
+    inputs = padded_prompts([5, 1])
+    options = {"max_new_tokens": 5, "num_assistant_tokens": 3, "seeds": 5, **OPTIONS[option]}
+    expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target))
+
+    set_policy(monkeypatch, "cpu", triton=True)
+    set_policy(monkeypatch, "cpu", transposed_linear=False)
+    set_policy(monkeypatch, "cpu", fused_linear=True)
+    replay_on_cpu(monkeypatch)
+    set_policy(monkeypatch, "cpu", compiler="aot_eager")
+    drafter = RANDOM_DRAFTERS[kind](target)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
+    assert drafter.stats.execution == "captured in one graph, compiled"
+    attention = target.model.layers[0].self_attn
+    query, key = attention.q_proj.weight, attention.k_proj.weight
+    assert query.data_ptr() + query.nbytes == key.data_ptr(), "products were not fused"
+
+
+@pytest.mark.core
+def test_rounds_that_cannot_be_compiled_are_captured_uncompiled(capture, monkeypatch, caplog):
+    set_policy(monkeypatch, "cpu", compiler="aot_eager")
+    target = tiny_target("llama")
+    forward = target.model.norm.forward
+    monkeypatch.setattr(target.model.norm, "forward", torch._dynamo.disable(lambda hidden: forward(hidden)))
+    drafter = copy_of(target)
+    options = {**padded_prompts([5, 2]), "do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+    assert drafter.stats.execution == "captured in one graph, not compiled"
+    assert "torch.compile cannot compile a round" in caplog.text
+    drafter.configure(compile_rounds=False)
+    caplog.clear()
+    assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+    assert "torch.compile" not in caplog.text
+
+
+def test_ranks_of_a_split_target_compile_the_same(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    monkeypatch.setattr(
+        cuda_graphs, "piecewise_backend", lambda compiler: asked.append(compiler.keywords["config_patches"])
+    )
+    for same_everywhere in (False, True):
+        cuda_graphs.compiled(lambda: None, "inductor", same_everywhere)
+    alone, together = asked
+    assert alone["combo_kernels"] and "deterministic" not in alone
+    assert together.get("deterministic", False) == ("deterministic" in torch._inductor.list_options())
+
+
+def refuse(function, memory):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.core
+def test_failed_capture_runs_eagerly(monkeypatch, caplog):
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    options = {**padded_prompts([5, 2]), "do_sample": False, "max_new_tokens": 6}
+    for _ in range(2):
+        assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+        assert drafter.stats.execution == "eager: a round cannot be captured"
+    assert caplog.text.count("cannot be captured and runs eagerly: operation not permitted") == 1
+
+
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_results_do_not_depend_on_earlier_calls(monkeypatch, kind):
+    """Prompts of one token leave drafters that look a token back without anything to draft from."""
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)  # buffers are kept all the same
+    target = tiny_target("llama")
+    inputs = padded_prompts([9, 1, 5])
+    drafter = RANDOM_DRAFTERS[kind](target)
+    options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 2 * MAX_NEW_TOKENS, "num_assistant_tokens": 4}
+    texts, drafted = [], []
+    for seed in (3, 4, 3):
+        torch.manual_seed(seed)
+        texts.append(target.generate(**inputs, **options, assistant_model=drafter))
+        drafted.append(drafter.stats.rows)
+    assert len(drafter.sessions) == 1
+    assert torch.equal(texts[0], texts[2]) and drafted[0] == drafted[2]
+    assert not torch.equal(texts[0], texts[1])
+
+
+@pytest.mark.core
+def test_out_of_memory_frees_idle_sessions(monkeypatch):
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    short, long = padded_prompts([5]), padded_prompts([600])
+    options = {"do_sample": False, "max_new_tokens": 6}
+    expected = target.generate(**long, **options)
+    target.generate(**short, **options, assistant_model=drafter)
+    assert len(drafter.sessions) == 1
+    prefill, failures = drafter.prefill, []
+
+    def scarce(*args):
+        if len(drafter.sessions) or failures == ["for good"]:
+            failures.append("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        prefill(*args)
+
+    monkeypatch.setattr(drafter, "prefill", scarce)
+    assert torch.equal(target.generate(**long, **options, assistant_model=drafter), expected)
+    assert failures == ["out of memory"] and len(drafter.sessions) == 1
+    drafter.release()
+    failures[:] = ["for good"]
+    with pytest.raises(torch.OutOfMemoryError):
+        target.generate(**short, **options, assistant_model=drafter)
+
+
+def say(target, drafter, batches, **options):
+    """What `target` says to batches of prompts, one call each, and how the drafts fared."""
+    said = []
+    for seed, lengths in enumerate(batches):
+        out = target.generate(
+            **padded_prompts(lengths, seed=seed),
+            **{"max_new_tokens": 8, "num_assistant_tokens": 3, "seeds": seed, "do_sample": False, **options},
+            assistant_model=drafter,
+        )
+        said.append((out.tolist(), drafter.stats.rows))
+    return said
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
+def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
+    """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts."""
+    target = tiny_target("llama")
+    batches = [[9, 1, 5], [1, 1, 1], [17, 16, 2], [3, 12, 4]]
+    make = RANDOM_DRAFTERS.get(kind, NoDrafter)
+    eager = say(target, make(target), batches, **OPTIONS[option])
+    capture, drafter = replay_on_cpu(monkeypatch), make(target)
+    assert say(target, drafter, batches, **OPTIONS[option]) == eager
+    assert drafter.stats.execution.startswith("captured in")
+    assert (capture.count, capture.hostings, len(drafter.sessions)) == (3 if option == "penalty" else 2, 1, 1)
+
+
+aten = torch.ops.aten
+HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.masked_select.default, aten.nonzero.default}
+
+
+class NoHostReads(TorchDispatchMode):
+    """Context in which nothing waits for a value or a shape that is known on the device only."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in HOST_READS, f"{function} reads on the host"
+        if function in (aten.index.Tensor, aten.index_put_.default):
+            assert all(index is None or index.dtype == torch.int64 for index in args[1]), "indices found by the host"
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
+def test_captured_rounds_do_not_read_the_host(kind, monkeypatch):
+    def watched(function, memory):
+        with NoHostReads():
+            return Replay(function, memory)
+
+    target = tiny_target("llama")
+    capture = replay_on_cpu(monkeypatch, watched)
+    drafter = RANDOM_DRAFTERS.get(kind, NoDrafter)(target)
+    for option in ("greedy", "penalty", "sampling"):
+        say(target, drafter, [[9, 1, 5]], **OPTIONS[option])
+    assert capture.count == 7
+    with pytest.raises(AssertionError, match="reads on the host"), NoHostReads():
+        torch.arange(3).sum().item()
+    with pytest.raises(AssertionError, match="found by the host"), NoHostReads():
+        torch.arange(3)[torch.arange(3) > 1]
+
+
+@pytest.mark.core
+def test_graphs_of_a_session_share_a_memory_pool(monkeypatch):
+    memories = []
+
+    def noting(function, memory):
+        memories.append(memory)
+        return Replay(function, memory)
+
+    replay_on_cpu(monkeypatch, noting)
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    say(target, drafter, [[9, 1], [17, 30]])
+    say(target, drafter, [[9, 1]], repetition_penalty=1.3)
+    say(target, drafter, [[9]])
+    first, *_, last = memories
+    assert [memory is first for memory in memories] == 5 * [True] + 2 * [False] and memories[-2] is last
+
+
+@pytest.mark.core
+def test_prefill_is_captured_per_length_bucket_up_to_a_limit(capture, monkeypatch):
+    monkeypatch.setattr(buckets, "MOST_CAPTURED_TOKENS", 32)
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+
+    def call(length, **settings):
+        options = {**padded_prompts([length], seed=length), "do_sample": False, "max_new_tokens": 6}
+        plain = target.generate(**options)
+        assert torch.equal(target.generate(**options, **settings, assistant_model=drafter), plain)
+        return capture.count, capture.hostings
+
+    assert [call(length) for length in (5, 33, 17, 18)] == [(2, 1), (3, 2), (3, 2), (3, 2)]
+    assert call(34) == call(17) == (3, 3)  # too long: as it comes, every time, and the round is replayed all the same
+    assert call(17, prefill_chunk_size=7) == (3, 4)
+    assert len(drafter.sessions) == 1
+
+
+@pytest.mark.core
+def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
+    """Nothing is left of what the attempt did to the state: drafts that are all right would be wrong once."""
+    target, batches = tiny_target("llama"), [[9, 1, 5], [3, 12, 4]]
+    drafter = copy_of(target)
+    eager = say(target, drafter, batches)
+    assert drafter.stats.acceptance_length == 4
+
+    def picky(function, memory):
+        if Replay.count == 0:
+            return Replay(function, memory)
+        with monkeypatch.context() as patch:
+            propose = drafter.propose
+            patch.setattr(drafter, "propose", lambda *args: Proposal(propose(*args).tokens.fill_(2), None))
+            function()
+        refuse(function, memory)
+
+    capture = replay_on_cpu(monkeypatch, picky)
+    refused = "cannot be captured and runs eagerly: operation not permitted"
+    assert say(target, drafter, batches) == eager
+    assert caplog.text.count(f"The prefill of LlamaForCausalLM {refused}") == caplog.text.count(refused) == 1
+    assert drafter.stats.execution.startswith("captured in one graph")
+    assert (capture.count, capture.hostings) == (1, 2)
+
+
+@pytest.mark.core
+def test_prefill_frees_memory_it_needs(monkeypatch):
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    failures = []
+
+    def scarce(function, memory):
+        if Replay.count >= 3 and len(drafter.sessions):
+            failures.append("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return Replay(function, memory)
+
+    capture = replay_on_cpu(monkeypatch, scarce)
+    say(target, drafter, [[5]])
+    options = {**padded_prompts([600]), "do_sample": False, "max_new_tokens": 6}
+    plain = target.generate(**options)
+    assert torch.equal(target.generate(**options, assistant_model=drafter), plain)
+    assert failures == ["out of memory"] and len(drafter.sessions) == 1
+    assert capture.count == 5  # both prefills, both rounds, the second of which was captured twice
+
+
+@pytest.mark.core
+def test_weights_that_a_call_moves_are_captured_once(capture, monkeypatch):
+    set_policy(monkeypatch, "cpu", fused_linear=True)
+    set_policy(monkeypatch, "cpu", transposed_linear=False)
+    target = copy.deepcopy(tiny_target("llama"))
+    weight = target.model.layers[0].self_attn.k_proj.weight
+    before = weight.data_ptr()
+    drafter, batches = random_eagle3(target), [[9, 1, 5], [3, 12, 4]]
+    replayed = say(target, drafter, batches)
+    assert weight.data_ptr() != before
+    assert (capture.count, capture.hostings, len(drafter.sessions)) == (2, 1, 1)
+    set_policy(monkeypatch, "cpu", cuda_graphs=False)
+    assert say(target, random_eagle3(target), batches) == replayed
+
+
+@pytest.mark.core
+def test_replaced_weights_are_read(capture):
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = random_eagle3(target)
+    said = []
+    for _ in range(2):
+        said.append(say(target, drafter, [[9, 1, 5]]))
+        plain = target.generate(**padded_prompts([9, 1, 5]), do_sample=False, max_new_tokens=8)
+        assert said[-1][0][0] == plain.tolist()
+        norm = target.model.layers[0].input_layernorm
+        norm.weight = torch.nn.Parameter(norm.weight + torch.arange(len(norm.weight)) % 3)
+    assert said[0] != said[1] and capture.count == 4
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("dtype", "captures"), [(torch.float32, 2), (torch.float64, 1)])
+def test_prefills_that_would_copy_experts_are_not_captured(capture, dtype, captures):
+    """Those of experts that ours are not for, such as quantised ones; float64 stands for them."""
+    target, batches = copy.deepcopy(tiny_target("qwen3-moe")).to(dtype), [[9, 1, 5], [3, 12, 4]]
+    target.set_experts_implementation("eager")
+    drafter = random_eagle3(target).to(dtype)
+    for seed, (text, _) in enumerate(say(target, drafter, batches)):
+        plain = target.generate(**padded_prompts(batches[seed], seed=seed), do_sample=False, max_new_tokens=8)
+        assert text == plain.tolist()
+    assert capture.count == captures
+    assert experts.copies_experts(target, drafter) == (dtype == torch.float64)
+    assert not experts.copies_experts(tiny_target("llama"), drafter.float())
+
+
+@pytest.mark.core
+def test_modules_are_listed_once():
+    target = tiny_target("deepseek-v3")
+    drafter = random_mtp(tiny_target("llama"))
+    drafter.frames.append(drafter.frames[0])
+    found = modules_of(target, drafter, target)
+    assert len(found) == len(set(found)) and set(found) == {*target.modules(), *drafter.modules()}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_experts_implementation_of_a_patched_target(family):
+    target = copy.deepcopy(tiny_target(family))
+    drafter = NoDrafter(target)
+
+    def implementations():
+        """While the target is hosted, and while a round of it is captured."""
+        with static_engine.patched_target(target, drafter, keep_hidden_states=False):
+            found = [target.config.get_text_config()._experts_implementation]
+            with experts.capturable_experts(target, drafter):
+                return [*found, target.config.get_text_config()._experts_implementation]
+
+    choices = {"eager": "hf_specdec", "grouped_mm": "hf_specdec", "batched_mm": "batched_mm"}
+    for dtype in (torch.float32, torch.bfloat16):
+        target.to(dtype)
+        for before, found in choices.items():
+            target.set_experts_implementation(before)
+            assert implementations() == [found, found]
+            assert target.config.get_text_config()._experts_implementation == before
+    target.double()
+    target.set_experts_implementation("grouped_mm")
+    assert implementations() == ["grouped_mm", "hf_specdec_batched"], (
+        "the host is not asked about other products either"
+    )
+    with pytest.raises(KeyError), experts.triton_experts(target.float()):
+        raise KeyError
+    assert target.config.get_text_config()._experts_implementation == "grouped_mm"

@@ -1,0 +1,306 @@
+"""Targets that do something of their own with masks, windows, caches or inputs: right on some engine, or refused."""
+
+import copy
+
+import pytest
+import torch
+from lossless import continuations
+from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
+from targets import _COMMON, PAD, VOCAB, padded_prompts, tiny_target
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from hf_specdec.engine import equivalence
+
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+STATE_SPACE = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": 4, "mamba_expand": 2, "use_mamba_kernels": False}
+
+
+def build(model_type, seed=0, **options):
+    config = AutoConfig.for_model(model_type, **{**_COMMON, "num_hidden_layers": 4, **options})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 and (parameter == 0).all():  # biases, and decays that masks are made of
+                parameter.normal_(std=0.3)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, None
+    return model
+
+
+def check(target, lengths, engine, reason, new=24):
+    """Texts with scripted drafts and with a draft model are plain `generate()`'s, row by row on the stock engine."""
+    inputs = padded_prompts(lengths)
+    rows = [
+        {name: tensor[row : row + 1, -length:] for name, tensor in inputs.items()} for row, length in enumerate(lengths)
+    ]
+    for given in [inputs] if engine == "static" else rows:
+        plain = target.generate(**given, do_sample=False, max_new_tokens=new)
+        answers, own = continuations(given, plain), given["attention_mask"].sum(1).tolist()
+        for drafter in (OracleDrafter(target, answers, own, accuracy=0.6), random_draft_model(target)):
+            out = target.generate(
+                **given, do_sample=False, max_new_tokens=new, assistant_model=drafter, num_assistant_tokens=3
+            )
+            assert torch.equal(out, plain)
+            assert drafter.stats.engine == engine and reason in drafter.stats.reason
+
+
+UNSOUND = {
+    # A window that is smaller than the few tokens of the check, and one that is larger: only masks show that.
+    "phimoe, small window": ("phimoe", {"sliding_window": 5, **MOE}, "logits for one row"),
+    "phimoe, large window": ("phimoe", {"sliding_window": 30, **MOE}, "the mask of attention 0 shows other tokens"),
+    # A mask made of the values.
+    "doge": ("doge", {}, "logits for one row"),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", UNSOUND)
+def test_targets_with_custom_masks_run_on_the_stock_engine(case):
+    model_type, options, reason = UNSOUND[case]
+    check(build(model_type, **options), [40, 33], "stock", reason)
+
+
+@pytest.mark.core
+def test_sliding_windows_in_attention_arguments_run_on_the_static_engine():
+    for window in (5, 30):
+        check(build("mistral", sliding_window=window), [40, 33], "static", "")
+
+
+class LooksAhead(LlamaAttention):
+    """Attention that adds what follows a token, as far as it is in the same pass."""
+
+    def forward(self, hidden_states, **kwargs):
+        out, weights = super().forward(hidden_states, **kwargs)
+        return out + hidden_states.mean(dim=1, keepdim=True), weights
+
+
+@pytest.mark.core
+def test_a_subclass_is_checked_too():
+    """The same class and configuration as a sound model, whose module somebody replaced: of a class of its own."""
+
+    class Ahead(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers[2].self_attn = LooksAhead(config, 2)
+
+    torch.manual_seed(0)
+    target = Ahead(tiny_target("llama").config).eval()
+    inputs = padded_prompts([9])
+    with pytest.raises(ValueError, match=r"neither on the static engine .* nor in transformers' own") as error:
+        target.generate(**inputs, assistant_model=random_draft_model(target), max_new_tokens=8)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model_type", ["jamba", "bert", "mamba"])
+def test_unsupported_targets_are_refused_before_generation(model_type):
+    options = {
+        "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, **STATE_SPACE, **MOE, "num_experts": 4},
+        "bert": {"is_decoder": False},
+        "mamba": {"state_size": 8, "time_step_rank": 4},
+    }[model_type]
+    target, said = build(model_type, **options), []
+
+    class Streamer:
+        def put(self, tokens):
+            said.append(tokens)
+
+        end = said.clear
+
+    inputs = padded_prompts([9])
+    for engine in ("auto", "stock"):
+        said.clear()
+        drafter = random_draft_model(target).configure(engine=engine)
+        with pytest.raises(ValueError, match="Generate without assistant_model") as error:
+            target.generate(**inputs, assistant_model=drafter, max_new_tokens=8, do_sample=False, streamer=Streamer())
+        assert "\n" not in str(error.value)
+        assert len(said) <= 1, "tokens were streamed besides the prompt"
+    assert target.generate(**inputs, max_new_tokens=8, do_sample=False).shape == (1, 17)
+
+
+@pytest.mark.core
+def test_a_class_is_checked_once(monkeypatch):
+    monkeypatch.setattr(equivalence, "_outcomes", {})
+    runs = []
+    for seed in range(2):
+        target = build("qwen2", seed=seed, num_hidden_layers=2, rms_norm_eps=1.5e-6)
+        target.model.register_forward_pre_hook(lambda *_: runs.append(1))
+        drafter = random_draft_model(target)
+        for _ in range(2):
+            before = len(runs)
+            target.generate(**padded_prompts([9, 4]), assistant_model=drafter, max_new_tokens=1, do_sample=False)
+            runs.append(-(len(runs) - before))
+    counts = [-count for count in runs if count < 0]
+    assert counts[1] == counts[2] == counts[3] < counts[0] < 60
+    assert len(equivalence._outcomes) == 1
+
+
+@pytest.mark.core
+def test_equivalence_check_has_no_side_effects():
+    target = build("gemma3_text", sliding_window=6, query_pre_attn_scalar=8)
+    target.generation_config.update(repetition_penalty=1.2, cache_implementation="static", max_length=77, num_beams=1)
+    config, settings = copy.deepcopy(target.config.to_dict()), copy.deepcopy(target.generation_config.to_dict())
+    state, names = torch.get_rng_state(), set(vars(target))
+    assert equivalence.why_not_equivalent(target, "static") is None
+    assert equivalence.why_not_equivalent(target, "stock") is None
+    assert torch.equal(torch.get_rng_state(), state) and set(vars(target)) == names
+    assert target.config.to_dict() == config and target.generation_config.to_dict() == settings
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("place", ["instance", "class"])
+def test_custom_prepare_inputs_runs_on_the_stock_engine(place):
+    """A function that is harmless runs on the stock engine; one that changes what the model reads is not ignored."""
+
+    class Own(LlamaForCausalLM):
+        shift = 0
+
+        def prepare_inputs_for_generation(self, input_ids, **kwargs):
+            inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+            inputs["input_ids"] = (inputs["input_ids"] + self.shift) % VOCAB
+            return inputs
+
+    torch.manual_seed(0)
+    target = (Own if place == "class" else LlamaForCausalLM)(tiny_target("llama").config).eval()
+    if place == "instance":
+        prepare = target.prepare_inputs_for_generation
+
+        def prepare_shifted(input_ids, **kwargs):
+            inputs = prepare(input_ids, **kwargs)
+            inputs["input_ids"] = (inputs["input_ids"] + target.shift) % VOCAB
+            return inputs
+
+        target.prepare_inputs_for_generation = prepare_shifted
+    target.generation_config.pad_token_id, target.generation_config.eos_token_id = PAD, None
+    inputs = padded_prompts([9])
+    said = []
+    for shift in (0, 5):
+        target.shift = shift
+        plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+        drafter = random_draft_model(target)
+        out = target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+        assert torch.equal(out, plain) and drafter.stats.engine == "stock"
+        assert "inputs are prepared by a function that is not transformers' own" in drafter.stats.reason
+        said.append(plain)
+    assert not torch.equal(*said)
+
+
+# peft 0.21 asks for an attribute that transformers 5.23 deprecates.
+with_peft = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+
+
+def tuned(kind):
+    peft = pytest.importorskip("peft")
+    target = copy.deepcopy(tiny_target("llama"))
+    options = {"task_type": "CAUSAL_LM"}
+    torch.manual_seed(0)
+    config = {
+        "prompt tuning": lambda: peft.PromptTuningConfig(num_virtual_tokens=5, **options),
+        "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, **options),
+        "prefix tuning": lambda: peft.PrefixTuningConfig(num_virtual_tokens=5, **options),
+        "lora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, **options),
+    }[kind]()
+    return target, peft.get_peft_model(target, config).eval()
+
+
+@with_peft
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["prompt tuning", "p-tuning", "prefix tuning"])
+def test_virtual_tokens_are_not_ignored(kind):
+    target, model = tuned(kind)
+    inputs = padded_prompts([9])
+    free = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+    drafter = random_draft_model(target)
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+    assert not torch.equal(plain, free), "the virtual tokens changed nothing, so nothing is shown"
+    with pytest.raises(ValueError, match=r"neither on the static engine .*not transformers' own"):
+        model.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    # The model itself, which PEFT has given its own function back, is an ordinary one again.
+    out = target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    assert torch.equal(out, free) and drafter.stats.engine == "static"
+
+
+@with_peft
+@pytest.mark.core
+def test_low_rank_adapters_run_on_the_static_engine():
+    target, model = tuned("lora")
+    inputs = padded_prompts([9, 4])
+    drafter = copy_of(tiny_target("llama"), noise=0.02)
+    drafter.bind(target)
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    assert torch.equal(out, plain) and drafter.stats.engine == "static"
+    with model.disable_adapter():
+        plain_off = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+        out = target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    assert torch.equal(out, plain_off) and not torch.equal(plain, plain_off)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("lengths", [[20, 3], [32, 7]], ids=str)
+def test_texts_that_fill_the_position_table(lengths):
+    """The last token of a text has no position, so a table of 32 is enough for 33 tokens."""
+    target = build("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
+    inputs, new = padded_prompts(lengths), 33 - max(lengths)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=new)
+    for drafter in (copy_of(target, noise=0.02), random_draft_model(target)):
+        for num_drafts in (1, 3, 16):
+            out = target.generate(
+                **inputs, do_sample=False, max_new_tokens=new, assistant_model=drafter, num_assistant_tokens=num_drafts
+            )
+            assert torch.equal(out, plain) and drafter.stats.engine == "static"
+
+
+@pytest.mark.core
+def test_texts_beyond_the_position_table():
+    target = build("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
+    inputs = padded_prompts([20, 3])
+    drafter = copy_of(target, noise=0.02)
+    free = target.generate(**inputs, do_sample=False, max_new_tokens=13)
+    with pytest.raises(ValueError, match=r"Row 0 of the batch has 13 new tokens .* no positions for more"):
+        target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=drafter)
+    with pytest.raises(ValueError, match="A prompt has 40 tokens, but OPTForCausalLM has 32 positions"):
+        target.generate(**padded_prompts([40]), do_sample=False, max_new_tokens=1, assistant_model=drafter)
+    # Whose rows end in time is not asked for less.
+    ends = {"eos_token_id": sorted({int(free[0, 22]), int(free[1, 25])}), "pad_token_id": PAD}
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=13, **ends)
+    out = target.generate(**inputs, do_sample=False, max_new_tokens=60, **ends, assistant_model=drafter)
+    assert torch.equal(out, plain[:, : out.shape[1]]) and (plain[:, out.shape[1] :] == PAD).all()
+
+
+@pytest.mark.core
+def test_draft_models_with_fewer_positions_than_the_text():
+    target = tiny_target("llama")
+    inputs = padded_prompts([30])
+    small = build("opt", max_position_embeddings=16, ffn_dim=48, word_embed_proj_dim=32)
+    drafter = copy_of(small)
+    drafter.bind(target)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+    assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter), plain)
+
+
+class Streams(LlamaForCausalLM):
+    """A target whose layers hand on several streams, or the last token alone from some layer on."""
+
+    def __init__(self, config, last_only):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.register_forward_hook(
+                lambda module, args, out, index=index: out[:, -1:] if last_only and index == 5 else out
+            )
+        if not last_only:
+            self.model.layers[2].register_forward_hook(lambda module, args, out: out[None].expand(2, -1, -1, -1))
+            self.model.layers[3].register_forward_pre_hook(lambda module, args: (args[0][0], *args[1:]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("last_only", [False, True])
+def test_unsupported_hidden_states_are_refused_at_bind(last_only):
+    torch.manual_seed(0)
+    target = Streams(tiny_target("llama").config, last_only).eval()
+    shape = r"\[1, 1, 32\] at layer id 6" if last_only else r"\[2, 1, 3, 32\] at layer id 3"
+    with pytest.raises(ValueError, match=rf"over 3 tokens its layers return {shape}; expected \[1, 3, 32\]") as error:
+        random_eagle3(target)
+    assert "\n" not in str(error.value)
+    assert len(target.model.layers[0]._forward_hooks) == 1, "the check left a hook"

@@ -1,0 +1,302 @@
+"""Calls that continue a filled key/value cache, and what calls leave in caches, against plain `generate()`."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from graph_stand_ins import replay_on_cpu
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
+from targets import PAD, VOCAB, padded_prompts, tiny_target
+from transformers import DynamicCache, StaticCache
+
+from hf_specdec.engine.kv_transfer import DeferredCache
+
+NEW = 12
+OPTIONS = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
+
+
+def next_turn(inputs, sequences, count=5, seed=1):
+    """The whole text so far and `count` tokens more of a user, as inputs of the next call."""
+    generator = torch.Generator().manual_seed(seed)
+    more = torch.randint(2, VOCAB, (len(sequences), count), generator=generator)
+    ids = torch.cat([sequences, more], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def rest(inputs, held):
+    """`inputs` without the tokens that a cache of `held` columns has; the mask stays whole."""
+    return inputs | {"input_ids": inputs["input_ids"][:, held:]}
+
+
+class Counted:
+    """Context that counts the columns which the decoder layers of `model` run."""
+
+    def __init__(self, model):
+        self._layer, self.columns = model.get_decoder().layers[0], 0
+
+    def __enter__(self):
+        self._handle = self._layer.register_forward_hook(self._count)
+        return self
+
+    def __exit__(self, *exception):
+        self._handle.remove()
+
+    def _count(self, module, args, output):
+        self.columns += (output[0] if isinstance(output, tuple) else output).shape[1]
+
+
+@pytest.mark.parametrize("lengths", [pytest.param([9], marks=pytest.mark.core), [9, 1, 5]], ids=str)
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("gemma3", kind) for kind in RANDOM_DRAFTERS), ("llama", "eagle3"), ("llama", "draft-model")]
+)
+def test_turns_of_a_chat(family, kind, lengths):
+    """Two calls, each with and without a drafter, whole text or only what is new: the second says the same always."""
+    target, inputs = tiny_target(family), padded_prompts(lengths)
+    drafter = {"assistant_model": RANDOM_DRAFTERS[kind](target), "num_assistant_tokens": 3}
+    plain = target.generate(**inputs, **OPTIONS)
+    ours = target.generate(**inputs, **OPTIONS, **drafter)
+    assert torch.equal(ours.sequences, plain.sequences)
+    held = ours.past_key_values.get_seq_length()
+    assert held == plain.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
+    turn = next_turn(inputs, plain.sequences)
+    expected = target.generate(**turn, **OPTIONS).sequences
+    for cache in (plain.past_key_values, ours.past_key_values):
+        for who in ({}, drafter):
+            for given in (turn, rest(turn, held)):
+                mine = copy.deepcopy(cache)
+                out = target.generate(**given, past_key_values=mine, **OPTIONS, **who)
+                assert torch.equal(out.sequences, expected[:, -out.sequences.shape[1] :])
+                assert out.past_key_values is mine and mine.get_seq_length() == expected.shape[1] - 1
+    assert drafter["assistant_model"].stats.engine == "static"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [DynamicCache, lambda: DynamicCache(config=tiny_target("gemma3").config)])
+def test_cached_tokens_are_not_computed_again(make):
+    target, inputs = tiny_target("gemma3"), padded_prompts([30])
+    drafter = OracleDrafter(target, torch.zeros(1, 40, dtype=torch.int64), [30], accuracy=0.0)
+    cache = make()
+    with Counted(target) as first:
+        out = target.generate(**inputs, past_key_values=cache, assistant_model=drafter, max_new_tokens=1)
+    assert cache.get_seq_length() == 30 and first.columns >= 30
+    turn = next_turn(inputs, out)
+    with Counted(target) as second:
+        target.generate(**turn, past_key_values=cache, assistant_model=drafter, max_new_tokens=1)
+    # Prefill runs what is new but the last token, the round that and the drafts; then what the drafts were not.
+    assert cache.get_seq_length() == 36
+    assert second.columns <= 6 + drafter.num_assistant_tokens
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rows_that_ended_early(family):
+    """A cache holds what plain `generate()` runs of finished rows, too: padding tokens."""
+    target, inputs = tiny_target(family), padded_prompts([9, 1, 5])
+    free = target.generate(**inputs, **OPTIONS).sequences[:, -NEW:]
+    ends = {"eos_token_id": [int(free[0, 2]), int(free[1, 7])], "pad_token_id": PAD}
+    drafter = copy_of(target, noise=0.02)
+    plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
+    expected = target.generate(**inputs, **OPTIONS, **ends, past_key_values=plain).sequences
+    assert (expected[:, -1] == PAD).any(), "no row ended before another, so nothing is shown"
+    out = target.generate(**inputs, **OPTIONS, **ends, past_key_values=ours, assistant_model=drafter)
+    left = target.generate(**inputs, **OPTIONS, **ends, assistant_model=drafter)
+    assert torch.equal(out.sequences, expected) and torch.equal(left.sequences, expected)
+    tokens = inputs["attention_mask"].bool()
+    for cache in (ours, left.past_key_values):
+        for layer, reference in zip(cache.layers, plain.layers, strict=True):
+            assert layer.get_seq_length() == reference.get_seq_length()
+            held = torch.cat([tokens, torch.ones(3, expected.shape[1] - tokens.shape[1] - 1).bool()], dim=1)
+            held = held[:, -layer.keys.shape[2] :, None]
+            for name in ("keys", "values"):
+                found, wanted = (getattr(one, name).transpose(1, 2).flatten(2) for one in (layer, reference))
+                torch.testing.assert_close(found * held, wanted * held, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.core
+def test_draft_models_read_cached_tokens():
+    """A copy of the target drafts from the whole text: all of its drafts are accepted."""
+    target, inputs = tiny_target("llama"), padded_prompts([30, 12])
+    drafter = copy_of(target)
+    out = target.generate(**inputs, **OPTIONS)
+    turn = next_turn(inputs, out.sequences)
+    target.generate(
+        **turn,
+        past_key_values=out.past_key_values,
+        assistant_model=drafter,
+        num_assistant_tokens=3,
+        do_sample=False,
+        max_new_tokens=NEW,
+    )
+    assert drafter.stats.acceptance_length == 4.0
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "mtp", "mtp-by-target"])
+def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
+    """Slots of cached positions, whose hidden states nobody has, hold what another call left there."""
+    replay_on_cpu(monkeypatch)
+    target = tiny_target("llama")
+    inputs = padded_prompts([30, 12])
+    cache = target.generate(**inputs, **OPTIONS).past_key_values
+    turn = next_turn(inputs, target.generate(**inputs, **OPTIONS).sequences)
+    drafted = []
+    for before in (None, 1, 2):
+        drafter = RANDOM_DRAFTERS[kind](target)
+        seen = []
+        propose = drafter.propose
+        drafter.propose = lambda *args, propose=propose, seen=seen: seen.append(propose(*args)) or seen[-1]
+        if before is not None:
+            target.generate(**padded_prompts([45, 44], seed=before), assistant_model=drafter, max_new_tokens=NEW)
+        seen.clear()
+        target.generate(**turn, past_key_values=copy.deepcopy(cache), assistant_model=drafter, max_new_tokens=NEW)
+        drafted.append(drafter.stats.rows)
+    assert drafted[1] == drafted[2] == drafted[0]
+
+
+@pytest.mark.core
+def test_captured_calls(monkeypatch):
+    """One session serves calls with and without a cache, and what it lent is copied before another call needs it."""
+    replay = replay_on_cpu(monkeypatch)
+    target, inputs = tiny_target("gemma3"), padded_prompts([9, 1, 5])
+    drafter = random_eagle3(target)
+    plain = target.generate(**inputs, **OPTIONS)
+    turn = next_turn(inputs, plain.sequences)
+    expected = target.generate(**turn, **OPTIONS).sequences
+    first = target.generate(**inputs, **OPTIONS, assistant_model=drafter)
+    second = target.generate(
+        **turn, **OPTIONS, past_key_values=copy.deepcopy(plain.past_key_values), assistant_model=drafter
+    )
+    captures = replay.count
+    other = target.generate(**padded_prompts([8, 2, 4], seed=5), **OPTIONS, assistant_model=drafter)
+    assert len(drafter.sessions) == 1 and torch.equal(second.sequences, expected)
+    third = target.generate(**turn, **OPTIONS, past_key_values=first.past_key_values, assistant_model=drafter)
+    assert torch.equal(third.sequences, expected) and third.past_key_values is first.past_key_values
+    assert replay.count == captures, "a call that continues a cache was captured anew"
+    again = next_turn(padded_prompts([8, 2, 4], seed=5), other.sequences)
+    assert torch.equal(
+        target.generate(**again, **OPTIONS, past_key_values=other.past_key_values).sequences,
+        target.generate(**again, **OPTIONS).sequences,
+    )
+
+
+@pytest.mark.core
+def test_unused_caches_are_not_copied(monkeypatch):
+    replay_on_cpu(monkeypatch)
+    target, inputs = tiny_target("llama"), padded_prompts([9, 1, 5])
+    drafter = random_eagle3(target)
+    copied = []
+    take_over = DeferredCache.take_over
+    monkeypatch.setattr(DeferredCache, "take_over", lambda self: copied.append(1) or take_over(self))
+    out = target.generate(**inputs, **OPTIONS, assistant_model=drafter)
+    gone = weakref.ref(out.past_key_values)
+    del out
+    gc.collect()
+    assert gone() is None
+    out = target.generate(**inputs, **OPTIONS, assistant_model=drafter)
+    assert not copied
+    target.generate(**inputs, **OPTIONS, assistant_model=drafter)
+    assert copied == [1] and out.past_key_values.get_seq_length() == 9 + NEW - 1
+
+
+@pytest.mark.core
+def test_returned_cache_is_an_ordinary_dynamic_cache():
+    target, inputs = tiny_target("gemma3"), padded_prompts([9, 4])
+    drafter = random_eagle3(target)
+    expected = target.generate(**inputs, **OPTIONS).past_key_values
+    for like in (lambda cache: cache, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
+        cache = like(target.generate(**inputs, **OPTIONS, assistant_model=drafter).past_key_values)
+        assert isinstance(cache, DynamicCache) and len(cache) == len(expected)
+        assert [type(layer) for layer in cache.layers] == [type(layer) for layer in expected.layers]
+        for (keys, values, _), (wanted_keys, wanted_values, _) in zip(cache, expected, strict=True):
+            torch.testing.assert_close(keys[0], wanted_keys[0])
+            torch.testing.assert_close(values[0], wanted_values[0])
+        cache.batch_select_indices(torch.tensor([1]))
+        assert cache.layers[0].keys.shape[0] == 1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("length", [4, 30])
+def test_static_caches(family, length):
+    target, inputs = tiny_target(family), padded_prompts([length, 3])
+    drafter = {"assistant_model": random_eagle3(target)}
+    caches = [StaticCache(config=target.config, max_cache_len=64) for _ in range(2)]
+    first = [
+        target.generate(**inputs, **OPTIONS, past_key_values=cache, **who).sequences
+        for cache, who in zip(caches, ({}, drafter), strict=True)
+    ]
+    assert torch.equal(*first)
+    turn = next_turn(inputs, first[0])
+    second = [
+        target.generate(**turn, **OPTIONS, past_key_values=cache, **who).sequences
+        for cache, who in zip(caches, (drafter, {}), strict=True)
+    ]
+    assert torch.equal(*second) and torch.equal(second[0], target.generate(**turn, **OPTIONS).sequences)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("given", ["whole", "rest"])
+def test_processors_and_hidden_states(given):
+    """Processors are shown what plain `generate()` shows them, and hidden states are those of what was run."""
+    target, inputs = tiny_target("llama"), padded_prompts([9, 1, 5])
+    options = OPTIONS | {"repetition_penalty": 1.5, "output_hidden_states": True, "output_scores": True}
+    out = target.generate(**inputs, **options)
+    turn = next_turn(inputs, out.sequences)
+    turn = turn if given == "whole" else rest(turn, out.past_key_values.get_seq_length())
+    expected, found = (
+        target.generate(**turn, **options, past_key_values=copy.deepcopy(out.past_key_values), **who)
+        for who in ({}, {"assistant_model": copy_of(target, noise=0.02)})
+    )
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.hidden_states) == len(expected.hidden_states)
+    for theirs, ours in zip(expected.hidden_states, found.hidden_states, strict=True):
+        for reference, layer in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(layer, reference, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
+def test_stock_engine(family):
+    target, inputs = tiny_target(family), padded_prompts([9])
+    drafter = copy_of(tiny_target("llama"), noise=0.02) if family == "qwen3-next" else copy_of(target, noise=0.02)
+    drafter.bind(target)
+    drafter.configure(engine="stock")
+    who = {"assistant_model": drafter}
+    cache = DynamicCache(config=target.config)
+    plain = target.generate(**inputs, **OPTIONS)
+    out = target.generate(**inputs, **OPTIONS, **who, past_key_values=cache)
+    assert torch.equal(out.sequences, plain.sequences) and out.past_key_values is cache
+    assert cache.get_seq_length() == plain.past_key_values.get_seq_length()
+    turn = next_turn(inputs, plain.sequences)
+    expected = target.generate(**turn, **OPTIONS).sequences
+    for filled in (plain.past_key_values, cache):
+        for who_next in (who, {}):
+            out = target.generate(**turn, **OPTIONS, **who_next, past_key_values=copy.deepcopy(filled))
+            assert torch.equal(out.sequences, expected)
+            assert out.past_key_values.get_seq_length() == expected.shape[1] - 1
+    assert drafter.stats.engine == "stock"
+    assert "prepare_inputs_for_generation" not in vars(target)
+    with pytest.raises(ValueError, match="lacks the first 20 tokens, which only past_key_values holds"):
+        target.generate(**rest(turn, 20), **OPTIONS, **who, past_key_values=cache)
+
+
+@pytest.mark.core
+def test_mismatched_caches_are_refused():
+    target, inputs = tiny_target("llama"), padded_prompts([9, 4])
+    options = OPTIONS | {"assistant_model": random_eagle3(target)}
+    out = target.generate(**inputs, **options)
+    cache = out.past_key_values
+    with pytest.raises(ValueError, match="holds 20 tokens a row, but the prompts have 9; expected at least one token"):
+        target.generate(**inputs, **options, past_key_values=cache)
+    with pytest.raises(ValueError, match="holds 2 rows, but the call has 1"):
+        one = {"input_ids": out.sequences[:1], "attention_mask": torch.ones_like(out.sequences[:1])}
+        target.generate(**one, **options, past_key_values=cache)
+    turn = next_turn(inputs, out.sequences)
+    with pytest.raises(ValueError, match="attention_mask has 26 columns, but input_ids has 4 and the cache holds 20"):
+        target.generate(**rest(turn, 22), **options, past_key_values=cache)
+    assert cache.get_seq_length() == 20

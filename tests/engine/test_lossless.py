@@ -1,0 +1,175 @@
+"""Greedy decoding with a drafter is token-identical to decoding without, whatever the drafter."""
+
+from functools import partial
+
+import lossless
+import pytest
+import torch
+from lossless import PROMPTS, continuations
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_draft_model, random_eagle3
+from targets import FAMILIES, PAD, STATIC_FAMILIES, padded_prompts, tiny_target
+
+MAX_NEW_TOKENS = 24
+greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
+# Of random drafters nearly nothing is accepted; a noisy copy of the target is right about every other time.
+DRAFTERS = {**RANDOM_DRAFTERS, "noisy-copy": partial(copy_of, noise=0.08)}
+
+
+def prompts_and_plain(family: str, batch: int):
+    target = tiny_target(family)
+    inputs = padded_prompts(PROMPTS[batch], seed=batch)
+    return target, inputs, greedy(target, inputs)
+
+
+@pytest.mark.parametrize("family", STATIC_FAMILIES)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_greedy_is_identical_for_drafters_of_any_accuracy(family, batch):
+    target, inputs, plain = prompts_and_plain(family, batch)
+    answers = continuations(inputs, plain)
+    for num_draft_tokens in (1, 3, 8, 16):
+        for accuracy in (0.0, 0.6, 1.0):
+            drafter = OracleDrafter(target, answers, PROMPTS[batch], accuracy, seed=num_draft_tokens)
+            assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), (num_draft_tokens, accuracy)
+            assert drafter.stats.engine == "static"
+            if accuracy == 1.0:
+                assert drafter.stats.num_rounds == -(-MAX_NEW_TOKENS // (num_draft_tokens + 1))
+            if accuracy == 0.0:
+                assert drafter.stats.accepted == 0
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", STATIC_FAMILIES)
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model", "mtp"])
+def test_greedy_is_identical_with_every_family_of_drafters(kind, family):
+    target, inputs, plain = prompts_and_plain(family, 3)
+    drafter = RANDOM_DRAFTERS[kind](target)
+    assert torch.equal(greedy(target, inputs, drafter, 5), plain)
+    assert drafter.stats.engine == "static"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("batch", "num_draft_tokens"), [(1, 3), (8, 16)])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_is_identical_in_batches_of_every_size(kind, batch, num_draft_tokens):
+    target, inputs, plain = prompts_and_plain("gemma3", batch)
+    assert torch.equal(greedy(target, inputs, DRAFTERS[kind](target), num_draft_tokens), plain)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_is_identical_for_every_number_of_drafts(kind):
+    target, inputs, plain = prompts_and_plain("llama", 3)
+    expected = plain[:, : inputs["input_ids"].shape[1] + 6]
+    drafter, accepted = DRAFTERS[kind](target), 0
+    for num_draft_tokens in range(1, 17):
+        found = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=6)
+        assert torch.equal(found, expected), num_draft_tokens
+        accepted += drafter.stats.accepted
+    assert kind != "noisy-copy" or accepted > 32
+
+
+@pytest.mark.parametrize("family", STATIC_FAMILIES)
+def test_copy_of_the_target_is_accepted_completely(family):
+    for batch, num_draft_tokens in ((1, 1), (3, 5), (3, 11)):
+        target, inputs, plain = prompts_and_plain(family, batch)
+        drafter = copy_of(target)
+        assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain)
+        assert drafter.stats.accepted_per_position == drafter.stats.drafted_per_position
+        # 24 is a multiple of K + 1, so no block is cut.
+        assert drafter.stats.acceptance_length == num_draft_tokens + 1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("accuracy", [0.5, 1.0])
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 6])
+def test_end_of_sequence_anywhere_in_a_block(accuracy, num_draft_tokens):
+    target, inputs, free = prompts_and_plain("llama", 3)
+    answers = continuations(inputs, free)
+    width = inputs["input_ids"].shape[1]
+    for position in range(0, 14):
+        ends = {"eos_token_id": free[:, width + position].unique().tolist(), "pad_token_id": PAD}
+        plain = greedy(target, inputs, **ends)
+        drafter = OracleDrafter(target, answers, PROMPTS[3], accuracy)
+        assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, **ends), plain), position
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("accuracy", [0.5, 1.0])
+def test_length_limit_anywhere_in_a_block(accuracy):
+    target, inputs, free = prompts_and_plain("qwen3", 3)
+    answers = continuations(inputs, free)
+    width = inputs["input_ids"].shape[1]
+    for max_new_tokens in range(1, 12):
+        for num_draft_tokens in (1, 4, 8):
+            drafter = OracleDrafter(target, answers, PROMPTS[3], accuracy)
+            out = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=max_new_tokens)
+            assert torch.equal(out, free[:, : width + max_new_tokens])
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("num_draft_tokens", [4, 16])
+def test_ends_and_limits_with_every_family_of_drafters(kind, num_draft_tokens):
+    target, inputs, free = prompts_and_plain("llama", 3)
+    width, drafter = inputs["input_ids"].shape[1], DRAFTERS[kind](target)
+    for position in (0, 3, 10):
+        ends = {"eos_token_id": free[:, width + position].unique().tolist(), "pad_token_id": PAD}
+        out = greedy(target, inputs, drafter, num_draft_tokens, **ends)
+        assert torch.equal(out, greedy(target, inputs, **ends)), position
+        out = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=position + 1)
+        assert torch.equal(out, free[:, : width + position + 1]), position
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_engine_is_identical(family):
+    target, inputs, plain = prompts_and_plain(family, 1)
+    drafters = [OracleDrafter(target, continuations(inputs, plain), PROMPTS[1], accuracy) for accuracy in (0.0, 0.6, 1)]
+    for drafter in [*drafters, random_eagle3(target)]:
+        drafter.configure(engine="stock")
+        for num_draft_tokens in (1, 3, 8):
+            assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), num_draft_tokens
+            assert drafter.stats.engine == "stock"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "qwen3-next"])
+@pytest.mark.parametrize("kind", [kind for kind in RANDOM_DRAFTERS if kind != "eagle3"])
+def test_stock_engine_is_identical_with_every_family_of_drafters(kind, family):
+    target, inputs, plain = prompts_and_plain(family, 1)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(engine="stock")
+    for num_draft_tokens in (3, 16):
+        assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), num_draft_tokens
+        assert drafter.stats.engine == "stock"
+
+
+@pytest.mark.core
+def test_copy_of_the_target_is_accepted_completely_on_the_stock_engine():
+    target, inputs, plain = prompts_and_plain("llama", 1)
+    drafter = copy_of(target).configure(engine="stock")
+    assert torch.equal(greedy(target, inputs, drafter, 5), plain)
+    assert drafter.stats.accepted == drafter.stats.drafted > 0
+
+
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("vocab_size", [80, 112])
+def test_draft_models_with_another_vocabulary(vocab_size, parallel, engine):
+    """Sizes differ by padding: neither knows what the other has more, but both may be shown it."""
+    target, inputs, plain = prompts_and_plain("llama", 3 if engine == "static" else 1)
+    assert (plain >= 80).any()
+    drafter = random_draft_model(target, parallel, vocab_size, mask_token_id=vocab_size - 1).configure(engine=engine)
+    for num_draft_tokens in (1, 6):
+        assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain)
+        # One outcome, through the whole of rejection sampling with the drafter's distribution.
+        drafter.configure(draft_probs=True)
+        assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, do_sample=True, top_k=1), plain)
+        assert drafter.stats.draft_probs
+        drafter.configure(draft_probs="auto")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle"])
+def test_greedy_is_identical_with_a_drafter_that_reads_the_last_hidden_state(kind, family):
+    target, inputs, plain = prompts_and_plain(family, 3)
+    drafter = RANDOM_DRAFTERS[kind](target, use_aux_hidden_state=False)
+    assert torch.equal(greedy(target, inputs, drafter), plain)

@@ -1,0 +1,455 @@
+"""What is kept between calls is used again only as long as it says what an eager call would say."""
+
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from adapters import with_adapters
+from graph_stand_ins import Tape, tape_on_cpu
+from oracle import RANDOM_DRAFTERS, copy_of
+from targets import padded_prompts, set_policy, tiny_target
+from torch import nn
+from transformers import GenerationConfig
+
+from hf_specdec.engine import capture, cuda_graphs, sessions, static_engine
+from hf_specdec.engine.fingerprint import fingerprint, torch_settings
+from hf_specdec.patching.hidden_states import modules_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    return tape_on_cpu(monkeypatch)
+
+
+def own_target(num_layers=2):
+    """A target that a test may change."""
+    return copy.deepcopy(tiny_target("llama", num_layers=num_layers))
+
+
+def texts(target, drafter, **options):
+    """What `target` says with `drafter`, and without; of three prompts."""
+    options = {**padded_prompts([9, 1, 5]), "do_sample": False, "max_new_tokens": 12, **options}
+    return (
+        target.generate(**options, assistant_model=drafter, num_assistant_tokens=3).tolist(),
+        target.generate(**options).tolist(),
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["eagle3", "draft-model"])
+def test_adapters_switched_between_calls(tape, kind):
+    target = own_target(num_layers=3)
+    adapted = with_adapters(target)
+    drafter = RANDOM_DRAFTERS[kind](target)
+    said = {}
+
+    def say(name, num_captures):
+        before = tape.count
+        captured, plain = texts(target, drafter)
+        assert captured == plain, name
+        assert said.setdefault(name, plain) == plain, name
+        assert tape.count - before == num_captures, name
+
+    say("a", 2)
+    adapted.set_adapter("b")
+    say("b", 2)
+    adapted.set_adapter("a")
+    say("a", 0)
+    with adapted.disable_adapter():
+        say("off", 2)
+    say("a", 0)
+    adapted.set_adapter("b")
+    say("b", 0)
+    adapted.merge_adapter()
+    assert texts(target, drafter)[0] == texts(target, drafter)[1]
+    adapted.unmerge_adapter()
+    assert texts(target, drafter)[0] == texts(target, drafter)[1]
+    for module in target.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("b", 5.0)
+    say("b, stronger", 2)
+    assert len(set(map(str, said.values()))) == 4, "adapters change nothing, so nothing was shown"
+
+
+@pytest.mark.core
+def test_adapters_added_and_removed(tape):
+    """Sessions whose modules are gone are freed, not those that modules come back to."""
+    target = own_target()
+    drafter = copy_of(target, noise=0.02)
+    texts(target, drafter)
+    adapted = with_adapters(target)
+    assert len(set(map(str, [*texts(target, drafter), *texts(target, drafter)]))) == 1
+    adapted.delete_adapter("b")
+    gc.collect()
+    said, plain = texts(target, drafter)
+    assert said == plain and len(drafter.sessions) == 2 and tape.count == 6
+    base = adapted.unload()
+    assert base is target
+    said, plain = texts(target, drafter)
+    assert said == plain and tape.count == 6
+
+
+class Doubled(nn.Linear):
+    def forward(self, inputs):
+        return 2 * super().forward(inputs)
+
+
+def double(module):
+    forward = module.forward
+    module.forward = lambda inputs: 2 * forward(inputs)
+
+
+def replace_act(target):
+    target.model.layers[0].mlp.act_fn = nn.ReLU()
+
+
+def swap_layers(target):
+    layers = target.model.layers._modules
+    layers["0"], layers["1"] = layers["1"], layers["0"]
+
+
+def share_layer(target):
+    target.model.layers[1].mlp.up_proj = target.model.layers[1].mlp.gate_proj
+
+
+# By what was changed: how. All of them change what the target says, and none moves a weight that stays.
+CHANGES = {
+    "forward of a module": lambda target: double(target.model.layers[0].mlp.down_proj),
+    "class of a module": lambda target: setattr(target.model.layers[0].mlp.down_proj, "__class__", Doubled),
+    "module": replace_act,
+    "order of modules": swap_layers,
+    "module in two places": share_layer,
+    "number": lambda target: setattr(target.model.layers[0].input_layernorm, "variance_epsilon", 30.0),
+    "number, -1 to -2": lambda target: setattr(target.model.layers[1].self_attn, "scaling", -2.0),
+    "bias": lambda target: setattr(target.model.layers[0].mlp.up_proj, "bias", nn.Parameter(torch.randn(64))),
+    "weight": lambda target: setattr(target.lm_head, "weight", nn.Parameter(torch.randn(96, 32))),
+    "weight, transposed": lambda target: setattr(
+        target.model.layers[0].self_attn.q_proj.weight, "data", target.model.layers[0].self_attn.q_proj.weight.data.t()
+    ),
+    "buffer": lambda target: setattr(
+        target.model.rotary_emb, "inv_freq", target.model.rotary_emb.inv_freq.flip(0).clone()
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_that_captures_do_not_see_capture_again(tape, change):
+    target = own_target()
+    target.model.layers[1].self_attn.scaling = -1.0
+    drafter = copy_of(tiny_target("llama", num_layers=2))
+    drafter.bind(target)
+    said, plain = texts(target, drafter)
+    assert said == plain
+    CHANGES[change](target)
+    changed, plain = texts(target, drafter)
+    assert changed == plain and changed != said
+    assert tape.count == 4
+    assert texts(target, drafter)[0] == changed and tape.count == 4
+
+
+@pytest.mark.core
+def test_weights_changed_in_place_are_not_captured_again(tape):
+    target = own_target()
+    drafter = copy_of(target, noise=0.02)
+    before, _ = texts(target, drafter)
+    optimizer = torch.optim.SGD(target.parameters(), lr=0.1)
+    for _ in range(2):
+        target.train()
+        target(**padded_prompts([9, 1, 5]), labels=padded_prompts([9, 1, 5])["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        target.eval()
+        said, plain = texts(target, drafter)
+        assert said == plain
+    assert said != before and tape.count == 2
+
+
+@pytest.mark.core
+def test_changes_that_rounds_do_not_read_are_not_captured_again(tape):
+    target = own_target()
+    drafter = copy_of(target, noise=0.02)
+    texts(target, drafter)
+    drafter.configure(num_assistant_tokens=7, engine="static", draft_probs=False)
+    target.generation_config = GenerationConfig.from_dict(target.generation_config.to_dict())
+    target.generate(**padded_prompts([3]), max_new_tokens=3, cache_implementation="static", disable_compile=True)
+    target.requires_grad_(False)
+    forward = vars(target.model.norm)["forward"] = target.model.norm.forward
+    del target.model.norm.forward, forward
+    said, plain = texts(target, drafter)
+    assert said == plain and tape.count == 2
+
+
+@pytest.mark.core
+def test_autocast_weights_are_cast_again(tape):
+    """Of weights that have changed; and rounds of one precision are not replayed in another."""
+    target = own_target()
+    drafter = copy_of(target, noise=0.02)
+
+    def cast():
+        with torch.autocast("cpu", torch.bfloat16):
+            return texts(target, drafter)[0]
+
+    said = cast()
+    with torch.no_grad():
+        target.lm_head.weight.copy_(target.lm_head.weight.flip(0))
+    changed = cast()
+    assert changed != said and tape.count == 2
+    drafter.release()
+    assert cast() == changed and tape.count == 4
+    assert torch.is_autocast_cache_enabled()
+    said, plain = texts(target, drafter)
+    assert said == plain and tape.count == 6
+
+
+@pytest.mark.core
+def test_fingerprint_of_torch_settings():
+    before = torch_settings(CPU)
+    for enter, leave in {
+        functools.partial(torch.set_float32_matmul_precision, "high"): functools.partial(
+            torch.set_float32_matmul_precision, "highest"
+        ),
+        functools.partial(torch.use_deterministic_algorithms, True): functools.partial(
+            torch.use_deterministic_algorithms, False
+        ),
+        functools.partial(torch.set_default_dtype, torch.float64): functools.partial(
+            torch.set_default_dtype, torch.float32
+        ),
+        functools.partial(
+            setattr, torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
+        ): functools.partial(setattr, torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True),
+    }.items():
+        enter()
+        try:
+            assert torch_settings(CPU) != before
+        finally:
+            leave()
+    for options in ({"dtype": torch.bfloat16}, {"dtype": torch.float16}):
+        with torch.autocast("cpu", **options):
+            assert torch_settings(CPU) != before
+
+
+class Settings:
+    def __init__(self, window):
+        self.window = window
+        self.itself = self
+
+
+class Slots:
+    __slots__ = ("window",)
+
+
+ATTRIBUTES = [
+    (3, 4),
+    (True, False),
+    (None, "a"),
+    (-1, -2),
+    ([1, 2], [2, 1]),
+    ({"a": 1}, {"a": 2}),
+    ({"a": 1, "b": 1}, {"a": 1, "c": 1}),
+    ({"a"}, {"b"}),
+    ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}),
+    (torch.ones(2), torch.ones(2)),
+    ([torch.ones(2)], [torch.ones(2)]),
+    (Settings(3), Settings(3)),
+    (Slots(), Slots()),
+    (torch.relu, torch.tanh),
+    (functools.partial(max, 1), functools.partial(max, 2)),
+    (Settings(3).__init__, Settings(3).__init__),
+    (torch.float16, torch.bfloat16),
+    (nn.Linear, nn.Embedding),
+    (Settings(3), "no object"),
+    (Slots(), "no object"),
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("one", "other"), ATTRIBUTES)
+def test_fingerprint_of_attributes(one, other):
+    target = own_target()
+    modules = modules_of(target)
+    norm = target.model.norm
+    found = []
+    for value in (one, other, one):
+        norm.own = value
+        found.append(fingerprint(modules, CPU))
+        assert fingerprint(modules, CPU) == found[-1]
+    assert found[0] == found[2] and found[0] != found[1] and found[1] != found[2]
+    del norm.own
+    assert fingerprint(modules, CPU) not in found
+
+
+@pytest.mark.core
+def test_fingerprint_of_changes_inside_attributes():
+    target = own_target()
+    modules = modules_of(target)
+    norm = target.model.norm
+    norm.own = {"scaling": {"a": 1.0}, "names": ["a"], "object": Settings(3)}
+    seen = [fingerprint(modules, CPU)]
+    for change in (
+        lambda: norm.own["scaling"].update(a=2.0),
+        lambda: norm.own["names"].append("b"),
+        lambda: setattr(norm.own["object"], "window", 4),
+        lambda: setattr(target.config, "rms_norm_eps", 1.0),
+        lambda: target.config.rope_parameters.update(rope_theta=5.0),
+        target.train,
+        lambda: target.half(),
+    ):
+        change()
+        seen.append(fingerprint(modules, CPU))
+        assert seen[-1] == fingerprint(modules, CPU) and seen[-1] not in seen[:-1]
+
+
+@pytest.mark.core
+def test_fingerprint_of_class_forwards(monkeypatch):
+    target = own_target()
+    modules = modules_of(target)
+    before = fingerprint(modules, CPU)
+    forward = type(target.model.norm).forward
+    monkeypatch.setattr(type(target.model.norm), "forward", lambda self, hidden: 2 * forward(self, hidden))
+    assert fingerprint(modules, CPU) != before
+
+
+@pytest.mark.core
+def test_fingerprint_keeps_no_references():
+    target = own_target()
+    modules = modules_of(target)
+    norm = target.model.norm
+    norm.forward = lambda hidden: hidden
+    norm.own = Settings(3)
+    norm.weights = [torch.ones(3)]
+    gone = [weakref.ref(one) for one in (norm.forward, norm.own, norm.weights[0], norm.weight, norm)]
+    before = fingerprint(modules, CPU)
+    del norm.forward, norm.own, norm.weights
+    gc.collect()
+    norm.forward = lambda hidden: hidden
+    norm.own = Settings(3)
+    assert [one() is None for one in gone] == [True, True, True, False, False]
+    assert fingerprint(modules, CPU) != before
+    target.model.norm = copy.deepcopy(norm)
+    del norm, modules
+    gc.collect()
+    assert [one() is None for one in gone] == [True] * 5
+    assert before.is_past(before)
+
+
+@pytest.mark.core
+def test_sessions_of_deleted_weights_are_freed(tape):
+    """Not those of other settings, which may come back."""
+    target = own_target()
+    drafter = copy_of(target, noise=0.02)
+    texts(target, drafter)
+    target.model.norm.variance_epsilon = 1.0
+    texts(target, drafter)
+    assert len(drafter.sessions) == 2
+    states = [weakref.ref(session.state) for _, session in drafter.sessions._idle]
+    target.lm_head.weight = nn.Parameter(target.lm_head.weight.clone())
+    texts(target, drafter, max_new_tokens=4)
+    gc.collect()
+    assert len(drafter.sessions) == 1 and all(state() is None for state in states)
+
+
+@pytest.mark.core
+def test_captures_of_a_session_are_bounded(tape, monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_CAPTURES", 3)
+    target = own_target(num_layers=3)
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    made = []
+    capture_round = static_engine.capture_round
+
+    def noting(*args):
+        made.append(weakref.ref(captured := capture_round(*args)))
+        return captured
+
+    monkeypatch.setattr(static_engine, "capture_round", noting)
+
+    def call(top_p, length=9):
+        options = {**padded_prompts([length]), "do_sample": True, "max_new_tokens": 6, "seeds": 3, "top_k": 0}
+        before = len(made)
+        out = target.generate(**options, top_p=top_p, assistant_model=drafter, num_assistant_tokens=3)
+        return out.tolist(), len(made) - before
+
+    texts = {top_p: call(top_p)[0] for top_p in (0.1, 0.2, 0.3)}
+    assert call(0.1) == (texts[0.1], 0)
+    call(0.4)  # 0.2 was used least recently
+    gc.collect()
+    assert [captured() is None for captured in made] == [False, True, False, False]
+    assert call(0.1)[1] == call(0.3)[1] == 0 and call(0.2) == (texts[0.2], 1)
+    ((_, session),) = drafter.sessions._idle
+    for length in (17, 33, 65, 9):
+        call(0.1, length)
+    assert len(session.rounds) == len(session.prefills) == 3
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_round_in_one_graph_returns_the_results(tape, monkeypatch, kind):
+    """Scores and logits of all rounds that a session has captured would stay in memory."""
+    results = []
+
+    def noting(function, memory):
+        results.append((captured := Tape(function, memory)).result)
+        return captured
+
+    set_policy(monkeypatch, "cpu", cuda_graphs=True)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", noting)
+    target = own_target(num_layers=3)
+    for options in ({}, {"do_sample": True, "top_p": 0.9}):
+        said, plain = texts(target, RANDOM_DRAFTERS[kind](target), **options)
+        assert options or said == plain
+    rounds = [result for result in results if result is not None]
+    assert len(rounds) == 2  # prefills return nothing
+    assert all(tensor.shape in ((4,), (4, 4)) and tensor.dtype == torch.int64 for one in rounds for tensor in one)
+
+
+@pytest.mark.core
+def test_modules_with_python_state_run_eagerly(tape, caplog):
+    """A replay would not count, and a number that changes is never looked up again."""
+    target = own_target()
+    norm, forward = target.model.norm, target.model.norm.forward
+    norm.calls = 0
+
+    def counting(hidden):
+        norm.calls += 1
+        return forward(hidden)
+
+    norm.forward = counting
+    drafter = copy_of(target, noise=0.02)
+    said, plain = texts(target, drafter)
+    assert said == plain and drafter.stats.execution == "eager: a round cannot be captured"
+    assert "changes attributes of modules" in caplog.text
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("where", ["module", "drafter", "all modules"])
+def test_hooks_are_called_with_a_warning_about_their_cost(tape, caplog, where):
+    capture._warn_once.cache_clear()
+    target = own_target()
+    drafter = copy_of(target, noise=0.02)
+    texts(target, drafter)
+    calls = []
+
+    def hook(module, args, output):
+        calls.append(module)
+
+    handle = {
+        "module": lambda: target.model.layers[1].register_forward_hook(hook),
+        "drafter": lambda: drafter.model.lm_head.register_forward_hook(hook),
+        "all modules": lambda: nn.modules.module.register_module_forward_hook(hook),
+    }[where]()
+    try:
+        for _ in range(2):
+            calls.clear()
+            said, plain = texts(target, drafter)
+            assert said == plain and len(calls) > 3
+            assert drafter.stats.execution.startswith("eager: modules have hooks")
+    finally:
+        handle.remove()
+    assert caplog.text.count("modules have hooks") == 1
+    texts(target, drafter)
+    assert drafter.stats.execution.startswith("captured") and tape.count == 2

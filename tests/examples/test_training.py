@@ -1,0 +1,736 @@
+"""Training a drafter: data, masks, objective, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import targets
+import torch
+from torch.nn import functional as F
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    dynamic_module_utils,
+)
+from transformers.generation import utils as generation_utils
+
+import hf_specdec
+from hf_specdec import AutoDrafter
+from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
+from hf_specdec.drafters import (
+    DraftModelDrafter,
+    Eagle3Drafter,
+    MtpDrafter,
+    PEagleDrafter,
+)
+from hf_specdec.drafters.cached import CachedDrafter
+from hf_specdec.drafters.mtp import block_settings, config_for
+from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
+from hf_specdec.prompt_sources import load_prompts
+from hf_specdec.training.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_drafter  # noqa: E402
+from training import card, data, drafters, objective, prompts, repetition  # noqa: E402
+
+VOCAB, STOP, MASK = 61, 2, 60
+FAMILIES = ["eagle3", "p-eagle", "pard", "mtp"]
+IN_PARALLEL = ("p-eagle", "pard")
+OPTIONS = {
+    "eagle3": ["--draft-vocab-size", "48"],
+    "p-eagle": ["--draft-vocab-size", "48", "--mask-token-id", str(MASK), "--layers", "1"],
+    "pard": ["--mask-token-id", str(MASK), "--layers", "1"],
+    "mtp": ["--layers", "2", "--intermediate-size", "40"],
+}
+
+
+def tiny_target(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=STOP,
+        pad_token_id=STOP,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> CachedDrafter:
+    torch.manual_seed(1)
+    if family == "pard":
+        model = {**target.config.to_dict(), "num_hidden_layers": 2}
+        drafter = DraftModelDrafter(
+            DraftModelConfig(model=model, vocab_size=VOCAB, parallel_drafting=True, mask_token_id=MASK, **kwargs)
+        )
+        drafter.bind(target)
+        return drafter
+    if family == "mtp":
+        block = block_settings(target.config, kwargs.pop("num_modules", 2))
+        drafter = MtpDrafter(config_for(target.config, block, **kwargs))
+        drafter.bind(target)
+        return drafter
+    ids = list(range(0, VOCAB, 2))
+    config_class, drafter_class = Eagle3Config, Eagle3Drafter
+    if family == "p-eagle":
+        config_class, drafter_class = PEagleConfig, PEagleDrafter
+        kwargs["mask_token_id"] = MASK
+    config = config_class(
+        vocab_size=VOCAB,
+        draft_vocab_size=len(ids),
+        hidden_size=32,
+        target_hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        aux_hidden_states=[1, 2, 3],
+        own_embedding=False,
+        own_head=False,
+        **kwargs,
+    )
+    drafter = drafter_class(config)
+    drafter.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
+    if family == "p-eagle":
+        drafter.mask_hidden.data.normal_()
+    drafter.bind(target)
+    return drafter
+
+
+def read_taps(target: LlamaForCausalLM, drafter: CachedDrafter, tokens: torch.Tensor) -> torch.Tensor | None:
+    with AuxHiddenStateRecorder(
+        target, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state
+    ) as recorder:
+        target(tokens)
+        return recorder.aux_hidden_states
+
+
+def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(3, VOCAB, (rows, 4), generator=generator).tolist()
+    answers = data.generate(target, starts, [0.0, 1.0] * (rows // 2), 16, [STOP], 0.0, generator)
+    documents = [start + answer for start, answer in zip(starts, answers, strict=True)]
+    tensors = {
+        "tokens": torch.tensor([token for document in documents for token in document]).int(),
+        "lengths": torch.tensor([len(document) for document in documents], dtype=torch.int32),
+        "prompt_lengths": torch.full((rows,), 4, dtype=torch.int32),
+    }
+    folder.mkdir()
+    options = data.WriteOptions(max_answer_tokens=16, answer_temperatures=(0.0, 1.0), min_p=0.0)
+    about = {"counts": {"prompts": rows, "held_out_overlap": 0}, "options": vars(options)}
+    metadata = {name: json.dumps(value) for name, value in about.items()}
+    data.save_file(tensors, folder / "shard-000-00000.safetensors", metadata=metadata)
+    return folder
+
+
+class TinyTokenizer:
+    eos_token_id = STOP
+
+
+def train(monkeypatch, target, folder: Path, out: Path, *more: str, family: str = "eagle3") -> list[dict]:
+    monkeypatch.setattr(train_drafter, "load_target", lambda name, dtype, device: (target, TinyTokenizer()))
+    monkeypatch.setattr(train_drafter, "write_own_data", lambda *args: None)
+    arguments = ["--data", str(folder), "--out", str(out), "--family", family, "--num-steps", "3"]
+    arguments += [*OPTIONS[family], "--tokens-per-batch", "128", "--held-out", "6", "--lr", "0.01", *more]
+    train_drafter.main(arguments)
+    return json.loads((out / "training.json").read_text())["curve"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, family):
+    target = tiny_target()
+    folder = write_tiny_data(target, tmp_path / "data")
+
+    def run(name: str, *more: str) -> list[dict]:
+        return train(monkeypatch, target, folder, tmp_path / name, "--save-every", "4", *more, family=family)
+
+    whole = run("whole", "--steps", "12")
+    for first, last in zip(whole[0]["train"]["loss"], whole[-1]["train"]["loss"], strict=True):
+        assert last < first
+
+    real_schedule = train_drafter.schedule
+    monkeypatch.setattr(train_drafter, "schedule", lambda share: real_schedule(share * 8 / 12))
+    run("parts", "--steps", "8")
+    monkeypatch.setattr(train_drafter, "schedule", real_schedule)
+    parts = run("parts", "--steps", "12", "--resume")
+    assert [point["step"] for point in parts] == [4, 8, 12]
+    for a, b in zip(whole, parts, strict=True):
+        assert (a["train"], a["held_out"]) == (b["train"], b["held_out"])
+
+    one, other = (AutoDrafter.from_pretrained(tmp_path / name, target=target) for name in ("whole", "parts"))
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
+    target, out = tiny_target(), tmp_path / "out"
+    folder = write_tiny_data(target, tmp_path / "data")
+    train(monkeypatch, target, folder, out, "--steps", "20", "--max-shard-size", "8KB", family=family)
+    shards = list(out.glob("model-*.safetensors"))
+    assert len(shards) > 1 and not (out / "model.safetensors").exists()
+    text = (out / "README.md").read_text()
+    assert "No weights" not in text and "0.0, 1.0, at most 16 tokens" in text and "Training began" not in text
+    drafter = AutoDrafter.from_pretrained(out, target=target)
+    assert drafter.config.parallel_drafting == (family in IN_PARALLEL)
+    assert drafter.config.mask_token_id == (MASK if family in IN_PARALLEL else None)
+
+    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "max_new_tokens": 24, "do_sample": False}
+    expected = target.generate(**inputs, pad_token_id=STOP)
+    drafted = target.generate(**inputs, pad_token_id=STOP, assistant_model=drafter)
+    assert torch.equal(drafted, expected)
+    assert drafter.stats.acceptance_length > 1
+
+
+def test_card_of_a_folder_without_weights(monkeypatch, tmp_path):
+    target, out = tiny_target(), tmp_path / "out"
+    folder = write_tiny_data(target, tmp_path / "data")
+    papers = {"p-eagle": "2602.01469", "pard": "2504.18583", "mtp": "2412.19437"}
+    for family, named in papers.items():
+        train(monkeypatch, target, folder, out / family, "--steps", "1", "--max-shard-size", "8KB", family=family)
+        for file in (out / family).glob("model*.safetensors"):
+            file.unlink()
+        card.write_card(out / family)
+        text = (out / family / "README.md").read_text()
+        assert (
+            f"arxiv.org/abs/{named}" in text
+            and f"- {family}" in text
+            and "No weights" in text
+            and f"--family {family}" in text
+        )
+
+
+def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
+    target = tiny_target()
+    folder = write_tiny_data(target, tmp_path / "data")
+    train(monkeypatch, target, folder, tmp_path / "out", "--steps", "1", "--repo-id", "someone/tiny")
+    out = tmp_path / "out"
+    assert "base_model:" in (out / "README.md").read_text()
+    assert 'DEFAULT_DRAFTER = "someone/tiny"' in (out / "custom_generate" / "generate.py").read_text()
+    assert (out / "custom_generate" / "requirements.txt").read_text() == "hf-specdec\n"
+    report = json.loads((out / "training.json").read_text())
+    report["arguments"]["init_from"] = "runs/before"
+    (out / "training.json").write_text(json.dumps(report))
+    card.write_card(out)
+    assert "Training began\nwith the weights of `before`." in (out / "README.md").read_text()
+    (out / "remarks.md").write_text("Less than others have.\n")
+    card.write_card(out)
+    assert "section.\n\nLess than others have.\n\n## Training" in (out / "README.md").read_text()
+    drafter = Eagle3Drafter.from_pretrained(out)
+    drafter.bind(target)
+    ids = drafter.target_ids
+    assert len(ids) == 48 and STOP in ids and bool((ids.diff() > 0).all())
+
+
+def test_shards_record_how_they_were_written(tmp_path):
+    class Author:
+        options = data.WriteOptions(max_answer_tokens=7)
+
+        def write_shard(self, seed):
+            return {"tokens": torch.tensor([seed] * 5)}, {"prompts": seed}
+
+    data.write_data(tmp_path, Author(), 10, 60.0, process=0, log=lambda line: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-000-0000{n}.safetensors" for n in range(2)]
+    assert data.shard_counts(tmp_path) == {"prompts": 0 + 1}
+    written = data.written_options(tmp_path)
+    assert written == {**vars(Author.options), "answer_temperatures": list(Author.options.answer_temperatures)}
+
+
+def test_custom_generate_runs_generate_with_the_drafter(monkeypatch, tmp_path):
+    target, draft_model = tiny_target(), tiny_target(seed=1)
+    folder = write_tiny_data(target, tmp_path / "data")
+    out = tmp_path / "out"
+    train(monkeypatch, target, folder, out, "--steps", "1", "--repo-id", "someone/tiny")
+    loads = []
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(name, target):
+            loads.append(name)
+            return draft_model
+
+    monkeypatch.setattr(hf_specdec, "AutoDrafter", Loader, raising=False)
+    monkeypatch.setattr(generation_utils, "check_python_requirements", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 8, "do_sample": False, "pad_token_id": STOP}
+    expected = target.generate(**inputs)
+    custom = {"custom_generate": str(out), "trust_remote_code": True}
+    for kwargs in ({}, {}, {"drafter": "elsewhere"}):
+        assert torch.equal(target.generate(**inputs, **custom, **kwargs), expected)
+    assert loads == ["someone/tiny", "elsewhere"]
+    with pytest.raises(ValueError, match="pass `drafter=`"):
+        target.generate(**inputs, **custom, assistant_model=draft_model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_loss_is_close_to_float32(tmp_path, family):
+    target = tiny_target()
+    drafter = tiny_drafter(target, family)
+    documents = data.Documents.load(write_tiny_data(target, tmp_path / "data"), 512)
+    lesson = objective.Teacher(target, drafter).read(documents.batch(torch.arange(8)))
+    plain = objective.DraftObjective(drafter, 4, 0.9)
+    loss, _ = plain(lesson)
+    with torch.autocast("cpu", torch.bfloat16):
+        half, _ = plain(lesson)
+    torch.testing.assert_close(half, loss, rtol=0.02, atol=0.0)
+    half.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_fused_chain_attention_equals_the_definition(dtype, steps):
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 3, 37, 16, dtype=dtype, requires_grad=True) for _ in range(2 * steps + 1)]
+    query, keys, values = tensors[0], tensors[1 : steps + 1], tensors[steps + 1 :]
+    grad = torch.randn(2, 3, 37, 16, dtype=dtype)
+    fused = _ChainAttention.apply(query, *keys, *values)
+    explicit = explicit_chain_attention(query, keys, values)
+    torch.testing.assert_close(fused, explicit)
+    for a, b in zip(
+        torch.autograd.grad(fused, tensors, grad), torch.autograd.grad(explicit, tensors, grad), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_unrolled_attention_equals_a_loop_over_slots():
+    torch.manual_seed(0)
+    attend, keys, values = UnrolledAttention(), [], []
+    for step in range(3):
+        query, key, value = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+        keys.append(key.repeat_interleave(2, 1))
+        values.append(value.repeat_interleave(2, 1))
+        out = attend(0, query, key, value, None)
+        for slot in range(9):
+            seen = torch.cat([keys[0][:, :, : slot + 1], *(key[:, :, slot, None] for key in keys[1:])], dim=2)
+            read = torch.cat([values[0][:, :, : slot + 1], *(value[:, :, slot, None] for value in values[1:])], dim=2)
+            expected = F.scaled_dot_product_attention(query[:, :, slot, None], seen, read)
+            torch.testing.assert_close(out[:, slot], expected[:, :, 0])
+        assert step + 1 == len(keys)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_hidden_layers": 2}, {"norm_output": True}, {"qk_norm": True}])
+def test_unrolled_logits_equal_drafting_step_by_step(options):
+    target = tiny_target()
+    drafter = tiny_drafter(target, **options)
+    tokens = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
+    aux_hidden_states = read_taps(target, drafter, tokens)
+    unrolled = drafter(tokens, aux_hidden_states, num_steps=4)
+    for slot in range(8):
+        hidden = drafter.combine(aux_hidden_states[:, : slot + 1])
+        for step in range(4):
+            end = slot + step + 1
+            positions = torch.arange(end)[None]
+            normed, feedback = drafter.run(tokens[:, 1 : end + 1], hidden, positions, UnrolledAttention())
+            torch.testing.assert_close(unrolled[step][:, slot], drafter.logits(normed[:, -1]), rtol=1e-4, atol=1e-4)
+            hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_unrolled_masks_equal_one_pass_under_an_explicit_mask(dtype):
+    target = tiny_target().to(dtype)
+    drafter = tiny_drafter(target, "p-eagle", num_hidden_layers=2).to(dtype)
+    length, steps = 11, 4
+    tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
+    aux_hidden_states = read_taps(target, drafter, tokens)
+
+    # All slots of all depths side by side: anchors first, then every chain's first mask, its second one, ...
+    depth = torch.arange(steps).repeat_interleave(length)
+    anchor = torch.arange(length).repeat(steps)
+    visible = torch.where(
+        depth == 0, anchor[None, :] <= anchor[:, None], (anchor[None, :] == anchor[:, None]) & (depth <= depth[:, None])
+    )
+
+    def attend(layer_idx, query, key, value, window):
+        key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
+        scores = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
+        return (scores.softmax(-1) @ value).transpose(1, 2)
+
+    masks = torch.full((2, (steps - 1) * length), MASK)
+    read = torch.cat([F.pad(tokens[:, 1:], (0, 1)), masks], dim=1)
+    stand_in = drafter.combine(drafter.mask_hidden.expand(2, masks.shape[1], -1))
+    hidden = torch.cat([drafter.combine(aux_hidden_states), stand_in], dim=1)
+    expected, _ = drafter.run(read, hidden, (anchor + depth)[None], attend)
+    unrolled = drafter.unroll(tokens, aux_hidden_states, steps)
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-4
+    torch.testing.assert_close(torch.cat(unrolled, dim=1), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_unrolled_draft_model_equals_its_plain_forward_over_masks(dtype):
+    target = tiny_target().to(dtype)
+    drafter = tiny_drafter(target, "pard").to(dtype)
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(drafter.config.model)).to(dtype).eval()
+    plain.load_state_dict(drafter.model.state_dict())
+    tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    before = drafter.model.config._attn_implementation
+    unrolled = drafter.unroll(tokens, None, 4)
+    assert drafter.model.config._attn_implementation == before
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-4
+    for slot in (0, 1, 5, 8, 11):
+        read = torch.cat([tokens[:, : slot + 1], torch.full((2, 3), MASK)], dim=1)
+        expected = plain(read).logits[:, slot:]
+        logits = torch.stack([hidden[:, slot] @ drafter.head_weight.t() for hidden in unrolled], dim=1)
+        torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"num_modules": 1, "chaining": "modules"}),
+        ("llama", {"num_modules": 2, "norm_output": False}),
+        ("llama", {"num_modules": 3, "zero_first_embedding": True}),
+        ("llama", {"num_modules": 1, "chaining": "target"}),
+        ("llama", {"num_modules": 2, "chaining": "target", "norm_output": False}),
+        ("llama", {"num_modules": 3, "chaining": "target"}),
+        ("mistral", {}),
+        ("mistral", {"chaining": "target"}),
+        ("gemma3", {}),
+        ("qwen3-moe", {}),
+        ("deepseek-v3", {}),
+    ],
+)
+def test_unrolled_modules_equal_those_in_generate(monkeypatch, family, options):
+    target = targets.tiny_target(family)
+    drafter = tiny_drafter(target, "mtp", **options)
+    num_drafts, prompt = 5, torch.tensor([[5, 6, 7]])
+    inputs = {"input_ids": prompt, "do_sample": False, "max_new_tokens": 30}
+    text = target.generate(**inputs)
+    known, scored, first_wrong, draw = F.pad(text, (0, num_drafts)), {}, {}, drafter.draw
+
+    def draw_text(state, logits, first):
+        """Drafts of the text, but for the first, third or fifth of a round."""
+        length = int(state.lengths)
+        token, wrong = known[:, length + first, None], first_wrong.setdefault(length, len(first_wrong) % 3 * 2)
+        if first <= wrong and length + first < text.shape[1]:
+            scored[length, first] = logits[:, -1]
+        return draw(state, logits, first)._replace(tokens=(token + 1) % targets.VOCAB if first == wrong else token)
+
+    monkeypatch.setattr(drafter, "draw", draw_text)
+    drafted = target.generate(**inputs, assistant_model=drafter, num_assistant_tokens=num_drafts)
+    assert torch.equal(drafted, text)
+    unrolled = drafter.unroll(text, read_taps(target, drafter, text), num_drafts)
+    assert {step for _, step in scored} == set(range(num_drafts)) and len({length for length, _ in scored}) > 6
+    for (length, step), logits in scored.items():
+        expected = unrolled[step][:, length - 2] @ drafter.head_weight.t()
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_training_modules_with_own_heads_is_refused():
+    target = tiny_target()
+    with pytest.raises(ValueError, match="each of its 2 modules has a head of its own"):
+        _ = tiny_drafter(target, "mtp", own_head=True).head_weight
+    drafter = tiny_drafter(target, "mtp", own_head=True, num_modules=1)
+    assert drafter.head_weight is drafter.frames[0].lm_head.weight
+
+
+def test_draft_models_that_cannot_be_unrolled_are_refused():
+    target = tiny_target()
+    drafter = tiny_drafter(target, "pard")
+    tokens = torch.tensor([[5, 6, 7]])
+    drafter.model.get_decoder().layers[1].self_attn.scaling = 0.1
+    with pytest.raises(ValueError, match=r"LlamaAttention cannot be unrolled .* scores scaled by"):
+        drafter.unroll(tokens, None, 2)
+    drafter.model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="its logits have final_logit_softcapping"):
+        _ = drafter.head_weight
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fewer_rows_at_greater_depths(family):
+    target = tiny_target()
+    drafter = tiny_drafter(target, family)
+    tokens = torch.randint(0, VOCAB, (5, 9), generator=torch.Generator().manual_seed(0))
+    aux_hidden_states = read_taps(target, drafter, tokens)
+    whole, part = (
+        drafter.unroll(tokens, aux_hidden_states, 4),
+        drafter.unroll(tokens, aux_hidden_states, 4, rows=[5, 3, 3, 1]),
+    )
+    assert [len(hidden) for hidden in part] == [5, 3, 3, 1]
+    for a, b in zip(part, whole, strict=True):
+        torch.testing.assert_close(a, b[: len(a)])
+
+    # The rows that end early get the gradients that they get on their own.
+    names, parameters = zip(*drafter.named_parameters(), strict=True)
+    loss = sum(hidden.square().sum() for hidden in part)
+    alone = sum(b[: len(a)].square().sum() for a, b in zip(part, whole, strict=True))
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(loss, parameters, **options)
+    for name, a, b in zip(names, grads, torch.autograd.grad(alone, parameters, **options), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert name != "mask_hidden" or bool(a.abs().sum() > 0)
+
+
+def test_rows_of_a_depth():
+    assert objective.leading_rows(10, 4, 1.0) == [10, 10, 10, 10]
+    assert objective.leading_rows(10, 4, 0.5) == [10, 5, 3, 2]
+    assert objective.leading_rows(1, 3, 0.1) == [1, 1, 1]
+
+
+def test_draft_models_are_initialised_from_layers_of_the_target():
+    target = tiny_target()
+    assert drafters.spread_layers(30, 4) == [0, 10, 19, 29]
+    with pytest.raises(ValueError, match=r"--layers is 5; expected 1 to the target's 4"):
+        drafters.spread_layers(4, 5)
+    args = train_drafter.parse_arguments(["--family", "pard", "--layers", "4", "--steps", "1"])
+    drafter = drafters.new_drafter(args, target, torch.zeros(VOCAB, dtype=torch.int64), MASK)
+    tokens = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    (hidden,) = drafter.unroll(tokens, None, 1)
+    torch.testing.assert_close(hidden @ drafter.head_weight.t(), target(tokens).logits)
+    target.config.layer_types = ["sliding_attention", "full_attention"] * 2
+    thinned = drafters.thinned_config(target, [0, 3])
+    assert thinned["layer_types"] == ["sliding_attention", "full_attention"] and thinned["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        ("eagle3", "mask-token-id"),
+        ("p-eagle", None),
+        *[("pard", name) for name in ("draft-vocab-size", "intermediate-size", "init-from", "no-norm-output")],
+        *[("mtp", name) for name in ("draft-vocab-size", "init-from", "fc-norm", "no-fc-norm", "mask-token-id")],
+    ],
+)
+def test_options_of_other_families_are_refused(capsys, family, option):
+    arguments = ["--family", family, "--steps", "1"]
+    assert train_drafter.parse_arguments(arguments).layers == drafters.DEFAULTS[family]["layers"]
+    if option is not None:
+        with pytest.raises(SystemExit):
+            train_drafter.parse_arguments([*arguments, f"--{option}", *([] if "norm" in option else ["3"])])
+        message = capsys.readouterr().err
+        assert f"--{option.removeprefix('no-')} is no option of {family}, only of " in message
+        assert family not in message.rpartition("only of ")[2]
+
+
+@pytest.mark.parametrize("count", ["0", "4"])
+def test_modules_that_no_step_trains_are_refused(capsys, count):
+    with pytest.raises(SystemExit):
+        train_drafter.parse_arguments(["--family", "mtp", "--steps", "1", "--layers", count])
+    error = capsys.readouterr().err
+    assert f"--layers is {count}, but module k is trained at step k; expected 1 to --num-steps, 3" in error
+
+
+@pytest.mark.parametrize("family", targets.STATIC_FAMILIES)
+def test_new_modules_are_made_of_the_targets_layers(family):
+    target = targets.tiny_target(family)
+    args = train_drafter.parse_arguments(["--family", "mtp", "--steps", "1", "--no-norm-output"])
+    drafter = drafters.new_drafter(args, target, None, None)
+    kinds = [type(layer) for layer in (*drafter.decoder.layers, target.get_decoder().layers[-1])]
+    assert kinds == kinds[:1] * 4 and not drafter.config.norm_output and drafter.num_assistant_tokens == 3
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(target.generate(**inputs, assistant_model=drafter), target.generate(**inputs))
+
+
+def test_intermediate_size_of_new_modules():
+    args = ["--family", "mtp", "--steps", "1", "--layers", "2", "--intermediate-size", "24"]
+    args = train_drafter.parse_arguments(args)
+    target = tiny_target()
+    drafter = drafters.new_drafter(args, target, None, None)
+    assert [layer.mlp.gate_proj.weight.shape for layer in drafter.decoder.layers] == [(24, 32)] * 2
+    for frame in drafter.frames:
+        torch.testing.assert_close(frame.final_norm.weight, target.model.norm.weight)
+    with pytest.raises(ValueError, match="--intermediate-size is 24, but layers of qwen3_moe have no MLPs"):
+        drafters.new_drafter(args, targets.tiny_target("qwen3-moe"), None, None)
+
+
+def test_targets_whose_layers_cannot_be_those_of_modules_are_refused():
+    args = train_drafter.parse_arguments(["--family", "mtp", "--steps", "1"])
+    config = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2)
+    with pytest.raises(ValueError, match="Layers of model_type 'gpt2' cannot be those of MTP modules"):
+        drafters.new_drafter(args, GPT2LMHeadModel(config), None, None)
+    config = OPTConfig(vocab_size=VOCAB, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_attention_heads=2)
+    with pytest.raises(ValueError, match="Layers of model_type 'opt' cannot be those of MTP modules: OPTModel has no"):
+        drafters.new_drafter(args, OPTForCausalLM(config), None, None)
+
+
+def new_eagle(target, family, *options):
+    args = train_drafter.parse_arguments(["--family", family, "--steps", "1", *options])
+    d2t = torch.zeros(VOCAB, dtype=torch.int64)
+    return drafters.new_drafter(args, target, d2t, MASK if family == "p-eagle" else None)
+
+
+def test_init_from_a_trained_drafter():
+    target = tiny_target()
+    trained = new_eagle(target, "eagle3")
+    input_ids = torch.randint(3, VOCAB - 1, (2, 9))
+    aux_hidden_states = read_taps(target, trained, input_ids)
+    deeper = new_eagle(target, "p-eagle", "--layers", "3")
+    assert not torch.allclose(deeper(input_ids, aux_hidden_states)[0], trained(input_ids, aux_hidden_states)[0])
+    drafters.start_from(deeper, trained)
+    assert torch.equal(deeper(input_ids, aux_hidden_states)[0], trained(input_ids, aux_hidden_states)[0])
+
+    mlp = trained.layers[0].mlp
+    for dead in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T):
+        dead.data[::3] = 0.0
+    narrower = new_eagle(target, "p-eagle", "--layers", "2", "--intermediate-size", "32")
+    drafters.start_from(narrower, trained)
+    torch.testing.assert_close(narrower(input_ids, aux_hidden_states)[0], trained(input_ids, aux_hidden_states)[0])
+
+    again = new_eagle(target, "p-eagle", "--layers", "3")
+    deeper.mask_hidden.data.normal_()
+    drafters.start_from(again, deeper)
+    for found, expected in zip(
+        again.unroll(input_ids, aux_hidden_states, 3), deeper.unroll(input_ids, aux_hidden_states, 3), strict=True
+    ):
+        assert torch.equal(found, expected)
+    again.config.mask_token_id -= 1
+    with pytest.raises(ValueError, match=f"trained with mask token {MASK}, but the new drafter has {MASK - 1};"):
+        drafters.start_from(again, deeper)
+
+    wider = new_eagle(target, "p-eagle", "--intermediate-size", "64")
+    with pytest.raises(
+        ValueError, match=r"has \[48, 32\] for layers.0.mlp.gate_proj.weight, but the new .* \[64, 32\]"
+    ):
+        drafters.start_from(wider, trained)
+
+
+def test_mask_tokens_are_unused_special_tokens():
+    class Entry:
+        special = True
+
+    counts = torch.tensor([3, 0, 0, 5, 0, 0])
+    tokenizer = TinyTokenizer()
+    assert drafters.choose_mask_token(counts, tokenizer) == 5
+    tokenizer.added_tokens_decoder = {0: Entry(), 1: Entry(), STOP: Entry(), 3: Entry()}
+    assert drafters.choose_mask_token(counts, tokenizer) == 1
+    with pytest.raises(ValueError, match="--mask-token-id"):
+        drafters.choose_mask_token(torch.ones(6), tokenizer)
+
+
+def test_masks_of_a_batch():
+    tokens = torch.tensor([10, 11, 12, 13, 14, 20, 21, 22, 23], dtype=torch.int32)
+    documents = data.Documents(tokens, torch.tensor([5, 4]), torch.tensor([2, 1]), max_length=512)
+    batch = documents.batch(torch.tensor([0, 1]))
+    assert batch.input_ids.tolist() == [[10, 11, 12, 13, 14], [20, 21, 22, 23, 0]]
+    # Row 0's answer is 12 13 14: the target's distributions at positions 2 and 3 are learnt; row 1's, at 1 and 2.
+    assert batch.places.tolist() == [2, 3, 6, 7]
+    assert batch.depths.tolist() == [0, 1, 0, 1]
+    assert batch.places_before == [0, 2, 4]
+    assert documents.answer_counts(32).nonzero()[:, 0].tolist() == [12, 13, 14, 21, 22, 23]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("floor", [1.0, 0.25])
+def test_counts_and_loss_of_the_objective_by_hand(family, floor):
+    target = tiny_target()
+    drafter = tiny_drafter(target, family)
+    # Greedy text but for one token, and a drafter that is often right: some chains live on and some end.
+    tokens = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=13, min_new_tokens=13, do_sample=False).int()
+    tokens[0, 9] = 4
+    if family == "pard":
+        drafter = drafters.new_drafter(
+            train_drafter.parse_arguments(["--family", "pard", "--layers", "4", "--steps", "1"]), target, None, MASK
+        )
+    documents = data.Documents(tokens[0], torch.tensor([16]), torch.tensor([3]), max_length=512)
+    batch = documents.batch(torch.tensor([0]))
+    lesson = objective.Teacher(target, drafter).read(batch)
+    steps, decay = 3, 0.5
+    loss, counts = objective.DraftObjective(drafter, steps, decay, survival_floor=floor)(lesson)
+
+    ids = torch.arange(VOCAB) if drafter.target_ids is None else drafter.target_ids
+    logits = target(batch.input_ids).logits[0]
+    best = logits.argmax(-1)
+    drafts = [
+        hidden @ drafter.head_weight.t() for hidden in drafter.unroll(batch.input_ids, lesson.aux_hidden_states, steps)
+    ]
+    expected_loss, alive = 0.0, [True] * 16
+    for step in range(steps):
+        losses, weights, existing, hits, reached, accepted = [], [], 0, 0, 0, 0
+        for slot in range(3 - drafter.shift, 16):
+            place = slot + drafter.shift + step
+            if place > 14:
+                continue
+            draft = drafts[step][0, slot]
+            existing += 1
+            hit = int(ids[draft.argmax()] == best[place])
+            hits += hit
+            reached += alive[slot]
+            accepted += alive[slot] and hit
+            if best[place] in ids:
+                weights.append(1.0 if alive[slot] else floor)
+                losses.append(-weights[-1] * (logits[place, ids].softmax(-1) * draft.log_softmax(-1)).sum())
+            alive[slot] = bool(alive[slot] and hit and tokens[0, place + 1] == best[place])
+        mean = sum(losses) / max(sum(weights), 1)
+        expected_loss = expected_loss + decay**step / sum(decay**s for s in range(steps)) * mean
+        assert counts[step, 1:].tolist() == [sum(weights), existing, hits, reached, accepted]
+        assert family != "pard" or step != 1 or 0 < reached < existing
+    torch.testing.assert_close(loss, torch.as_tensor(expected_loss))
+
+    trained = dict(drafter.named_parameters())
+    grads = torch.autograd.grad(loss, list(trained.values()), retain_graph=True)
+    expected = torch.autograd.grad(expected_loss, list(trained.values()))
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_generate_equals_greedy_generate_for_ragged_prompts():
+    target = tiny_target()
+    rows = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
+    written = data.generate(target, rows, [0.0] * 3, 40, [STOP], 0.05, torch.Generator())
+    for row, tokens in zip(rows, written, strict=True):
+        expected = target.generate(torch.tensor([row]), max_new_tokens=40, do_sample=False, pad_token_id=STOP)
+        assert tokens == expected[0, len(row) :].tolist()
+
+
+def test_draft_vocabulary():
+    counts = torch.tensor([0, 9, 0, 5, 7, 1])
+    d2t, coverage = data.draft_vocabulary(counts, 3, always=[2])
+    assert (d2t + torch.arange(3)).tolist() == [1, 2, 4]
+    assert coverage == pytest.approx(16 / 22)
+
+
+def test_epochs_hold_every_document_once():
+    lengths = torch.randint(1, 50, (200,), generator=torch.Generator().manual_seed(0))
+    documents = data.Documents(torch.zeros(int(lengths.sum()), dtype=torch.int32), lengths, lengths // 2, 512)
+    batches = documents.epoch(torch.arange(200), tokens_per_batch=256, seed=1)
+    assert torch.cat(batches).sort().values.tolist() == list(range(200))
+    assert all(len(batch) * int(lengths[batch].max()) <= 256 for batch in batches)
+    again = documents.epoch(torch.arange(200), tokens_per_batch=256, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
+
+
+def test_degenerate_texts():
+    words = np.arange(100)
+    assert not repetition.is_degenerate(words)
+    assert not repetition.is_degenerate(np.array([]))
+    assert repetition.is_degenerate(np.concatenate([words, np.tile([1, 2, 3], 4)]))
+    assert not repetition.is_degenerate(np.concatenate([words, np.tile([1, 2, 3], 3)]))
+    assert repetition.is_degenerate(np.concatenate([words, np.tile(np.arange(20), 4)]))
+    counting = np.concatenate([[200 + index, *range(12)] for index in range(8)])
+    assert repetition.loop_at_end(counting, 16, 4) is None
+    assert repetition.is_degenerate(counting)
+
+
+def test_loops_are_cut_after_their_second_turn():
+    assert repetition.trimmed_length(np.concatenate([np.arange(30), np.tile([90, 91], 9)])) == 34
+    assert repetition.trimmed_length(np.arange(30)) == 30
+
+
+def test_held_out_prompts_are_refused():
+    held_out = ["Explain why the sky turns red at sunset."]
+    checked = prompts.PromptFilter(held_out)
+    assert not checked.accepts("explain why the sky turns red at sunset")
+    assert not checked.accepts("Explain why the sky turns red at sunset, please, in simple words")
+    assert checked.accepts("Explain why the sea is blue at noon and black at night.")
+    assert not checked.accepts("Explain why the sea is blue at noon and black at night.")
+    assert checked.refused == {"held_out_overlap": 2, "repeated": 1}
+
+
+def test_committed_prompts_are_many_and_different():
+    for name, least in (("chat", 100), ("code", 80)):
+        texts = load_prompts(EXAMPLES / "prompts" / f"{name}.jsonl")
+        assert len({" ".join(prompts.normalized_words(text)) for text in texts}) == len(texts) >= least

@@ -1,0 +1,25 @@
+"""Verification that accepts as many draft tokens as a test says."""
+
+import torch
+from hf_specdec.kernels.types import VerificationResult
+
+
+class Script:
+    """Takes the place of verification: accepts as many drafts as it is told, then commits a token of its own."""
+
+    def __init__(self, patterns, vocab_size: int):
+        self.patterns = iter(patterns)
+        self.vocab_size = vocab_size
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, scores, state) -> VerificationResult:
+        drafts = state.proposal.tokens
+        accepted = torch.tensor(next(self.patterns)).clamp(max=drafts.shape[1])  # fewer are drafted than asked for
+        own = torch.randint(2, self.vocab_size, (len(drafts), 1), generator=self.generator)
+        tokens = torch.cat([drafts, own], dim=1).scatter(1, accepted[:, None], own)
+        return VerificationResult(tokens, accepted, accepted + 1)
+
+
+def random_patterns(num_draft_tokens, num_rounds, rows=3):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(0, num_draft_tokens + 1, (num_rounds, rows), generator=generator).tolist()

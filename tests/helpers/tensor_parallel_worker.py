@@ -1,0 +1,357 @@
+"""What every process of `test_tensor_parallel.py` runs: a target split with a `tp_plan`, and drafters on it.
+
+    torchrun --nproc-per-node 2 tests/helpers/tensor_parallel_worker.py <targets> <answers> cpu|cuda
+
+Reads targets from the first folder and writes `<rank>.json` into the second: what was generated, by the name of the
+case, on GPUs in captured rounds.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from graph_stand_ins import replay_on_cpu
+from oracle import RANDOM_DRAFTERS, OracleDrafter
+from targets import padded_prompts, set_policy
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
+from transformers.distributed import DistributedConfig
+
+from hf_specdec import Drafter, cli
+from hf_specdec.bench import traffic
+from hf_specdec.bench.traffic import round_bytes
+from hf_specdec.drafters.none import NoDrafter
+from hf_specdec.engine import piecewise
+from hf_specdec.engine.fingerprint import fingerprint
+from hf_specdec.parallel import all_reduce
+from hf_specdec.patching import fused_linear
+from hf_specdec.patching.hidden_states import modules_of
+
+PROMPT_LENGTHS = [2, 13, 7]
+SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}
+NEW_TOKENS = 12
+OTHER_FAMILIES = ("gemma3", "gpt-oss", "qwen3-moe")
+
+
+def borrower(target: PreTrainedModel) -> Drafter:
+    """A drafter that has neither an embedding nor a head."""
+    return RANDOM_DRAFTERS["eagle3"](target, own_embedding=False, own_head=False)
+
+
+def uncompiled(target: PreTrainedModel, name: str) -> Drafter:
+    """A drafter of `DRAFTERS`; compiling takes far longer than what it is to say."""
+    return DRAFTERS[name](target).configure(compile_rounds=False)
+
+
+DRAFTERS = {"borrower": borrower, "p-eagle": RANDOM_DRAFTERS["p-eagle"], "draft-model": RANDOM_DRAFTERS["draft-model"]}
+
+
+def say(
+    target: PreTrainedModel,
+    drafter: Drafter | None,
+    seed: int = 3,
+    lengths=PROMPT_LENGTHS,
+    host_seed: int | None = None,
+    **options,
+) -> list:
+    """Tokens that are generated, how many drafts each row had accepted by position, and how rounds were run."""
+    set_seed(seed)
+    if host_seed is not None:
+        torch.default_generator.manual_seed(host_seed)
+    if drafter is not None:
+        options |= {"assistant_model": drafter, "num_assistant_tokens": 3}
+    prompts = {name: tensor.to(target.device) for name, tensor in padded_prompts(lengths).items()}
+    out = target.generate(**prompts, **{"do_sample": False, "max_new_tokens": NEW_TOKENS, **options})
+    if drafter is None:
+        return [out.tolist(), None, None]
+    stats = drafter.stats
+    drafter.release()  # A process group cannot end before the graphs that hold its collectives.
+    return [out.tolist(), [row.accepted_per_position for row in stats.rows], stats.execution]
+
+
+def say_all(target: PreTrainedModel) -> dict[str, Any]:
+    """What `target` says with every drafter; the same wherever its weights are."""
+    said = {"plain": say(target, None)}
+    for name in DRAFTERS:
+        drafter = uncompiled(target, name)
+        said[f"{name}, greedy"] = say(target, drafter)
+        said[f"{name}, sampling"] = say(target, drafter, **SAMPLING)
+    said["row seeds"] = say(target, uncompiled(target, "borrower"), **SAMPLING, seeds=[5, 6, 7])
+    said["compiled, sampling"] = say(target, borrower(target), **SAMPLING)
+    stock = borrower(target).configure(engine="stock")
+    said["stock, greedy"] = say(target, stock, lengths=[9])
+    said["stock, sampling"] = say(target, stock, lengths=[9], **SAMPLING)
+    return said
+
+
+def say_with_generator(target: PreTrainedModel, seed: int) -> list:
+    """What `target` says on the stock engine with a generator of the call's own."""
+    drafter = borrower(target).configure(engine="stock")
+    return say(target, drafter, lengths=[9], **SAMPLING, generator=torch.Generator().manual_seed(seed))
+
+
+class Willful(LogitsProcessor):
+    """Forbids the tokens that the first process likes best from `length` on, on the other processes only."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        if dist.get_rank() == 0 or input_ids.shape[1] < self.length:
+            return scores
+        return scores.scatter(1, scores.argmax(dim=1, keepdim=True), -torch.inf)
+
+
+def managed_by_fsdp(target: PreTrainedModel, drafter: Drafter) -> list:
+    """`say` with the mark that transformers knows such models by; it then sets `synced_gpus` by itself."""
+    target._is_fsdp_managed_module = True
+    try:
+        return say(target, drafter)
+    finally:
+        del target._is_fsdp_managed_module
+
+
+def error_of(call) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def say_briefly(target: PreTrainedModel) -> list:
+    """What `target` says with a drafter that it lends its embedding and head."""
+    drafter = uncompiled(target, "borrower")
+    return [say(target, drafter), say(target, drafter, **SAMPLING)]
+
+
+def load_split(folder: Path) -> PreTrainedModel:
+    split = DistributedConfig(tp_plan="auto")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=split).eval()
+
+
+def check_weights(target: PreTrainedModel) -> None:
+    """A drafter's borrowed weights are whole and plain; a change of any part of the target's is noticed."""
+    drafter = borrower(target)
+    assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
+    assert type(drafter._shared_weights["embedding"].weight) in (torch.Tensor, torch.nn.Parameter)
+    before = fingerprint(modules_of(target, drafter), target.device)
+    assert fingerprint(modules_of(target, drafter), target.device) == before
+    head = target.lm_head.weight
+    target.lm_head.weight = torch.nn.Parameter(torch.empty_like(head).copy_(head), requires_grad=False)
+    assert fingerprint(modules_of(target, drafter), target.device) != before, "a part of a weight moved unnoticed"
+
+
+def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
+    """The errors of processes that disagree, by what they disagree about."""
+    rank, drafter = dist.get_rank(), borrower(target)
+    texts = torch.tensor([[2] * NEW_TOKENS])
+    oracle = OracleDrafter(target, texts, [9], accuracy=1.0)
+    last = LogitsProcessorList([Willful(9 + NEW_TOKENS - 1)])
+    return {
+        "other prompts": error_of(lambda: say(target, drafter, lengths=[5 + rank])),
+        "other settings": error_of(lambda: say(target, drafter, max_new_tokens=4 + rank)),
+        "other row seeds": error_of(lambda: say(target, drafter, **SAMPLING, seeds=[1, 2, rank])),
+        "other random state": error_of(
+            lambda: say(target, borrower(target).configure(engine="stock"), rank, [9], **SAMPLING)
+        ),
+        "a generator on one": error_of(
+            lambda: say(
+                target, borrower(target), **SAMPLING, generator=None if rank else torch.Generator().manual_seed(3)
+            )
+        ),
+        "max_time": error_of(lambda: say(target, drafter, max_time=100.0)),
+        "other tokens": error_of(lambda: say(target, oracle, lengths=[9], logits_processor=last)),
+        "fsdp": error_of(lambda: managed_by_fsdp(target, drafter)),
+    }
+
+
+def say_again_and_again(target: PreTrainedModel) -> list:
+    """`say`, sampling, in the second of two calls, which only replays by a stand-in for the CUDA graph."""
+    drafter = uncompiled(target, "borrower")
+    with pytest.MonkeyPatch.context() as patch:
+        capture = replay_on_cpu(patch)
+        patch.setattr(drafter, "release", lambda: None)
+        said = [say(target, drafter, **SAMPLING) for _ in range(2)]
+        assert said[0] == said[1] and (capture.count, capture.hostings) == (2, 1)
+    return said[1]
+
+
+def sum_by_messages(room: torch.Tensor, operation: str, group_name: str) -> torch.Tensor:
+    """What torch's operator on symmetric memory returns: the parts of all, added in the order of the ranks."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    parts = [torch.empty_like(room) for _ in range(group.size())]
+    dist.all_gather(parts, room.contiguous(), group=group)
+    return torch.stack(parts).sum(dim=0)
+
+
+@contextmanager
+def peer_memory_on_cpu() -> Iterator[pytest.MonkeyPatch]:
+    """Context in which processes on CPUs sum in memory as GPUs do, by a stand-in for torch's operator."""
+    with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("symm_mem", "IMPL") as library:
+        library.impl("one_shot_all_reduce", sum_by_messages, "CPU")
+        set_policy(patch, "cpu", symmetric_memory=True)
+        patch.setattr(all_reduce, "MAX_BYTES", 2048)  # more than what rounds of three rows sum, less than their prefill
+        patch.setattr(all_reduce, "has_nvlink", lambda device, count: True)
+        patch.setattr(all_reduce, "allocate", lambda size, device, group: torch.empty(size, dtype=torch.uint8))
+        patch.setattr(all_reduce, "_buffers", weakref.WeakKeyDictionary())
+        yield patch
+
+
+@contextmanager
+def watched_sums() -> Iterator[list[tuple[int, ...]]]:
+    """Context in which the shapes of what is summed in memory are written down."""
+    total, shapes = all_reduce.SymmetricMemoryBuffer.all_reduce, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            all_reduce.SymmetricMemoryBuffer,
+            "all_reduce",
+            lambda memory, room: shapes.append(tuple(room.shape)) or total(memory, room),
+        )
+        yield shapes
+
+
+def say_in_memory(folder: Path) -> dict[str, Any]:
+    """What targets say whose small sums go through memory, and the shapes of these sums."""
+    said = {}
+    with peer_memory_on_cpu():
+        for family in ("llama", "qwen3-moe"):
+            target = load_split(folder / family)
+            modules = [(module, vars(module).get("forward")) for module in target.modules()]
+            with watched_sums() as shapes:
+                said[family] = say_briefly(target)
+            said[f"{family}, sums"] = sorted(set(shapes))
+            assert all(vars(module).get("forward") is forward for module, forward in modules), "wrappers were changed"
+    return said
+
+
+def say_in_memory_as_on_a_gpu(folder: Path) -> list:
+    """What is said in plain steps that are compiled whole and replayed, with fused products and sums in memory.
+
+    The parts that parameters have of a weight are moved, with no second copy of them.
+    """
+    with peer_memory_on_cpu() as patch, watched_sums() as shapes:
+        target = load_split(folder / "llama")
+        attention = target.model.layers[0].self_attn
+        expected = attention.k_proj.weight.full_tensor()
+        fused = {name for names in fused_linear.GROUPS for name in names}
+        for name, module in target.named_modules():
+            if name.rpartition(".")[2] in fused:  # loaded to a GPU, their parts are no views of the file
+                part = module.weight._local_tensor
+                part.data = part.clone()
+        replay_on_cpu(patch)
+        set_policy(patch, "cpu", compiler="eager")
+        patch.setattr(piecewise, "_LAST_OF_A_PIECE", {str(torch.nn.functional.scaled_dot_product_attention)})
+        set_policy(patch, "cpu", fused_linear=True)
+        set_policy(patch, "cpu", transposed_linear=False)
+        drafter = NoDrafter(target)
+        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "assistant_model": drafter}
+        out = target.generate(**padded_prompts(PROMPT_LENGTHS), **options)
+        assert (4, 1, 32) in shapes
+        first, second = (layer.weight.to_local() for layer in (attention.q_proj, attention.k_proj))
+        assert first.data_ptr() + first.nbytes == second.data_ptr(), "products were not fused"
+        assert torch.equal(attention.k_proj.weight.full_tensor(), expected)
+    return [out.tolist(), drafter.stats.execution]
+
+
+def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
+    """What is said, logged and summed in memory where the second process fails in one of the steps to it."""
+    check = all_reduce.SymmetricMemoryBuffer.check
+
+    def fail(*arguments: Any) -> None:
+        if failing == "check":  # which needs all of them until its sums are there
+            check(*arguments)
+        raise OSError("no such device\nand advice")
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    all_reduce.logger.addHandler(handler)
+    all_reduce.logger.setLevel(logging.INFO)
+    try:
+        with peer_memory_on_cpu() as patch, watched_sums() as shapes:
+            if failing == "host":
+                patch.setattr(all_reduce.socket, "gethostname", lambda: f"host {dist.get_rank()}")
+            elif dist.get_rank() == 1:
+                patch.setattr(
+                    *{"allocate": (all_reduce, "allocate"), "check": (all_reduce.SymmetricMemoryBuffer, "check")}[
+                        failing
+                    ],
+                    fail,
+                )
+            target = load_split(folder / "llama")
+            said = say_briefly(target)
+    finally:
+        all_reduce.logger.setLevel(logging.NOTSET)
+        all_reduce.logger.removeHandler(handler)
+    return {"said": said, "logged": logged, "sums": sorted(set(shapes))}
+
+
+def bench(folder: Path, output: Path) -> dict[str, Any]:
+    """What the command prints and writes in this process, and what it measured."""
+    drafters = [folder / "eagle3", folder / "p-eagle"]
+    options = [
+        "--random-weights",
+        "--prompt-length",
+        5,
+        "--max-new-tokens",
+        24,
+        "--runs",
+        1,
+        "--batch-size",
+        2,
+        "-k",
+        3,
+    ]
+    options += ["--baselines", "dynamic", "engine", "--synthetic-acceptance", 2.0, "--no-compile", "--output", output]
+    command = ["bench", "--tensor-parallel", "--target", folder / "target", "--drafter", *drafters, *options]
+    traffic.COPY_BYTES = 2**20
+    with redirect_stdout(io.StringIO()) as printed:
+        status = cli.main([str(argument) for argument in command])
+    return {"status": status, "printed": printed.getvalue(), "wrote": output.exists()}
+
+
+def main(folder: str, answers: str, device: str) -> None:
+    target = load_split(Path(folder) / "llama")
+    assert target.device.type == device
+    rank = dist.get_rank()
+    head = target.lm_head.weight
+    with watched_sums() as shapes:
+        said = say_all(target)
+    said |= {
+        "sums in memory": sorted(set(shapes)),
+        "sharded": [type(head).__name__, *head.to_local().shape],
+        "seeds of their own": say(target, uncompiled(target, "borrower"), seed=rank, **SAMPLING),
+        "generators of their own": say_with_generator(target, 7 + rank),
+        "bytes": round_bytes(target, None, 0, batch=3, length=10),
+    }
+    if device == "cuda":
+        stock = borrower(target).configure(engine="stock")
+        said["seeds of hosts"] = say(target, stock, lengths=[9], host_seed=rank, **SAMPLING)
+    said |= {family: say_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
+    if device == "cpu":
+        said["replayed"] = say_again_and_again(target)
+        said |= say_what_is_wrong(target)
+        said["in memory"] = say_in_memory(Path(folder))
+        said["in memory, as on a GPU"] = say_in_memory_as_on_a_gpu(Path(folder))
+        for failing in ("host", "allocate", "check"):
+            said[f"without memory, {failing}"] = say_without_memory(Path(folder), failing)
+        check_weights(target)
+    said["bench"] = bench(Path(folder) / "bench", Path(answers) / f"figures-{rank}.json")
+    (Path(answers) / f"{rank}.json").write_text(json.dumps(said))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

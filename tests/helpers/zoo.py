@@ -1,0 +1,341 @@
+"""Every causal and image-text class of transformers, tiny and random, with drafters: right, refused or wrong?
+
+    python tests/helpers/zoo.py --write docs/targets.md      all classes; the table of what runs where
+    python tests/helpers/zoo.py --only LlamaForCausalLM      some of them, in full
+
+Each class is built with the default configuration of its own family, shrunk by `zoo_configs`. Then greedy `generate()`
+with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must say what
+plain `generate()` says, or refuse the call before it begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from oracle import OracleDrafter, random_draft_model
+from transformers import PreTrainedModel
+from zoo_models import MAX_NEW_TOKENS, build, class_names, generate, prompts, rows_of
+
+import hf_specdec
+from hf_specdec import Drafter
+
+NUM_DRAFT_TOKENS = 4
+ACCURACY = 0.6
+SECONDS_PER_CLASS = 120
+
+RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT = "right", "refused", "wrong", "crash", "not built", "no plain text"
+ROW_BY_ROW = "takes one row at a time"
+
+
+@dataclass
+class Outcome:
+    """What became of one class.
+
+    Attributes:
+        name: of the class.
+        model_type: of the configuration that it was built of.
+        engine: "static", "stock" or, where no call was run, None.
+        reason: why that engine, or why not.
+        outcome: one of RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT.
+        error: what was raised, or how the texts differ.
+        notes: of single calls, and of the plain text.
+        seconds: that all of it took.
+    """
+
+    name: str
+    model_type: str = ""
+    engine: str | None = None
+    reason: str = ""
+    outcome: str = NOT_BUILT
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def last_line(error: BaseException) -> str:
+    """The error in one line, with the place that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def is_refusal(error: BaseException, generated: bool) -> bool:
+    """Whether `error` says that the call cannot be, and came before anything was generated."""
+    if not isinstance(error, ValueError):
+        return False
+    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    ours = Path(hf_specdec.__file__).parent in place.parents
+    return ours or (place.parts[-3:-1] == ("transformers", "generation") and not generated)
+
+
+@dataclass
+class Call:
+    """One call with a drafter: what came of it and why."""
+
+    outcome: str
+    engine: str | None = None
+    reason: str = ""
+    error: str = ""
+
+
+def call(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    expected: torch.Tensor | None,
+    drafter_of: Callable[[], Drafter],
+) -> Call:
+    """Generate with a drafter and compare with `expected` `[B, P + T]`; None if plain `generate()` failed."""
+    forwards: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    drafter = None
+    try:
+        drafter = drafter_of()
+        text = generate(model, inputs, assistant_model=drafter, num_assistant_tokens=NUM_DRAFT_TOKENS)
+    except Exception as error:
+        if is_refusal(error, bool(forwards)):
+            return Call(REFUSED, None, " ".join(str(error).split()))
+        return Call(CRASH if expected is not None else NO_TEXT, error=last_line(error))
+    finally:
+        handle.remove()
+    stats = drafter.stats
+    if stats is None:
+        return Call(WRONG, error="the drafter was ignored")
+    if expected is None:
+        return Call(NO_TEXT, stats.engine, stats.reason)
+    if text.shape == expected.shape and torch.equal(text, expected):
+        return Call(RIGHT, stats.engine, stats.reason)
+    return Call(WRONG, stats.engine, stats.reason, difference(text, expected, inputs["input_ids"].shape[1]))
+
+
+def difference(text: torch.Tensor, expected: torch.Tensor, width: int) -> str:
+    """In words, how `text` differs from `expected`, `[B, P + T]`, of which `width` tokens are prompts."""
+    if text.shape != expected.shape:
+        return f"a text of shape {list(text.shape)} instead of {list(expected.shape)}"
+    row, place = (int(at) for at in (text != expected).nonzero()[0])
+    wrong = int((text != expected).sum())
+    new = expected[:, width:].numel()
+    return f"{wrong} of {new} new tokens differ, first token {place - width} of row {row}"
+
+
+def plain(model: PreTrainedModel, inputs: dict[str, torch.Tensor], notes: list[str]) -> torch.Tensor | None:
+    """What plain `generate()` returns, `[B, P + T]`; None if it fails."""
+    try:
+        return generate(model, inputs)
+    except Exception as error:
+        notes.append(f"plain generate() of {len(inputs['input_ids'])}: {last_line(error)}")
+        return None
+
+
+def calls_of(model: PreTrainedModel, notes: list[str]) -> Iterator[tuple[str, Call]]:
+    """Every call, by its name: both prompts as a batch, then each by itself."""
+    inputs = prompts(model)
+    batches = [inputs, *rows_of(inputs)]
+    texts = [plain(model, batch, notes) for batch in batches]
+    new = [None if text is None else text[:, -MAX_NEW_TOKENS:] for text in texts]
+    if all(text is not None for text in new):
+        if not torch.equal(new[0], torch.cat(new[1:])):
+            notes.append("plain generate() says something else of a padded batch than of its rows")
+        variety = [len(set(row.tolist())) for row in new[0]]
+        if max(variety) < 4:
+            notes.append(f"texts of few different tokens: {variety}")
+    for batch, text, continuation in zip(batches, texts, new, strict=True):
+        lengths = batch["attention_mask"].sum(dim=1).tolist()
+        if continuation is None:
+            continuation = torch.zeros(len(lengths), MAX_NEW_TOKENS, dtype=torch.int64)
+        answers = torch.nn.functional.pad(continuation, (0, 16), value=2)
+        where = "batch of two" if len(lengths) > 1 else f"row of {lengths[0]}"
+        yield (
+            f"{where}, scripted",
+            call(model, batch, text, lambda a=answers, n=lengths: OracleDrafter(model, a, n, ACCURACY)),
+        )
+        yield f"{where}, draft model", call(model, batch, text, lambda: random_draft_model(model))
+
+
+def run(name: str) -> Outcome:
+    """Build the class `name` and run all calls with it."""
+    start, result = time.perf_counter(), Outcome(name)
+    try:
+        model = build(name)
+        result.model_type = model.config.model_type
+    except Exception as error:  # whatever a class raises that is not made to be built so
+        result.error = last_line(error)
+    else:
+        judge(result, dict(calls_of(model, result.notes)))
+    result.seconds = round(time.perf_counter() - start, 2)
+    return result
+
+
+def judge(result: Outcome, calls: dict[str, Call]) -> None:
+    """Write what `calls`, by their names, come to into `result`."""
+    by_outcome = {
+        outcome: [(name, call) for name, call in calls.items() if call.outcome == outcome]
+        for outcome in (WRONG, CRASH, RIGHT, NO_TEXT, REFUSED)
+    }
+    result.outcome = next(outcome for outcome, found in by_outcome.items() if found)
+    if result.outcome == NO_TEXT:
+        result.error = result.notes[0]
+    if result.outcome in (WRONG, CRASH):
+        for outcome in (WRONG, CRASH):
+            result.notes += [f"{name}: {outcome}: {call.error}" for name, call in by_outcome[outcome]]
+        name, first = by_outcome[result.outcome][0]
+        result.error = f"{name}: {first.error}"
+    ran = [call for found in by_outcome.values() for _, call in found if call.engine is not None]
+    if ran:
+        result.engine, result.reason = ran[0].engine, ran[0].reason
+        refusals = {call.reason for _, call in by_outcome[REFUSED] if ROW_BY_ROW not in call.reason}
+        result.notes += [f"refused: {reason}" for reason in sorted(refusals)]
+    elif by_outcome[REFUSED]:
+        result.reason = by_outcome[REFUSED][0][1].reason
+
+
+def worker() -> None:
+    """Read names of classes from standard input and write their outcomes to standard output, one a line."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(asdict(run(line.strip()))), file=out, flush=True)
+
+
+class Worker:
+    """A process that runs classes, so that one which hangs or dies takes no other with it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def run(self, name: str, seconds: float = SECONDS_PER_CLASS) -> Outcome:
+        """The outcome of class `name`; a CRASH if its process dies or takes more than `seconds`."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            self.stop()
+            return Outcome(name, outcome=CRASH, error=f"took more than {seconds} s", seconds=seconds)
+        if not line:
+            return Outcome(name, outcome=CRASH, error=f"the process died with exit code {self._process.wait()}")
+        return Outcome(**json.loads(line))
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        self._process = process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._lines = lines = queue.Queue()
+
+        def read() -> None:
+            for line in process.stdout:
+                lines.put(line)
+            lines.put("")
+
+        threading.Thread(target=read, daemon=True).start()
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """`outcomes` as the Markdown of docs/targets.md."""
+    counts = Counter(kind_of(outcome) for outcome in outcomes)
+    lines = [
+        "# Targets",
+        "",
+        "Which engine runs which class of transformers, and whether the text is that of plain `generate()`.",
+        "",
+        f"Made by `python tests/helpers/zoo.py --write docs/targets.md` with transformers {transformers.__version__} "
+        f"and torch {torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in "
+        "the default configuration of its family, shrunk until windows, experts and top-k take effect, with random "
+        "weights in float32; text prompts, greedy, as a padded batch of two and one by one, with a drafter that is "
+        f"right at {ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
+        "",
+        f"| {len(outcomes)} classes | |",
+        "|---|---|",
+        *(f"| {kind} | {counts[kind]} |" for kind in KINDS if counts[kind]),
+        "",
+        "The static engine runs batches, the stock engine one row at a time.",
+        "",
+        "| class | engine | outcome | why |",
+        "|---|---|---|---|",
+    ]
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower()):
+        why = outcome.error if outcome.outcome in (WRONG, CRASH, NOT_BUILT, NO_TEXT) else outcome.reason
+        why = "" if outcome.engine == "static" and outcome.outcome == RIGHT else why.replace("|", "\\|")
+        lines.append(f"| {outcome.name} | {outcome.engine or ''} | {outcome.outcome} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+KINDS = (
+    "right on the static engine",
+    "right on the stock engine",
+    "refused with a reason",
+    "no text from a text prompt without a drafter either",
+    "not built",
+    "wrong",
+    "crash",
+)
+
+
+def kind_of(outcome: Outcome) -> str:
+    """The one of `KINDS` that `outcome` is of."""
+    if outcome.outcome == RIGHT:
+        return f"right on the {outcome.engine} engine"
+    return {REFUSED: KINDS[2], NO_TEXT: KINDS[3]}.get(outcome.outcome, outcome.outcome)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="CLASS", help="run only these classes, and print every note")
+    parser.add_argument("--write", type=Path, help="write the table of all classes here")
+    parser.add_argument("--json", type=Path, help="write outcomes here, one a line, as they come")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker()
+        return
+    if args.only and args.write:
+        parser.error("--write is for all classes, not for those of --only")
+    process, outcomes = Worker(), []
+    if args.json:
+        args.json.write_text("")
+    for name in args.only or class_names():
+        outcomes.append(outcome := process.run(name))
+        line = f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:13} {outcome.error or outcome.reason}"
+        print(line[:240], *(f"    {note}" for note in (outcome.notes if args.only else ())), sep="\n", flush=True)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+    process.stop()
+    if args.write:
+        args.write.parent.mkdir(exist_ok=True)
+        args.write.write_text(table(outcomes))
+    counts = Counter(kind_of(outcome) for outcome in outcomes)
+    print("; ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind]))
+    sys.exit(bool(counts[WRONG] or counts[CRASH]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The shipped drafters on the real model: SmolLM2-135M-Instruct."""
+
+import pytest
+import torch
+from shipped_drafters import DRAFTERS, chat_batches
+from transformers import dynamic_module_utils
+
+from hf_specdec import AutoDrafter
+
+pytestmark = pytest.mark.smollm2
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    from smollm2 import load_smollm2
+
+    return load_smollm2()
+
+
+@pytest.fixture(scope="module")
+def answers(smollm2):
+    """What the model says by itself to 40 chat prompts, as `(inputs, [20, P + 128])` for each half of them."""
+    model, tokenizer = smollm2
+    return [
+        (inputs, model.generate(**inputs, do_sample=False, max_new_tokens=128))
+        for inputs in chat_batches(tokenizer, 40, batch_size=20)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("folder", "rows"), list(zip(DRAFTERS, [20, 5], strict=True)), ids=[folder.name for folder in DRAFTERS]
+)
+def test_chat_outputs_are_identical_and_drafts_are_accepted(smollm2, answers, folder, rows):
+    """To all prompts with the one drafter, to the first `rows` of each half with the other."""
+    model, _ = smollm2
+    drafter = AutoDrafter.from_pretrained(folder, target=model, num_assistant_tokens=5)
+    rounds = committed = 0
+    for inputs, plain in answers:
+        some = {name: tensor[:rows] for name, tensor in inputs.items()}
+        out = model.generate(**some, do_sample=False, max_new_tokens=128, assistant_model=drafter)
+        assert torch.equal(out, plain[:rows, : out.shape[1]])
+        assert (plain[:rows, out.shape[1] :] == model.generation_config.pad_token_id).all()
+        rounds += drafter.stats.rounds
+        committed += drafter.stats.committed
+    assert committed / rounds > 2.0
+
+
+def test_sampled_tokens_follow_the_target(smollm2):
+    # The first two tokens, three candidates each: nine outcomes whose probabilities the target gives exactly.
+    model, tokenizer = smollm2
+    drafter = AutoDrafter.from_pretrained(DRAFTERS[0], target=model, num_assistant_tokens=1, draft_probs=True)
+    inputs = tokenizer("Once upon a time there was", return_tensors="pt")
+    draws, top_k, temperature = 256, 3, 1.5
+    torch.manual_seed(20)
+    counts: dict[tuple[int, int], int] = {}
+    for _ in range(draws // 128):
+        out = model.generate(
+            **inputs,
+            do_sample=True,
+            top_k=top_k,
+            temperature=temperature,
+            max_new_tokens=2,
+            num_return_sequences=128,
+            assistant_model=drafter,
+        )
+        for pair in out[:, -2:].tolist():
+            counts[tuple(pair)] = counts.get(tuple(pair), 0) + 1
+    assert drafter.stats.draft_probs
+    expected = first_two_tokens_law(model, inputs["input_ids"], top_k, temperature)
+    assert set(counts) <= set(expected)
+    statistic = sum((counts.get(pair, 0) - draws * p) ** 2 / (draws * p) for pair, p in expected.items())
+    assert statistic < 26.1  # the 99.9 % quantile of chi-square with 8 degrees of freedom
+
+
+@torch.no_grad()
+def first_two_tokens_law(model, input_ids, top_k, temperature) -> dict[tuple[int, int], float]:
+    def law(ids):
+        values, tokens = (model(ids).logits[0, -1].double() / temperature).topk(top_k)
+        return zip(tokens.tolist(), values.softmax(-1).tolist(), strict=True)
+
+    return {
+        (first, second): p_first * p_second
+        for first, p_first in law(input_ids)
+        for second, p_second in law(torch.cat([input_ids, torch.tensor([[first]])], dim=1))
+    }
+
+
+@pytest.mark.parametrize("folder", DRAFTERS, ids=lambda path: path.name)
+def test_custom_generate_of_the_card(smollm2, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    model, tokenizer = smollm2
+    inputs = tokenizer("The three primary colours are", return_tensors="pt")
+    options = {"do_sample": False, "max_new_tokens": 12}
+    out = model.generate(**inputs, **options, custom_generate=str(folder), trust_remote_code=True, drafter=str(folder))
+    assert torch.equal(out, model.generate(**inputs, **options))

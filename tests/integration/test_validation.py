@@ -1,0 +1,554 @@
+"""What cannot work is refused with an error that names the thing, and everything stays as it was."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lossless import PROMPTS
+from model_state import traces
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
+from targets import padded_prompts, tiny_target
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    WatermarkingConfig,
+)
+
+from hf_specdec import AutoDrafter, Drafter, DrafterConfig
+from hf_specdec.config import Eagle3Config
+from hf_specdec.drafters import Eagle3Drafter
+from hf_specdec.engine.buckets import useful_drafts
+from hf_specdec.integration.dispatch import UNUSED_SETTINGS, _warn
+from hf_specdec.integration.validation import _OTHER_DRAFTERS
+
+
+def refused(target, drafter, match, inputs=None, **options):
+    """Assert that a call is refused with an error of several parts, and that nothing has changed by it."""
+    before, bound = traces(target), drafter.is_bound
+    inputs = padded_prompts(PROMPTS[1]) if inputs is None else inputs
+    with pytest.raises(ValueError, match=match) as error:
+        target.generate(**inputs, **{"max_new_tokens": 6, "assistant_model": drafter, **options})
+    assert traces(target) == before and drafter.is_bound == bound
+    return str(error.value)
+
+
+@pytest.fixture
+def target():
+    return tiny_target("llama")
+
+
+@pytest.fixture
+def drafter(target):
+    return random_eagle3(target)
+
+
+def llama(**options):
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **options})).eval()
+
+
+# ---- drafters that do not fit
+
+
+@pytest.mark.core
+def test_unbound_drafter(target, drafter):
+    unbound = Eagle3Drafter(drafter.config)
+    message = refused(target, unbound, "Eagle3Drafter is not bound to a target")
+    assert "drafter.bind(model)" in message
+
+
+@pytest.mark.core
+def test_drafter_bound_to_another_target(drafter):
+    refused(llama(), drafter, r"bound to another target than the one that generates; call drafter\.bind")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"hidden_size": 64}, "made for a target with hidden_size 32, but llama has hidden_size 64"),
+        ({"vocab_size": 128}, "made for a vocabulary of 96 tokens, but llama has 128"),
+        ({"num_hidden_layers": 5}, r"reads the auxiliary hidden states \[1, 3, 6\], but llama has 5 layers"),
+    ],
+)
+def test_drafter_for_another_model(target, drafter, options, match):
+    other = llama(**options)
+    before = traces(other)
+    unbound = Eagle3Drafter(drafter.config)
+    for one in (unbound, drafter):
+        with pytest.raises(ValueError, match=match) as error:
+            one.bind(other)
+        assert "drafter for another model" in str(error.value)
+    assert not unbound.is_bound and unbound.aux_hidden_state_layer_ids == drafter.config.aux_hidden_state_layer_ids
+    assert traces(other) == before
+    plain = target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=6)
+    out = target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=6, assistant_model=drafter)
+    assert torch.equal(out, plain), "a refused bind() broke the binding before it"
+
+
+@pytest.mark.core
+def test_default_layer_ids_need_a_deep_enough_target(drafter):
+    config = Eagle3Config(
+        **{**drafter.config.to_dict(), "aux_hidden_state_layer_ids": None, "num_aux_hidden_states": 3}
+    )
+    unbound = Eagle3Drafter(config)
+    with pytest.raises(
+        ValueError,
+        match=r"reads 3 auxiliary hidden states, but the rule for 4 layers .* \[1, 2\]; pass `aux_hidden_state_",
+    ):
+        unbound.bind(llama(num_hidden_layers=4))
+    assert not unbound.is_bound
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("what", ["embedding", "head"])
+def test_missing_weights_to_share(drafter, what):
+    other = llama(hidden_size=64)
+    options = {f"own_{what}": False, "target_hidden_size": 64}
+    unbound = Eagle3Drafter(Eagle3Config(**{**drafter.config.to_dict(), **options}))
+    with pytest.raises(ValueError, match=f"no {what} of its own, and the target's is 64 wide .* needs 32"):
+        unbound.bind(other)
+    with pytest.raises(ValueError, match=f"no {what} of its own and must borrow the target's, but that is offloaded"):
+        unbound.bind(llama(hidden_size=64).to("meta"))
+    assert not unbound.is_bound
+
+
+@pytest.mark.core
+def test_drafter_without_weights(target, drafter):
+    refused(target, drafter.to("meta"), "drafter is on the meta device, so it has no weights")
+
+
+@pytest.mark.core
+def test_drafter_on_another_device(target, drafter, monkeypatch):
+    monkeypatch.setattr(Eagle3Drafter, "device", torch.device("cuda", 1))
+    message = refused(target, drafter, "drafter is on cuda:1 and LlamaForCausalLM on cpu; expected the same device")
+    assert "drafter.to('cpu')" in message
+
+
+@pytest.mark.core
+def test_drafter_without_propose(target):
+    class Nothing(Drafter):
+        device = torch.device("cpu")
+
+    nothing = Nothing(DrafterConfig(vocab_size=96))
+    with pytest.raises(NotImplementedError, match=r"Nothing does not implement bind\(\)"):
+        nothing.bind(target)
+    nothing._target_config = target.config
+    before = traces(target)
+    with pytest.raises(NotImplementedError, match=r"Nothing does not implement propose\(\)"):
+        target.generate(**padded_prompts(PROMPTS[1]), assistant_model=nothing, max_new_tokens=4)
+    assert traces(target) == before
+
+
+# ---- settings
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("number", [0, -3, 2.5, True])
+def test_number_of_drafts(target, drafter, number):
+    match = rf"num_assistant_tokens is {number!r}; expected an integer of at least 1"
+    with pytest.raises(ValueError, match=match):
+        drafter.configure(num_assistant_tokens=number)
+    assert drafter.num_assistant_tokens == drafter.config.num_assistant_tokens
+    with pytest.raises(ValueError, match=rf"num_assistant_tokens is {number!r}; expected"):
+        DrafterConfig(num_assistant_tokens=number)
+    for engine in ("static", "stock"):
+        drafter.configure(engine=engine)
+        refused(target, drafter, match, num_assistant_tokens=number)
+        refused(target, drafter, match, generation_config=GenerationConfig(num_assistant_tokens=number))
+
+
+@pytest.mark.core
+def test_other_settings(drafter):
+    with pytest.raises(ValueError, match="engine is 'fast'; expected one of 'auto', 'static', 'stock'"):
+        drafter.configure(engine="fast")
+    with pytest.raises(ValueError, match="draft_probs is 'yes'; expected True, False or \"auto\""):
+        drafter.configure(draft_probs="yes")
+    with pytest.raises(ValueError, match='verification is \'tree\'; expected "token" or "block"'):
+        drafter.configure(verification="tree")
+    assert drafter.engine == "auto" and drafter.draft_probs == "auto" and drafter.verification == "token"
+    with pytest.raises(ValueError, match="draft_vocab_size is 200; expected 1 to vocab_size = 96"):
+        DrafterConfig(vocab_size=96, draft_vocab_size=200)
+
+
+# ---- targets and calls that cannot be sped up
+
+
+@pytest.mark.core
+def test_target_in_training_mode():
+    target = llama().train()
+    drafter = random_eagle3(target)
+    refused(target, drafter, r"LlamaForCausalLM is in training mode.*; call model\.eval\(\) first")
+
+
+@pytest.mark.core
+def test_offloaded_target(drafter):
+    target = llama()
+    drafter.bind(target)
+    target.to("meta")
+    refused(target, drafter, "first weights of LlamaForCausalLM are offloaded .* expected them in memory")
+
+
+@pytest.mark.core
+def test_encoder_decoder(drafter):
+    sizes = {"vocab_size": 96, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    target = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    refused(target, drafter, "T5ForConditionalGeneration is an encoder-decoder; hf_specdec drafts for decoder-only")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"use_cache": False}, "use_cache is False, .* drop that option"),
+        ({"num_beams": 3}, "num_beams"),
+        ({"num_beams": 3, "do_sample": True}, "num_beams"),
+        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is 0.5, which accepts drafts lossily"),
+        ({"seeds": [1, 2]}, r"seeds has shape \(2,\), but the call has 1 rows"),
+        ({"seeds": [0.5]}, r"seeds is \[0.5\]; expected integers of 64 bits"),
+        ({"seeds": [2**64]}, r"seeds is \[18446744073709551616\]; expected integers of 64 bits"),
+        ({"seeds": ["a"]}, r"seeds is \['a'\]; expected integers of 64 bits"),
+        (
+            {"synced_gpus": True},
+            r"synced_gpus is set: .* \(FSDP or .* expected a target that a process can run by itself",
+        ),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, which asks for drafts of another kind"),
+        ({"assistant_early_exit": 2}, "assistant_early_exit is 2, .* Drop that option or assistant_model"),
+        ({"use_mtp": True}, "use_mtp is True, .* Drop that option or assistant_model"),
+        ({"dola_layers": "low"}, "dola_layers is 'low', which asks for DoLa decoding, .* Drop that option"),
+        (
+            {"custom_generate": lambda model, input_ids, **_: input_ids},
+            "custom_generate is .* calls without the assist",
+        ),
+        ({"speculation_type": "dflash"}, "speculation_type is 'dflash', .* Drop that option or assistant_model"),
+        ({"assistant_tokenizer": object()}, "assistant_tokenizer was given, .* Drop that option"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state .* without a drafter"),
+        (
+            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7]), "do_sample": True},
+            "SynthIDTextWatermarkLogitsProcessor keeps state .* without a drafter",
+        ),
+    ],
+)
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_unsupported_options(target, drafter, options, match, engine):
+    refused(target, drafter.configure(engine=engine), match, **options)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("assistant", [AutoDrafter, Eagle3Drafter])
+def test_class_in_place_of_a_drafter(target, assistant):
+    with pytest.raises(ValueError, match=f"assistant_model is the class {assistant.__name__}; expected a drafter"):
+        target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=4, assistant_model=assistant)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_use_cache_false_in_a_config(engine):
+    """Training leaves the setting behind in a model; a call that asks for it is refused, see above."""
+    target = llama(use_cache=False)
+    target.generation_config.use_cache = False
+    drafter = random_eagle3(target).configure(engine=engine)
+    options = {**padded_prompts(PROMPTS[1]), "max_new_tokens": 8, "do_sample": False}
+    plain, before = target.generate(**options), traces(target)
+    out = target.generate(**options, assistant_model=drafter)
+    assert torch.equal(out, plain) and drafter.stats.engine == engine and traces(target) == before
+    refused(target, drafter, "use_cache is False", generation_config=GenerationConfig(use_cache=False))
+    assert target.generation_config.use_cache is False
+
+
+# ---- prompts
+
+
+IDS = torch.tensor([[5, 9, 33, 7, 21]])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    ("inputs", "match"),
+    [
+        ({"input_ids": IDS[:0]}, r"input_ids has shape \[0, 5\]; expected \[batch, length\]"),
+        ({"input_ids": IDS[:, :0]}, r"input_ids has shape \[1, 0\]; expected \[batch, length\]"),
+        ({"input_ids": IDS[None]}, r"input_ids has shape \[1, 1, 5\]; expected \[batch, length\]"),
+        ({"input_ids": IDS.float()}, r"input_ids is torch.float32; expected token ids, torch.int64 or torch.int32"),
+        ({"input_ids": IDS.half()}, "input_ids is torch.float16; expected token ids"),
+        ({"input_ids": IDS.bool()}, "input_ids is torch.bool; expected token ids"),
+        ({"input_ids": IDS.to(torch.uint8)}, "input_ids is torch.uint8; expected token ids"),
+        ({"attention_mask": [[0, 1, 1, 1, 1]] * 2}, r"attention_mask has shape \[2, 5\] and input_ids \[1, 5\]"),
+        ({"attention_mask": [0, 1, 1, 1, 1]}, r"attention_mask has shape \[5\] and input_ids \[1, 5\]"),
+        ({"attention_mask": [[0, 1, 1, 1, 1, 1]]}, r"attention_mask has shape \[1, 6\] and input_ids \[1, 5\]"),
+        ({"attention_mask": [[0, 2, 2, 2, 2]]}, "attention_mask holds 2; expected 0 for padding and 1 for tokens"),
+        ({"attention_mask": [[0.0, 0.5, 1.0, 1.0, 1.0]]}, "attention_mask holds 0.5; expected 0 for padding"),
+    ],
+)
+def test_invalid_prompts(target, drafter, inputs, match, engine):
+    inputs = {"input_ids": IDS, **inputs}
+    if "attention_mask" in inputs:
+        inputs["attention_mask"] = torch.tensor(inputs["attention_mask"])
+    refused(target, drafter.configure(engine=engine), match, inputs=inputs)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("token", [96, 2000, -1])
+@pytest.mark.parametrize("padded", [False, True])
+def test_token_ids_outside_the_vocabulary(target, drafter, token, padded):
+    """On a GPU such a token ends the process."""
+    inputs = {"input_ids": torch.tensor([[5, token, 7], [4, 5, 6]])}
+    if padded:
+        inputs["attention_mask"] = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    match = f"input_ids holds the token {token}, but LlamaForCausalLM has tokens 0 to 95"
+    refused(target, drafter, match, inputs=inputs)
+
+
+@pytest.mark.core
+def test_padding_token_outside_the_vocabulary(target, drafter):
+    """It is not read."""
+    inputs, strange = padded_prompts(PROMPTS[3]), padded_prompts(PROMPTS[3])
+    strange["input_ids"] = strange["input_ids"].where(strange["attention_mask"] == 1, 500)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    width, plain = inputs["input_ids"].shape[1], target.generate(**inputs, **options)
+    out = target.generate(**strange, **options, assistant_model=drafter)
+    assert torch.equal(out[:, width:], plain[:, width:])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input_ids": IDS.int()},
+        {"inputs": IDS, "input_ids": None},
+        {"attention_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])},
+        {"attention_mask": torch.tensor([[False, True, True, True, True]])},
+        {"max_new_tokens": 4.0},
+        {"max_new_tokens": 4.5},
+        {"num_return_sequences": 1},
+    ],
+)
+def test_unusual_prompts(target, drafter, inputs, engine):
+    options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False, **inputs}
+    plain = target.generate(**options)
+    out = target.generate(**options, assistant_model=drafter.configure(engine=engine))
+    assert torch.equal(out, plain) and out.dtype == plain.dtype
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": None, "max_length": 3},
+        {"max_new_tokens": None, "max_length": 5},
+        {"num_return_sequences": 2},
+        {"inputs": IDS},
+        {"temperature": -1.0, "do_sample": True},
+    ],
+)
+def test_errors_of_transformers_are_unchanged(target, drafter, options, engine):
+    options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False, **options}
+    with pytest.raises(ValueError) as plain:
+        target.generate(**options)
+    with pytest.raises(ValueError) as ours:
+        target.generate(**options, assistant_model=drafter.configure(engine=engine))
+    assert str(ours.value) == str(plain.value)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_number_of_drafts_from_numpy(target, drafter, engine):
+    options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False}
+    number = np.int64(3)
+    out = target.generate(**options, assistant_model=drafter.configure(engine=engine), num_assistant_tokens=number)
+    assert torch.equal(out, target.generate(**options))
+    assert drafter.stats.num_assistant_tokens == 3 and type(drafter.stats.num_assistant_tokens) is int
+
+
+# ---- more drafts than there is room for
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_no_drafts_beyond_the_remaining_tokens(target, kind, engine, monkeypatch):
+    drafter, drawn = RANDOM_DRAFTERS[kind](target).configure(engine=engine), []
+    join = drafter.join
+    monkeypatch.setattr(drafter, "join", lambda *args: (drawn.append(join(*args)), drawn[-1])[1])
+    options = {**padded_prompts(PROMPTS[1]), "max_new_tokens": 3, "do_sample": False}
+    out = target.generate(**options, assistant_model=drafter, num_assistant_tokens=1000)
+    assert torch.equal(out, target.generate(**options))
+    assert drawn and all(proposal.tokens.shape[1] <= 3 for proposal in drawn)
+    stats = drafter.stats
+    assert stats.num_assistant_tokens == len(stats.drafted_per_position) == 1000
+    first = 1 if engine == "stock" else 0  # a token that comes with the prompt, before there are drafts
+    assert sum(stats.drafted_per_position[3:]) == 0 and stats.committed == 3 - first
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("room", [1, 2, 9])
+def test_samples_do_not_depend_on_drafts_beyond_the_remaining_tokens(target, room, verification, monkeypatch):
+    options = {**padded_prompts(PROMPTS[3]), "do_sample": True, "max_new_tokens": room, "seeds": 7}
+
+    def say(number):
+        drafter = copy_of(target, noise=0.2).configure(verification=verification)
+        out = target.generate(**options, assistant_model=drafter, num_assistant_tokens=number)
+        return out.tolist(), [row.accepted for row in drafter.stats.rows]
+
+    cut = say(40)
+    monkeypatch.setattr("hf_specdec.engine.static_engine.useful_drafts", lambda asked, room, is_kept: asked)
+    assert say(40) == cut
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("asked", "room", "is_kept", "expected"),
+    [(5, 3, False, 3), (5, 100, False, 5), (0, 7, False, 0), (5, 3, True, 5), (1000, 3, True, 16), (40, 20, True, 32)],
+)
+def test_useful_drafts(asked, room, is_kept, expected):
+    assert useful_drafts(asked, room, is_kept) == expected
+
+
+@pytest.mark.core
+def test_pipeline_stages():
+    target = llama()
+    drafter = random_eagle3(target)
+    target.config.distributed_config = SimpleNamespace(pp_size=4)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM is split into 4 pipeline stages, .* expected a whole target"
+    ):
+        target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=4, assistant_model=drafter)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("what", ["embedding", "head"])
+def test_weights_that_cannot_be_shared(drafter, what):
+    other = llama()
+    module = other.get_input_embeddings() if what == "embedding" else other.get_output_embeddings()
+    unbound = Eagle3Drafter(Eagle3Config(**{**drafter.config.to_dict(), f"own_{what}": False}))
+    for weight, words in (
+        (torch.zeros(96 * 32, 1, dtype=torch.uint8), "expected a module with a floating-point `weight`"),
+        (torch.zeros(0), r"that has shape \[0\]; expected \[vocabulary, width\]. It is sharded"),
+    ):
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(ValueError, match=f"no {what} of its own and must borrow the target's, but .*{words}"):
+            unbound.bind(other)
+        assert not unbound.is_bound
+
+
+@pytest.mark.core
+def test_every_setting_of_assisted_generation_is_honoured_refused_or_warned_about(target, drafter, caplog):
+    """None of transformers' settings for its own assistants is ignored without a word."""
+    about_drafts = ("assistant", "lookbehind", "lookup", "matching", "mtp", "speculation")
+    settings = {name for name in vars(GenerationConfig()) if any(part in name for part in about_drafts)}
+    assert settings == {
+        "num_assistant_tokens",  # honoured
+        "is_assistant",  # says of a model that it is one, which asks for nothing
+        "assistant_ensemble_weight",
+        *_OTHER_DRAFTERS,
+        *UNUSED_SETTINGS,
+    }
+    values = {
+        "num_assistant_tokens_schedule": "heuristic",
+        "assistant_confidence_threshold": 0.7,
+        "assistant_lookbehind": 7,
+        "target_lookbehind": 7,
+        "max_matching_ngram_size": 7,
+    }
+    inputs, options = padded_prompts(PROMPTS[1]), {"do_sample": False, "max_new_tokens": 6}
+    plain = target.generate(**inputs, **options)
+    assert values.keys() == UNUSED_SETTINGS.keys()
+    for name, value in values.items():
+        caplog.clear()
+        _warn.cache_clear()
+        out = target.generate(**inputs, **options, assistant_model=drafter, **{name: value})
+        assert torch.equal(out, plain)
+        assert f"{name}={value!r} has no effect" in caplog.text
+    caplog.clear()
+    target.generate(**inputs, **options, assistant_model=drafter)
+    neutral = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    target.generate(**inputs, **options, assistant_model=drafter, **neutral)
+    assert "no effect" not in caplog.text
+
+
+@pytest.mark.core
+def test_block_verification_is_not_promised_by_the_stock_engine(target, drafter, caplog):
+    _warn.cache_clear()
+    drafter.configure(engine="stock", verification="block")
+    target.generate(**padded_prompts(PROMPTS[1]), do_sample=True, max_new_tokens=4, assistant_model=drafter)
+    assert "verification='block' has no effect on the stock engine" in caplog.text
+
+
+@pytest.mark.core
+def test_stateless_watermark_works(target, drafter):
+    options = {"watermarking_config": WatermarkingConfig(bias=8.0), "do_sample": False, "max_new_tokens": 12}
+    plain = target.generate(**padded_prompts(PROMPTS[3]), **options)
+    out = target.generate(**padded_prompts(PROMPTS[3]), **options, assistant_model=drafter)
+    assert torch.equal(out, plain)
+
+
+def masked(rows):
+    mask = torch.tensor(rows)
+    return {"input_ids": torch.full(mask.shape, 5), "attention_mask": mask}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("rows", "row"),
+    [
+        ([[1, 1, 1, 1], [1, 1, 1, 0]], 1),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], 0),
+        ([[0, 1, 1, 1], [0, 1, 0, 1]], 1),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], 1),
+        ([[1, 1, 1, 0]], 0),
+    ],
+)
+def test_padding_that_is_not_on_the_left(target, drafter, rows, row):
+    message = refused(target, drafter, f"Row {row} of the batch has an attention_mask", inputs=masked(rows))
+    assert str(rows[row])[:-1] in message and "padding_side = 'left'" in message
+
+
+@pytest.mark.core
+def test_embeddings_without_tokens(target, drafter):
+    inputs = {"inputs_embeds": target.get_input_embeddings()(torch.tensor([[5, 6, 7]])).detach()}
+    refused(target, drafter, "inputs_embeds without input_ids, but a drafter reads token ids", inputs=inputs)
+
+
+@pytest.mark.core
+def test_batch_on_the_stock_engine(target, drafter):
+    drafter.configure(engine="stock")
+    message = refused(target, drafter, "one row at a time, but the batch has 3", inputs=padded_prompts(PROMPTS[3]))
+    assert "forced by engine='stock'" in message and "without assistant_model" in message
+    refused(target, drafter, "the batch has 2", num_return_sequences=2, do_sample=True)
+    hybrid = tiny_target("qwen3-next")
+    message = refused(hybrid, random_eagle3(hybrid), "batch has 3", inputs=padded_prompts(PROMPTS[3]))
+    assert "linear-attention" in message
+
+
+@pytest.mark.core
+def test_errors_keep_the_statistics_of_the_last_call(target, drafter):
+    target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=6, assistant_model=drafter)
+    stats = drafter.stats
+    refused(target, drafter, "use_cache", use_cache=False)
+    refused(target, drafter, "guidance_scale|Guidance", guidance_scale=1.5)
+    assert drafter.stats is stats
+
+
+@pytest.mark.core
+def test_an_oracle_is_refused_like_any_drafter(target):
+    drafter = OracleDrafter(target, torch.zeros(1, 4, dtype=torch.int64), [9])
+    refused(llama(), drafter, "OracleDrafter is bound to another target")

@@ -1,0 +1,319 @@
+"""Attention over the ragged cache, and the writes to it: Triton against its references, and guarantees of both.
+
+On a machine without a GPU the kernels run in Triton's interpreter.
+"""
+
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hf_specdec.kernels.attention import attention, choose_splits
+from hf_specdec.kernels.kv_cache import write_kv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specdec.kernels import attention_reference, kv_cache_reference
+from hf_specdec.patching.cache import RaggedCache
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+NAN = float("nan")
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned_allocations():
+    """Outputs and workspaces begin as NaN, so that what a kernel leaves out is seen."""
+    new_empty = torch.Tensor.new_empty
+
+    def new_poisoned(self, *size, **kwargs):
+        out = new_empty(self, *size, **kwargs)
+        return out.fill_(NAN) if out.is_floating_point() else out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", new_poisoned)
+        yield
+
+
+class Case(NamedTuple):
+    """A call of `attention`; each row's queries end at the slot in `lasts`, those named in `padding` are padding."""
+
+    lasts: list[int]
+    slots: int
+    num_queries: int = 1
+    kv_heads: int = 1
+    groups: int = 1
+    dim: int = 16
+    value_dim: int | None = None
+    padding: tuple[tuple[int, int], ...] = ()
+    options: tuple[str, ...] = ()
+    window: int = 7
+    starts: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        heads = self.kv_heads * self.groups
+        every = {"window": self.window, "sinks": torch.linspace(-1.0, 1.0, heads, device=DEVICE), "softcap": 5.0}
+        every["starts"] = None if self.starts is None else torch.tensor(self.starts, device=DEVICE)
+        return {"scaling": self.dim**-0.5} | {name: every[name] for name in self.options}
+
+    def positions(self) -> torch.Tensor:
+        positions = torch.tensor(self.lasts)[:, None] - self.num_queries + 1 + torch.arange(self.num_queries)
+        for row, column in self.padding:
+            positions[row, column] = self.slots - 1
+        return positions.to(DEVICE)
+
+    def inputs(self) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        batch, heads, value_dim = len(self.lasts), self.kv_heads * self.groups, self.value_dim or self.dim
+        # As transformers and the cache hand them over: [B, n, heads, D], seen as [B, heads, n, D].
+        return [
+            torch.randn(batch, *size, generator=generator).to(DEVICE, self.dtype).transpose(1, 2)
+            for size in (
+                (self.num_queries, heads, self.dim),
+                (self.slots, self.kv_heads, self.dim),
+                (self.slots, self.kv_heads, value_dim),
+            )
+        ]
+
+
+def check(case: Case, num_splits: int | None = None) -> None:
+    query, key, value = case.inputs()
+    positions = case.positions()
+    is_live = positions < case.slots - 1
+    if "starts" in case.options:
+        is_live &= positions >= case.keywords["starts"][:, None]
+    expected = attention_reference.attention(query.double(), key.double(), value.double(), positions, **case.keywords)
+    assert expected.isfinite().all()
+    for row, here in enumerate(is_live):  # what no live query of the row may see is poison
+        live = positions[row][here].tolist()
+        first = max(0, min(live) - case.window + 1) if live and "window" in case.options else 0
+        first = max(first, case.starts[row]) if "starts" in case.options else first
+        for states in (key, value):
+            states[row, :, :first] = NAN
+            states[row, :, max(live, default=-1) + 1 :] = NAN
+    got = attention(query, key, value, positions, **case.keywords, num_splits=num_splits)
+    assert got.shape == expected.shape and got.dtype == case.dtype
+    assert (got[~is_live] == 0.0).all()
+    if is_live.any():
+        error = (got[is_live].double() - expected[is_live]).norm() / expected[is_live].norm()
+        assert error < TOLERANCES[case.dtype]
+
+
+@every_dtype
+@pytest.mark.parametrize("num_queries", [1, 3])
+@pytest.mark.parametrize(
+    "options", [(), ("window",), ("sinks",), ("softcap",), ("window", "sinks", "softcap")], ids=str
+)
+@pytest.mark.parametrize("num_splits", [1, 2, 7])
+def test_equals_reference(dtype, num_queries, options, num_splits):
+    slots = 290
+    lasts, padding = [num_queries - 1, 77, slots - 2], ((1, num_queries - 1),)
+    case = Case(lasts, slots, num_queries, 2, 2, 24, padding=padding, options=options, dtype=dtype)
+    check(case, num_splits)
+    if "window" in options:
+        check(case._replace(window=150), num_splits)
+
+
+@every_dtype
+@pytest.mark.parametrize("options", [("starts",), ("starts", "window"), ("starts", "sinks", "softcap")], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2, 7])
+def test_slots_before_the_start_of_a_row_are_not_read(dtype, options, num_splits):
+    """Starts before, inside and behind the queries; those before their row's start are padding."""
+    slots = 290
+    case = Case([40, 77, 150, slots - 2, 6], slots, 3, 2, 2, 24, options=options, dtype=dtype)
+    check(case._replace(starts=(0, 76, 33, 250, 20)), num_splits)
+    check(case._replace(starts=(40, 77, 149, slots - 2, 5), window=150), num_splits)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("dim", "value_dim"),
+    [(16, 16), (24, 24), (64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (16, 40)],
+)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_head_sizes(dtype, dim, value_dim, num_splits):
+    check(Case([20, 148], 150, 5, 1, 4, dim, value_dim, padding=((0, 4),), dtype=dtype), num_splits)
+
+
+@pytest.mark.parametrize("options", [(), ("window", "sinks")], ids=str)
+def test_prompts(options):
+    """As in prefill: hundreds of queries, rows of which begin or end with padding."""
+    padding = tuple((0, column) for column in range(250, 300)) + tuple((1, column) for column in range(30))
+    check(Case([299, 310], 320, 300, 1, 3, 16, padding=padding, options=options))
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("num_queries", "kv_heads", "groups", "dim"), [(64, 1, 8, 16), (7, 2, 12, 16), (5, 1, 17, 200)]
+)
+@pytest.mark.parametrize("options", [(), ("window", "sinks")], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_more_rows_of_a_key_head_than_one_program_takes(dtype, num_queries, kv_heads, groups, dim, options, num_splits):
+    check(Case([128], 130, num_queries, kv_heads, groups, dim, options=options, dtype=dtype), num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_program_reads_up_to_its_own_last_query(num_splits):
+    num_queries, groups, slots, dim = 64, 8, 130, 16
+    query = torch.ones(1, groups, num_queries, dim, device=DEVICE)
+    key, value = torch.ones(2, 1, 1, slots, dim, device=DEVICE)
+    value[:, :, num_queries // 2 :] = NAN  # Even a weight of 0 would let it through.
+    positions = torch.arange(num_queries, device=DEVICE)[None]
+    got = attention(query, key, value, positions, scaling=dim**-0.5, num_splits=num_splits)
+    assert (got[:, : num_queries // 2] == 1.0).all()
+
+
+@pytest.mark.parametrize("options", [(), ("window",), ("sinks",), ("softcap",)], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_rows_without_a_live_query_read_nothing(options, num_splits):
+    padding = ((0, 0), (0, 1), (2, 0), (2, 1))
+    check(Case([60, 60, 60], 70, 2, 1, 2, padding=padding, options=options), num_splits)
+    check(Case([60], 70, 2, 1, 2, padding=padding[:2], options=options), num_splits)
+
+
+def draw_case(random: Random) -> Case:
+    num_queries, kv_heads = random.choice([1, 2, 3, 5, 8, 17]), random.randint(1, 3)
+    slots = random.randint(num_queries + 1, 400)
+    lasts = [random.choice([num_queries - 1, slots - 2, random.randint(num_queries - 1, slots - 2)]) for _ in range(2)]
+    return Case(
+        lasts,
+        slots,
+        num_queries,
+        kv_heads,
+        groups=random.randint(1, 16 if kv_heads == 1 else 4),
+        dim=random.choice([16, 24, 64, 80]),
+        value_dim=random.choice([None, 16, 48]),
+        padding=tuple((row, column) for row in range(2) for column in range(num_queries) if random.random() < 0.2),
+        options=tuple(name for name in ("window", "sinks", "softcap") if random.random() < 0.4),
+        window=random.choice([1, 7, 100, random.randint(1, 400)]),
+        seed=random.randrange(1000),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([None, 1, 2, 3, 8, 33]))
+def test_random_cases(random, num_splits):
+    check(draw_case(random), num_splits)
+
+
+@pytest.mark.parametrize("num_programs", [1, 8, 24, 64, 256, 1024])
+@pytest.mark.parametrize("reach", [1, 127, 512, 4096, 131072])
+def test_number_of_splits(num_programs, reach):
+    num_splits = choose_splits(num_programs, reach, num_multiprocessors=132)
+    assert 1 <= num_splits <= max(1, reach // 128)
+    assert num_splits == 1 or (num_splits - 1) * num_programs < 4 * 132
+    assert num_splits * num_programs >= 4 * 132 or num_splits in (128, max(1, reach // 128))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 5.0}, {"window": 3, "softcap": 5.0}], ids=str)
+def test_reference_is_finite_for_padding_queries(options):
+    query, key, value = torch.randn(3, 1, 2, 8, 16)
+    positions = torch.tensor([[0, 1, 2, 6, 7, 8, 11, 1000]])
+    assert attention_reference.attention(query, key, value, positions, scaling=0.25, **options).isfinite().all()
+
+
+@pytest.mark.parametrize("attend", [attention_reference.attention, attention], ids=["torch", "triton"])
+def test_cache_views_serve_every_live_query(attend):
+    """Whatever bound the host has, a query at the last live slot is not taken for a padding column."""
+    slots, num_queries, dim = 40, 3, 16
+    for live in (3, 17, slots - 1, slots, slots + 5):
+        cache = RaggedCache(num_layers=1, slots=slots)
+        last = min(live, slots - 1) - 1
+        positions = torch.tensor([[last - 2, last - 1, last], [0, 1, slots - 1]], device=DEVICE)
+        cache.advance(positions, live)
+        query, key, value = torch.randn(3, 2, 2, num_queries, dim, device=DEVICE)
+        keys, values = cache.update(key, value, 0)
+        layer = cache.layers[0]
+        whole = attention_reference.attention(
+            query, layer.keys.transpose(1, 2), layer.values.transpose(1, 2), positions, scaling=0.25
+        )
+        got = attend(query, keys, values, positions, scaling=0.25)
+        is_live = positions < slots - 1
+        torch.testing.assert_close(got[is_live], whole[is_live])
+        assert got.isfinite().all()
+
+
+def draw_states(batch, num_states, kv_heads, dim, value_dim, dtype):
+    """New states as projections give them: values a part of a wider product."""
+    key_states = torch.randn(batch, num_states, kv_heads, dim).to(DEVICE, dtype).transpose(1, 2)
+    wide = torch.randn(batch, num_states, kv_heads, dim + value_dim).to(DEVICE, dtype).transpose(1, 2)
+    return key_states, wide[..., dim:]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dim", "value_dim"), [(1, 16, 16), (8, 128, 128), (3, 24, 40), (40, 192, 128), (5, 80, 80)]
+)
+@pytest.mark.parametrize("num_states", [1, 9])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16])
+def test_written_keys_and_values_equal_the_reference(kv_heads, dim, value_dim, num_states, cache_dtype):
+    torch.manual_seed(0)
+    batch, slots = 3, 30
+    states = draw_states(batch, num_states, kv_heads, dim, value_dim, torch.float32)
+    positions = torch.stack([torch.randperm(slots)[:num_states] for _ in range(batch)]).to(DEVICE)
+    caches = [
+        [torch.full((batch, slots, kv_heads, size), NAN, dtype=cache_dtype, device=DEVICE) for size in (dim, value_dim)]
+        for _ in range(2)
+    ]
+    for write, cache in zip((kv_cache_reference.write_kv, write_kv), caches, strict=True):
+        write(*cache, *states, positions)
+    for expected, got in zip(*caches, strict=True):
+        assert torch.equal(expected.nan_to_num(nan=7.0), got.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("write", [kv_cache_reference.write_kv, write_kv], ids=["torch", "triton"])
+def test_writes_to_the_dummy_slot_touch_no_other_slot(write):
+    batch, slots, kv_heads, dim = 2, 10, 2, 16
+    states = draw_states(batch, 6, kv_heads, dim, dim, torch.float32)
+    cache = [torch.full((batch, slots, kv_heads, dim), NAN, device=DEVICE) for _ in range(2)]
+    positions = torch.tensor([[9, 9, 3, 9, 4, 9], [9] * 6], device=DEVICE)
+    write(*cache, *states, positions)
+    for buffer, source in zip(cache, states, strict=True):
+        assert torch.equal(buffer[0, 3], source[0, :, 2]) and torch.equal(buffer[0, 4], source[0, :, 4])
+        written = buffer.isfinite().all(dim=(2, 3))
+        assert written.nonzero().tolist() == [[0, 3], [0, 4], [0, 9], [1, 9]]
+        assert (~buffer.isnan()).sum() == 4 * kv_heads * dim
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("options", [(), ("window", "sinks", "softcap")], ids=str)
+@pytest.mark.parametrize("batch", [1, 40])
+def test_a_graph_replays_with_other_positions(options, batch):
+    """One capture serves every length: writing and attending, with one split and with many."""
+    slots, num_queries, kv_heads, groups, dim = 2000, 4, 8, 4, 64
+    case = Case([num_queries - 1] * batch, slots, num_queries, kv_heads, groups, dim, options=options, window=600)
+    case = case._replace(dtype=torch.bfloat16)
+    query, key, value = case.inputs()
+    keys, values = key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
+    states = [buffer[:, :num_queries].transpose(1, 2).clone() for buffer in (keys, values)]
+    positions, keywords = case.positions(), case.keywords
+
+    def write_and_attend():
+        write_kv(keys, values, *states, positions)
+        return attention(query, keys.transpose(1, 2), values.transpose(1, 2), positions, **keywords)
+
+    write_and_attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = write_and_attend()
+    random = Random(0)
+    for _ in range(5):
+        lasts = [random.randint(num_queries - 1, slots - 2) for _ in range(batch)]
+        positions.copy_(case._replace(lasts=lasts, padding=((0, 3),)).positions())
+        for new in states:
+            new.normal_()
+        graph.replay()
+        is_live = positions < slots - 1
+        expected = attention_reference.attention(
+            query.double(), keys.transpose(1, 2).double(), values.transpose(1, 2).double(), positions, **keywords
+        )
+        error = (out[is_live].double() - expected[is_live]).norm() / expected[is_live].norm()
+        assert error < TOLERANCES[torch.bfloat16] and (out[~is_live] == 0.0).all()

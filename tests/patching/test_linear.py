@@ -1,0 +1,65 @@
+"""Products with weights read them once, however many rows a batch has."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from lossless import PROMPTS, greedy
+from oracle import RANDOM_DRAFTERS
+from targets import padded_prompts, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.patching.linear import patched_linear
+from hf_specdec.patching.patch import engine
+
+
+class WatchProducts(TorchDispatchMode):
+    """Notes products of a batch by one matrix that is broadcast over it, `[B, n, in]` by `[B, in, out]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.broadcast: list[list[tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+            left, right = args[-2:]
+            if len(right) > 1 and right.stride(0) == 0:
+                self.broadcast.append([tuple(left.shape), tuple(right.shape)])
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_torch_linear_with_a_frozen_weight_is_one_matmul_a_row():
+    """What the tests below are about: PyTorch multiplies a slice of columns so."""
+    with WatchProducts() as watch:
+        torch.nn.functional.linear(torch.ones(3, 4, 8)[:, -1:], torch.ones(16, 8))
+    assert watch.broadcast == [[(3, 1, 8), (3, 8, 16)]]
+
+
+# float64 takes the way that a GPU takes: a few float32 rows on a CPU are computed otherwise, see `ops.linear`.
+@pytest.mark.core
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_weights_are_read_once_a_batch(kind):
+    target = copy.deepcopy(tiny_target("llama")).double().requires_grad_(False)
+    drafter = RANDOM_DRAFTERS[kind](target).double().requires_grad_(False)
+    assert why_not_equivalent(target, "static") is None  # so that its runs are not watched
+    with WatchProducts() as watch:
+        greedy(target, padded_prompts(PROMPTS[3]), drafter, 3)
+    assert drafter.stats.engine == "static"
+    assert not watch.broadcast
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["pard", "draft-model"])
+def test_heads_on_another_device_read_their_weight_once(kind):
+    target = tiny_target("llama")
+    drafter = RANDOM_DRAFTERS[kind](target).requires_grad_(False).to("meta")
+    head = drafter.model.get_output_embeddings()
+    with patched_linear(target, drafter), engine(), WatchProducts() as watch:
+        logits = head(torch.empty(3, 4, head.in_features, device="meta")[:, -1:])
+    assert logits.shape == (3, 1, head.out_features)
+    assert not watch.broadcast
+    assert "forward" not in vars(head)

@@ -1,0 +1,195 @@
+"""Logits processors: our own, and every one of transformers', with drafters as without."""
+
+import pytest
+import torch
+from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
+from oracle import OracleDrafter, random_eagle3
+from targets import VOCAB, padded_prompts, tiny_target
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process
+
+from hf_specdec.sampling.logits import DraftVocabularyLogitsProcessor, MaskTokenLogitsProcessor, RowTemperature
+from hf_specdec.sampling.processors import POINTWISE_PROCESSORS, STATEFUL_PROCESSORS
+
+# Made for decoders of audio, or for batches of pairs of rows; a text decoder's generate() makes none of them.
+OF_OTHER_MODELS = {
+    "AlternatingCodebooksLogitsProcessor",
+    "BarkEosPrioritizerLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSChannelFilterLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
+    "WhisperNoSpeechDetection",
+    "WhisperTimeStampLogitsProcessor",
+}
+
+
+def standard_processors(input_ids, said):
+    """Makers of transformers' processors for prompts `[B, P]` that are continued by `said`, a list of tokens."""
+    width = input_ids.shape[1]
+    made = {
+        "MinLengthLogitsProcessor": (width + 6, said[1:4]),
+        "MinNewTokensLengthLogitsProcessor": (width, 6, said[1:4]),
+        "TemperatureLogitsWarper": (1.7,),
+        "RepetitionPenaltyLogitsProcessor": (1.8,),
+        "EncoderRepetitionPenaltyLogitsProcessor": (3.0, input_ids),
+        "TopPLogitsWarper": (0.4,),
+        "TopKLogitsWarper": (5,),
+        "TopHLogitsWarper": (0.4,),
+        "MinPLogitsWarper": (0.3,),
+        "TypicalLogitsWarper": (0.3,),
+        "EpsilonLogitsWarper": (0.01,),
+        "EtaLogitsWarper": (0.02,),
+        "NoRepeatNGramLogitsProcessor": (1,),
+        "EncoderNoRepeatNGramLogitsProcessor": (1, input_ids),
+        "SequenceBiasLogitsProcessor": ([[said[1:3], -30.0], [[said[0], 11], 25.0], [[13], 1.0]],),
+        "NoBadWordsLogitsProcessor": ([said[2:4], said[5:7], [said[8]]],),
+        "PrefixConstrainedLogitsProcessor": (
+            lambda row, tokens: [int(tokens.sum() + row + step) % VOCAB for step in range(9)],
+            1,
+        ),
+        "ForcedBOSTokenLogitsProcessor": (5,),
+        "ForcedEOSTokenLogitsProcessor": (width + MAX_NEW_TOKENS, 7),
+        "InfNanRemoveLogitsProcessor": (),
+        "ExponentialDecayLengthPenalty": ((3, 3.0), [7], width),
+        "LogitNormalization": (),
+        "SuppressTokensAtBeginLogitsProcessor": (said[:1], width),
+        "SuppressTokensLogitsProcessor": (said[:1],),
+        "WatermarkLogitsProcessor": (VOCAB, "cpu", 0.25, 8.0),
+    }
+    return {name: (getattr(logits_process, name), arguments) for name, arguments in made.items()}
+
+
+def own_processors(input_ids, said):
+    return {
+        "MaskTokenLogitsProcessor": (MaskTokenLogitsProcessor, (said[0],)),
+        "RowTemperature": (RowTemperature, ([0.5 + row for row in range(len(input_ids))],)),
+    }
+
+
+NAMES = sorted([*standard_processors(torch.zeros(1, 1).long(), list(range(16))), *own_processors([0], [0])])
+
+
+@pytest.mark.core
+def test_every_processor_of_transformers_is_classified():
+    found = {
+        name
+        for name, one in vars(logits_process).items()
+        if isinstance(one, type) and issubclass(one, LogitsProcessor) and one is not LogitsProcessor
+    }
+    tested = set(standard_processors(torch.zeros(1, 1).long(), list(range(16))))
+    refused = {one.__name__ for one in STATEFUL_PROCESSORS}
+    assert found == tested | refused | OF_OTHER_MODELS
+    assert {one.__name__ for one in POINTWISE_PROCESSORS} <= set(NAMES)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scores_are_those_of_plain_generate(name, batch):
+    """Greedy texts and the processed scores of every token, over drafters that are right and wrong."""
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[batch], seed=batch)
+    if name == "ForcedBOSTokenLogitsProcessor":  # takes effect after a prompt of one token
+        inputs = {key: value[:, -1:] for key, value in inputs.items()}
+    width = inputs["input_ids"].shape[1]
+    call = {
+        "do_sample": False,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    free = target.generate(**inputs, **call)
+    said = free.sequences[0, width:].tolist()
+    makers = standard_processors(inputs["input_ids"], said) | own_processors(inputs["input_ids"], said)
+    make, arguments = makers[name]
+
+    def generate(**options):
+        return target.generate(**inputs, **call, logits_processor=LogitsProcessorList([make(*arguments)]), **options)
+
+    plain = generate()
+    if name != "InfNanRemoveLogitsProcessor":
+        assert any(not torch.equal(*pair) for pair in zip(plain.scores, free.scores, strict=True)), (
+            "nothing was changed"
+        )
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    answers = continuations(inputs, plain.sequences)
+    for drafter in (OracleDrafter(target, answers, lengths, 0.6), OracleDrafter(target, answers, lengths)):
+        out = generate(assistant_model=drafter, num_assistant_tokens=4)
+        assert torch.equal(out.sequences, plain.sequences)
+        for one, other in zip(out.scores, plain.scores, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+# ---- ours, in plain generate()
+
+
+@pytest.mark.core
+def test_draft_vocabulary_in_plain_generate():
+    """A model that scores a third of its vocabulary says what the whole model says of those tokens."""
+    target, inputs = tiny_target("llama"), padded_prompts([9, 4])
+    target_ids = torch.arange(1, VOCAB, 3)
+    others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, target_ids, False).nonzero()[:, 0].tolist()
+    call = {"do_sample": False, "max_new_tokens": 8}
+    expected = target.generate(**inputs, **call, suppress_tokens=others)
+    head = target.lm_head.register_forward_hook(lambda module, args, output: output[..., target_ids])
+    try:
+        processors = LogitsProcessorList([DraftVocabularyLogitsProcessor(target_ids, VOCAB)])
+        out = target.generate(**inputs, **call, logits_processor=processors)
+    finally:
+        head.remove()
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, target.generate(**inputs, **call))
+
+
+@pytest.mark.core
+def test_mask_token_is_not_generated():
+    target, inputs = tiny_target("llama"), padded_prompts([9])
+    call = {"do_sample": False, "max_new_tokens": 8}
+    said = target.generate(**inputs, **call)[0, 9:].tolist()
+    processors = LogitsProcessorList([MaskTokenLogitsProcessor(said[3])])
+    out = target.generate(**inputs, **call, logits_processor=processors)[0, 9:].tolist()
+    assert out[:3] == said[:3] and said[3] not in out
+
+
+@pytest.mark.core
+def test_row_temperature_is_a_temperature():
+    scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    out = RowTemperature([0.5, 1.0, 2.0])(None, scores)
+    for row, temperature in enumerate([0.5, 1.0, 2.0]):
+        torch.testing.assert_close(out[row], scores[row] / temperature)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: RowTemperature([0.5, 0.0]), "expected a number above 0 for each row"),
+        (lambda: RowTemperature([[0.5]]), "expected a number above 0 for each row"),
+        (lambda: RowTemperature([float("nan")]), "expected a number above 0 for each row"),
+        (lambda: RowTemperature([1.0])(None, torch.zeros(2, 3)), "1 temperatures, but the call has 2 rows"),
+        (lambda: MaskTokenLogitsProcessor(-1), "mask_token_id is -1; expected a token"),
+        (lambda: DraftVocabularyLogitsProcessor(torch.tensor([0, 5]), 5), "not all tokens of a vocabulary of 5"),
+        (lambda: DraftVocabularyLogitsProcessor(torch.tensor([2, 2]), 5), "name a token twice"),
+        (lambda: DraftVocabularyLogitsProcessor(torch.tensor([0.5]), 5), r"expected int64 of shape \[V_d\]"),
+        (
+            lambda: DraftVocabularyLogitsProcessor(torch.tensor([0, 3]), 5)(None, torch.zeros(1, 5)),
+            "scores are of 5 tokens, but the draft vocabulary has 2",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("temperatures", [[[0.5, 1.0]], [[0.5, 1.0, 2.0], [1.0, 1.0, 1.0]]])
+def test_row_temperatures_that_do_not_fit_the_call(temperatures):
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    processors = LogitsProcessorList(RowTemperature(one) for one in temperatures)
+    config = GenerationConfig(do_sample=True, max_new_tokens=4, pad_token_id=0)
+    match = "2 temperatures, but the call has 3 rows" if len(temperatures) == 1 else "2 RowTemperature processors"
+    with pytest.raises(ValueError, match=match):
+        target.generate(
+            **inputs, generation_config=config, logits_processor=processors, assistant_model=random_eagle3(target)
+        )
