@@ -3,8 +3,9 @@
     python examples/kernel_bandwidth.py --output kernel_bandwidth.json
 
 Every row of a batch has the same number of live tokens. Attention's bytes are the live keys and values, read once.
-Calls rotate among caches that together exceed the GPU's L2 several times, as the layers of a model do, in one CUDA
-graph; the table gives the median time of a call. What a kernel computes is compared with its reference beforehand.
+Calls rotate among caches whose total size is several times that of the GPU's L2 cache, as with the layers of a model,
+in one CUDA graph; the table gives the median time of a call. The output of each kernel is first compared with that of
+its reference.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
         got, right = (function(inputs[0], *others) for function in (kernel, expected))
         pairs = [(got, right)] if isinstance(got, torch.Tensor) else zip(got, right, strict=True)
         for ours, theirs in pairs:
-            # A number that decides may be at a boundary, where rounding does.
+            # A random number may be so close to the acceptance threshold that rounding decides.
             agree = torch.isclose(ours, theirs, rtol=1e-4, atol=1e-7).reshape(len(ours), -1).all(dim=1)
             if agree.sum() < len(ours) - 1:
                 raise SystemExit(f"{name}: differs from the reference; no time is worth reporting")

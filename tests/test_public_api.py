@@ -29,6 +29,8 @@ ORDER = [
     "auto",
     "integration",
     "inspection",
+    "prompt_sources",
+    "loading",
     "bench",
     "cli",
 ]

@@ -24,7 +24,6 @@ from transformers.generation import utils as generation_utils
 
 import hf_specdec
 from hf_specdec import AutoDrafter
-from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.config import DraftModelConfig, Eagle3Config, MtpConfig, PEagleConfig, mtp_block_settings
 from hf_specdec.drafters import (
     DraftModelDrafter,
@@ -34,6 +33,7 @@ from hf_specdec.drafters import (
 )
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
+from hf_specdec.prompt_sources import load_prompts
 from hf_specdec.training.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -159,7 +159,7 @@ def test_many_tokens_in_bfloat16_use_grouped_matmul(monkeypatch):
         lambda module, inputs, *rest: asked.append(inputs) or inputs,
     )
     module = experts_class()(SimpleNamespace(_experts_implementation=experts.EXPERTS_NAME)).to(torch.bfloat16)
-    for tokens, is_left in ((3 * experts.MOST_TOKENS, False), (3 * experts.MOST_TOKENS + 1, True)):
+    for tokens, is_left in ((3 * experts.MAX_TOKENS_OF_KERNEL, False), (3 * experts.MAX_TOKENS_OF_KERNEL + 1, True)):
         asked.clear()
         with engine():
             module(torch.randn(tokens, 48).bfloat16(), choose(6, tokens, 2).cpu(), torch.rand(tokens, 2))
