@@ -227,9 +227,7 @@ class Capture:
                 return CudaGraph(compiled(function, self._backend, self._same_everywhere), self._memory)
             except torch.OutOfMemoryError:
                 raise
-            except (
-                Exception
-            ) as error:  # compilers raise anything; an error of the function itself is raised again below
+            except Exception as error:  # compilers raise anything; an error of the function is raised again below
                 self._backend, self.has_compiled = None, False
                 logger.warning(
                     f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
