@@ -1,4 +1,4 @@
-"""Time drafting alone over K: EAGLE-3 takes a step a token, P-EAGLE one pass for all.
+"""Time drafting alone over K: EAGLE-3 runs one pass for each draft token, P-EAGLE one pass for all.
 
     python examples/drafting_time.py --output drafting_time.json --plot drafting_time.png
 
@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_drafters(args: argparse.Namespace) -> dict[str, Eagle3Drafter]:
-    """Random drafters by name, bound to a target that has shapes only."""
+    """Drafters with random weights, by name, bound to a target on the meta device."""
     shapes = SHAPES[args.shapes]
     with torch.device("meta"):
         target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=TARGET_LAYERS, **shapes))
@@ -78,7 +78,7 @@ def make_drafters(args: argparse.Namespace) -> dict[str, Eagle3Drafter]:
 
 
 def drafting(drafter: Eagle3Drafter, batch: int, num_drafts: int, context: int) -> Callable[[], object]:
-    """One round's drafting after a full cache of `context` tokens and a round that kept half of its drafts."""
+    """A function that drafts one round, with `context` tokens in the cache, after a round that accepted half of K."""
     device, width = drafter.device, drafter.config.aux_hidden_size
     prompts = [torch.randint(drafter.config.vocab_size, (context,), device=device) for _ in range(batch)]
     shape = Shape(
@@ -96,7 +96,7 @@ def drafting(drafter: Eagle3Drafter, batch: int, num_drafts: int, context: int) 
 
 
 def median_ms(run: Callable[[], object], device: str, repeats: int) -> float:
-    """Median time of `run`, by the GPU's clock on a GPU."""
+    """Median time of `run`; on a GPU measured by CUDA events."""
     times = []
     for _ in range(repeats):
         if device == "cpu":
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def plot(report: dict, path: Path) -> None:
-    """Drafting time over K, a line a drafter, a panel a batch size."""
+    """Plot drafting time over K, with a line for each drafter and a panel for each batch size."""
     import matplotlib.pyplot as plt
 
     column = "graph_ms" if "graph_ms" in report["rows"][0] else "eager_ms"

@@ -22,7 +22,7 @@ from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import AutoDrafter
-from hf_specdec.bench.prompts import load_prompts
+from hf_specdec.prompt_sources import load_prompts
 from hf_specdec.stats import RowStats, add_up
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -56,7 +56,7 @@ def generate_rows(
     num_drafts: int,
     args: argparse.Namespace,
 ) -> list[tuple[bool, object]]:
-    """Whether each prompt's text degenerates, and the row's statistics."""
+    """For each prompt, whether its text degenerates into repetition, and the statistics of its row."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     results = []
     for start in tqdm(range(0, len(chats), args.batch_size), desc=f"K = {num_drafts}", unit="batch"):
@@ -87,7 +87,7 @@ def without_end(tokens: list[int], eos_token_id: int) -> np.ndarray:
 
 
 def pool(rows: list[RowStats]) -> dict:
-    """Statistics of several rows added up."""
+    """Statistics of several rows together, as in the report."""
     total = add_up(rows)
     return {
         "texts": len(rows),

@@ -1,15 +1,15 @@
-"""Let a target with a drafter answer many prompts, on as many GPUs as there are, each with a copy of both.
+"""Generate completions of many prompts, data-parallel: every GPU has a copy of the target and of the drafter.
 
     accelerate launch examples/generate_batch.py --target <model> --drafter <drafter> \\
         --prompts in.jsonl --output out.jsonl
 
-Prompts of similar length share batches, the longest first; a process takes the next batch when it is free. What is
-finished is on the disk: the same command again goes on after a crash, also with another number of processes. Every line
-of the output is a prompt's `id`, its `completion`, how many `tokens` that has, and what `speculation` did for it.
-`<output>.summary.json` has the sums and the throughput.
+Prompts of similar length share batches, the longest first; a process takes the next batch when it is free. Finished
+batches are on disk, so after a crash the same command resumes the run, also with another number of processes. Every
+line of the output has a prompt's `id`, its `completion`, the number of its `tokens`, and the statistics of
+`speculation`. `<output>.summary.json` has the totals and the throughput.
 
 Sampling is seeded for every prompt by `--seed` and the prompt's id: a completion depends neither on the process nor on
-the prompts beside it (but for rounding, which depends on the shape of the batch).
+the other prompts of its batch (except for rounding, which depends on the shape of the batch).
 """
 
 from __future__ import annotations
@@ -30,22 +30,12 @@ from batch.sharing import SharedWork, cut_evenly
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec import Drafter
-from hf_specdec.bench.models import (
-    load_drafter,
-    load_target,
-    load_tokenizer,
-    settle_ends,
-)
-from hf_specdec.bench.prompts import (
-    Prompt,
-    encode,
-    pad_on_the_left,
-    read_prompts,
-)
+from hf_specdec import AutoDrafter, Drafter
+from hf_specdec.loading import load_target, load_tokenizer, set_end_tokens
+from hf_specdec.prompt_sources import Prompt, encode, pad_on_the_left, read_prompts
 from hf_specdec.stats import RowStats, add_up
 
-# Arguments that no completion depends on, so that a run may go on with others.
+# Arguments that no completion depends on, so that a run may be resumed with other values of them.
 INDIFFERENT = ("prompts", "limit", "output", "batch_size", "tokens_per_batch", "cpu", "compile")
 POLL_SECONDS = 0.2
 
@@ -79,7 +69,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise `ValueError` if the arguments make no sense, before anything is loaded."""
+    """Raise `ValueError` if an argument is invalid, before anything is loaded."""
     for name in ("limit", "num_assistant_tokens", "max_new_tokens", "batch_size", "tokens_per_batch"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -91,7 +81,11 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def read_work(args: argparse.Namespace) -> tuple[list[Prompt], dict[str, Any]]:
-    """The prompts, and the settings that completions depend on."""
+    """The prompts, and the settings that completions depend on.
+
+    Raises:
+        OSError, ValueError: see `read_prompts`, or two prompts have the same id.
+    """
     prompts = read_prompts(args.prompts, args.limit)
     if len({prompt.id for prompt in prompts}) < len(prompts):
         seen: set[int | str] = set()
@@ -103,10 +97,10 @@ def read_work(args: argparse.Namespace) -> tuple[list[Prompt], dict[str, Any]]:
 
 
 def prompt_lengths(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], as_chat: bool | None) -> list[int]:
-    """Tokens of each prompt.
+    """The number of tokens of each prompt.
 
     Raises:
-        ValueError: a prompt has none, or a chat template is asked for that the tokenizer lacks.
+        ValueError: a prompt has no tokens, or `as_chat` and the tokenizer has no chat template.
     """
     if as_chat and tokenizer.chat_template is None:
         raise ValueError("--chat-template is set, but the target's tokenizer has none; expected a chat model.")
@@ -119,15 +113,16 @@ def prompt_lengths(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 
 
 def row_seed(seed: int, prompt_id: int | str) -> int:
-    """Seed of a prompt's sampling, 63 bits of both."""
+    """Seed of a prompt's sampling: 63 bits of a hash of both arguments."""
     return int.from_bytes(hashlib.sha256(repr((seed, prompt_id)).encode()).digest()[:8], "little") >> 1
 
 
 class Generator:
-    """Answers batches of prompts.
+    """Generates completions of batches of prompts.
 
     Args:
-        target, tokenizer, drafter: loaded and bound.
+        target, tokenizer: loaded.
+        drafter: bound to the target.
         args: of the command line.
     """
 
@@ -139,13 +134,13 @@ class Generator:
         self._ends = set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
         self._options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
         if args.temperature > 0:
-            # Without top_k transformers takes the 50 best tokens.
+            # 0 is no top-k; the default of transformers is 50.
             self._options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k or 0}
         if args.num_assistant_tokens is not None:
             self._options["num_assistant_tokens"] = args.num_assistant_tokens
 
-    def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """A record for each prompt, as the output has it."""
+    def complete(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """The line of the output for each prompt."""
         texts = [prompt.text for prompt in prompts]
         inputs = encode(self._tokenizer, texts, self._args.chat_template, padding=True, return_tensors="pt")
         inputs = {name: inputs[name].to(self._target.device) for name in ("input_ids", "attention_mask")}
@@ -175,22 +170,30 @@ class Generator:
 def generate_all(
     generator: Generator, batches: Sequence[Sequence[Prompt]], work: SharedWork, journal: Journal, bar: tqdm
 ) -> None:
-    """This process's share of the batches; the main process stays until all are done. `bar` counts prompts."""
-    begun = bar.n
+    """Generate this process's share of the batches; the main process returns when all processes are done.
+
+    Args:
+        generator: of this process.
+        batches: of the run, the same on all processes.
+        work: hands out the batches.
+        journal: gets the records.
+        bar: counts the prompts of all processes.
+    """
+    initial = bar.n
     while (number := work.claim()) < len(batches):
         start = time.perf_counter()
-        journal.write(generator.answer(batches[number]))
+        journal.write(generator.complete(batches[number]))
         work.report(len(batches[number]), time.perf_counter() - start)
-        bar.update(begun + work.done - bar.n)
+        bar.update(initial + work.done - bar.n)
     if PartialState().is_main_process:
         total = sum(map(len, batches))
         while work.done < total:
             time.sleep(POLL_SECONDS)
-            bar.update(begun + work.done - bar.n)
+            bar.update(initial + work.done - bar.n)
 
 
 def totals(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over records."""
+    """Totals over the records of the output."""
     stats = add_up([RowStats(**record["speculation"]) for record in records])
     return {
         "prompts": len(records),
@@ -203,8 +206,22 @@ def totals(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def make_batches(
+    prompts: Sequence[Prompt], lengths: Sequence[int], args: argparse.Namespace, num_processes: int
+) -> list[list[Prompt]]:
+    """Batches of prompts of similar length, the longest first; `lengths` are those of the prompts in tokens."""
+    order = sorted(range(len(prompts)), key=lambda index: -lengths[index])
+    limit = args.tokens_per_batch or args.batch_size
+
+    def cost(rows: int, longest: int) -> int:
+        return rows if args.tokens_per_batch is None else rows * (longest + args.max_new_tokens)
+
+    cuts = cut_evenly([lengths[index] for index in order], limit, cost, num_processes)
+    return [[prompts[order[place]] for place in places] for places in cuts]
+
+
 def run(args: argparse.Namespace, state: PartialState) -> None:
-    """What one of the processes does."""
+    """The program of each process."""
     args.dtype = args.dtype or ("float32" if state.device.type == "cpu" else "bfloat16")
     prompts, settings = read_work(args)
     journal = Journal(args.output, settings)
@@ -218,20 +235,11 @@ def run(args: argparse.Namespace, state: PartialState) -> None:
 
     tokenizer = load_tokenizer(args.target)
     target = load_target(args.target, getattr(torch, args.dtype), state.device)
-    settle_ends(target, tokenizer, args.eos_token, ignore_eos=False)
+    set_end_tokens(target, tokenizer, args.eos_token, ignore_eos=False)
     pad_on_the_left(tokenizer)
-    drafter = load_drafter(args.drafter, target).configure(compile_rounds=args.compile)
-
+    drafter = AutoDrafter.from_pretrained(args.drafter, target).configure(compile_rounds=args.compile)
     pending = [prompt for prompt in prompts if prompt.id not in done]
-    lengths = prompt_lengths(tokenizer, pending, args.chat_template)
-    order = sorted(range(len(pending)), key=lambda index: -lengths[index])
-    limit = args.tokens_per_batch or args.batch_size
-
-    def cost(rows: int, longest: int) -> int:
-        return rows if args.tokens_per_batch is None else rows * (longest + args.max_new_tokens)
-
-    cuts = cut_evenly([lengths[index] for index in order], limit, cost, state.num_processes)
-    batches = [[pending[order[place]] for place in places] for places in cuts]
+    batches = make_batches(pending, prompt_lengths(tokenizer, pending, args.chat_template), args, state.num_processes)
 
     start = time.perf_counter()
     generator = Generator(target, tokenizer, drafter, args)
@@ -264,7 +272,7 @@ def run(args: argparse.Namespace, state: PartialState) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 on success, 1 with one line on stderr if something is wrong with what was asked for."""
+    """Exit status: 0 on success, 1 after an `OSError` or `ValueError`, whose message is printed on stderr."""
     args = parse_arguments(arguments)
     try:
         check_arguments(args)

@@ -3,8 +3,9 @@
     python examples/kernel_bandwidth.py --output kernel_bandwidth.json
 
 Every row of a batch has the same number of live tokens. Attention's bytes are the live keys and values, read once.
-Calls rotate among caches that together exceed the GPU's L2 several times, as the layers of a model do, in one CUDA
-graph; the table gives the median time of a call. What a kernel computes is compared with its reference beforehand.
+Calls rotate among caches whose total size is several times that of the GPU's L2 cache, as with the layers of a model,
+in one CUDA graph; the table gives the median time of a call. The output of each kernel is first compared with that of
+its reference.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ import triton
 from hf_specdec.kernels.types import DraftInputs
 
 from hf_specdec import ops
-from hf_specdec.kernels import reference
+from hf_specdec.kernels import (
+    attention_reference,
+    draft_inputs_reference,
+    draft_sampling_reference,
+    verify_greedy_reference,
+    verify_sampling_reference,
+)
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -77,7 +84,7 @@ def require_close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 def time_attention(batch: int, num_queries: int, live: int, slots: int, num_splits: int | None) -> tuple[float, int]:
     """Seconds and bytes of a call."""
-    live = min(live, slots - 1)  # the last slot is scrap
+    live = min(live, slots - 1)  # the last slot is the dummy slot
     size = 2 * batch * live * KV_HEADS * DIM * DTYPE.itemsize
     num_inputs, num_calls = rotate(size)
     caches = torch.randn(num_inputs, 2, batch, slots, KV_HEADS, DIM, dtype=DTYPE, device="cuda").transpose(3, 4)
@@ -90,7 +97,7 @@ def time_attention(batch: int, num_queries: int, live: int, slots: int, num_spli
 
     keys, values = caches[0, :, :, :, :live]
     expected = [
-        reference.attention(*(part[row : row + 1] for part in (query, keys, values, positions)), DIM**-0.5)
+        attention_reference.attention(*(part[row : row + 1] for part in (query, keys, values, positions)), DIM**-0.5)
         for row in range(batch)
     ]
     require_close(call(0), torch.cat(expected), "attention")
@@ -127,7 +134,7 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
         prepare(tokens, lengths, committed, limits, finished, out, **settings)
 
     call()
-    call(reference.prepare_inputs, outs[1])
+    call(draft_inputs_reference.prepare_inputs, outs[1])
     for name, got, expected in zip(DraftInputs._fields, *outs, strict=True):
         if not torch.equal(got, expected):
             raise SystemExit(f"prepare_inputs: {name} differ from the reference; no time is worth reporting")
@@ -153,12 +160,19 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
     probs = torch.rand(batch, num_drafts, DRAFT_VOCABULARY, device="cuda").softmax(dim=-1) if num_drafts else None
     law = (probs, draft_ids if num_drafts else None, seeds, lengths)
     kernels = (
-        ("verify_greedy", ops.verify_greedy, reference.verify_greedy, logits, (drafts,), 2 * size),
-        ("verify_sampling", ops.verify_sampling, reference.verify_sampling, scores, (drafts, *law), 4 * size),
+        ("verify_greedy", ops.verify_greedy, verify_greedy_reference.verify_greedy, logits, (drafts,), 2 * size),
+        (
+            "verify_sampling",
+            ops.verify_sampling,
+            verify_sampling_reference.verify_sampling,
+            scores,
+            (drafts, *law),
+            4 * size,
+        ),
         (
             "best_draft",
             ops.best_draft,
-            reference.best_draft,
+            draft_sampling_reference.best_draft,
             draft_logits,
             (target_ids,),
             2 * batch * DRAFT_VOCABULARY,
@@ -166,7 +180,7 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
         (
             "draw_draft",
             ops.draw_draft,
-            reference.draw_draft,
+            draft_sampling_reference.draw_draft,
             draft_logits,
             (temperatures, seeds, lengths, 0),
             6 * batch * DRAFT_VOCABULARY,
@@ -176,7 +190,7 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
         got, right = (function(inputs[0], *others) for function in (kernel, expected))
         pairs = [(got, right)] if isinstance(got, torch.Tensor) else zip(got, right, strict=True)
         for ours, theirs in pairs:
-            # A number that decides may be at a boundary, where rounding does.
+            # A random number may be so close to the acceptance threshold that rounding decides.
             agree = torch.isclose(ours, theirs, rtol=1e-4, atol=1e-7).reshape(len(ours), -1).all(dim=1)
             if agree.sum() < len(ours) - 1:
                 raise SystemExit(f"{name}: differs from the reference; no time is worth reporting")

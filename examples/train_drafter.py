@@ -1,10 +1,10 @@
-"""Train an EAGLE-3, P-EAGLE, PARD or MTP drafter for any chat model, on text that the model writes itself.
+"""Train an EAGLE-3, P-EAGLE, PARD or MTP drafter for any chat model, on text that the model generates.
 
     accelerate launch examples/train_drafter.py --target smollm2 --data runs/data --out runs/drafter --minutes 20
 
-First the target writes prompts and answers into `--data`, unless that holds `--tokens` already; then the drafter is
-trained for `--minutes`, or for `--steps`. `--out` becomes a folder that is ready for the Hub. On several GPUs every
-process writes a share of the data and trains on a share of each step's batches.
+First the target generates prompts and answers into `--data`, unless that has `--tokens` already; then the drafter is
+trained for `--minutes`, or for `--steps`. The folder `--out` can be uploaded to the Hub. On several GPUs every process
+generates a share of the data and trains on a share of each step's batches.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import AutoDrafter
-from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.drafters.cached import CachedDrafter
+from hf_specdec.prompt_sources import load_prompts
 
 PROMPTS = Path(__file__).parent / "prompts"
 WARMUP, FINAL_LR = 0.02, 0.02
@@ -54,54 +54,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--repo-id", default=None, help="name on the Hub that the model card uses; by default the folder's")
     add("--seed", type=int, default=0)
     add("--mixed-precision", choices=("no", "bf16"), default="bf16" if torch.cuda.is_available() else "no")
-
-    data = parser.add_argument_group("data")
-    add = data.add_argument
-    add("--tokens", type=float, default=30e6, help="tokens to write, over all processes")
-    add("--write-minutes", type=float, default=None, help="stop writing after this time")
-    add("--write-only", action="store_true", help="write data and stop")
-    add("--held-out-prompts", type=Path, nargs="*", default=sorted(PROMPTS.glob("*.jsonl")))
-    for name in ("prompts_per_round", "batch_size", "max_prompt_tokens", "max_answer_tokens"):
-        add(f"--{name.replace('_', '-')}", type=int, default=getattr(WriteOptions, name))
-    for name in ("prompt_temperature", "min_p"):
-        add(f"--{name.replace('_', '-')}", type=float, default=getattr(WriteOptions, name))
-    add("--answer-temperatures", type=float, nargs="+", default=list(WriteOptions.answer_temperatures))
-
-    model = parser.add_argument_group("drafter")
-    add = model.add_argument
-    add("--family", choices=tuple(DEFAULTS), default="eagle3")
-    about = "of pard, copies of the target's; of mtp, modules"
-    add("--layers", type=int, default=None, help=f"{about}; {by_family('layers')}")
-    add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; 0 is the target's")
-    add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard")
-    about = "trained drafter to begin with: fewer layers, wider MLPs"
-    add("--init-from", default=None, help=f"{about}; of eagle3 and p-eagle")
-    add("--mask-token-id", type=int, default=None, help="of p-eagle and pard; by default one not in the data")
-    switch = argparse.BooleanOptionalAction
-    about = "norm every tap: some targets' streams have huge outliers"
-    add("--fc-norm", action=switch, default=None, help=f"{about}; {by_family('fc_norm')}")
-    about = "feed the normed output to the next draft step"
-    add("--norm-output", action=switch, default=None, help=f"{about}; {by_family('norm_output')}")
-
-    training = parser.add_argument_group("training")
-    add = training.add_argument
-    add("--minutes", type=float, default=None, help="train for this time; the schedule follows the clock")
-    add("--steps", type=int, default=None, help="train for this many optimizer steps")
-    add("--num-steps", type=int, default=None, help=f"depth of training-time test; {by_family('num_steps')}")
-    add("--step-decay", type=float, default=0.9, help="loss weight of step s is this to the power of s")
-    about = "step s unrolls this to the power of s of the documents"
-    add("--depth-ratio", type=float, default=None, help=f"{about}; {by_family('depth_ratio')}")
-    about = "loss weight of places after the end of a greedy chain of right drafts"
-    add("--survival-floor", type=float, default=None, help=f"{about}; {by_family('survival_floor')}")
-    add("--tokens-per-batch", type=int, default=32768, help="padded tokens a step and process")
-    add("--max-length", type=int, default=512, help="documents are cut to this length")
-    add("--lr", type=float, default=1e-3)
-    add("--weight-decay", type=float, default=0.01)
-    add("--held-out", type=int, default=512, help="documents kept for measuring")
-    add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
-    add("--max-shard-size", default="50GB", help="of the drafter's files, such as 15MB; no tensor is split")
-    add("--compile", action="store_true", help="compile layers and the loss")
+    add_data_arguments(parser.add_argument_group("data"))
+    add_drafter_arguments(parser.add_argument_group("drafter"))
+    add_training_arguments(parser.add_argument_group("training"))
     args = parser.parse_args(arguments)
     if (args.minutes is None) == (args.steps is None) and not args.write_only:
         parser.error("give either --minutes or --steps")
@@ -119,6 +74,57 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         )
     args.repo_id = args.repo_id or args.out.name
     return args
+
+
+def add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--tokens", type=float, default=30e6, help="tokens to write, over all processes")
+    add("--write-minutes", type=float, default=None, help="stop writing after this time")
+    add("--write-only", action="store_true", help="write data and stop")
+    add("--held-out-prompts", type=Path, nargs="*", default=sorted(PROMPTS.glob("*.jsonl")))
+    for name in ("prompts_per_round", "batch_size", "max_prompt_tokens", "max_answer_tokens"):
+        add(f"--{name.replace('_', '-')}", type=int, default=getattr(WriteOptions, name))
+    for name in ("prompt_temperature", "min_p"):
+        add(f"--{name.replace('_', '-')}", type=float, default=getattr(WriteOptions, name))
+    add("--answer-temperatures", type=float, nargs="+", default=list(WriteOptions.answer_temperatures))
+
+
+def add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--family", choices=tuple(DEFAULTS), default="eagle3")
+    about = "of pard, copies of the target's; of mtp, modules"
+    add("--layers", type=int, default=None, help=f"{about}; {by_family('layers')}")
+    add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; 0 is the target's")
+    add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard")
+    about = "trained drafter to initialize from: fewer layers, wider MLPs"
+    add("--init-from", default=None, help=f"{about}; of eagle3 and p-eagle")
+    add("--mask-token-id", type=int, default=None, help="of p-eagle and pard; by default one not in the data")
+    switch = argparse.BooleanOptionalAction
+    about = "normalize every auxiliary hidden state: those of some targets have huge outliers"
+    add("--fc-norm", action=switch, default=None, help=f"{about}; {by_family('fc_norm')}")
+    about = "feed the output after the final norm to the next draft step"
+    add("--norm-output", action=switch, default=None, help=f"{about}; {by_family('norm_output')}")
+
+
+def add_training_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--minutes", type=float, default=None, help="train for this time; the schedule follows the clock")
+    add("--steps", type=int, default=None, help="train for this many optimizer steps")
+    add("--num-steps", type=int, default=None, help=f"depth of training-time test; {by_family('num_steps')}")
+    add("--step-decay", type=float, default=0.9, help="loss weight of step s is this to the power of s")
+    about = "step s unrolls this to the power of s of the documents"
+    add("--depth-ratio", type=float, default=None, help=f"{about}; {by_family('depth_ratio')}")
+    about = "loss weight of places after the end of a greedy chain of right drafts"
+    add("--survival-floor", type=float, default=None, help=f"{about}; {by_family('survival_floor')}")
+    add("--tokens-per-batch", type=int, default=32768, help="padded tokens a step and process")
+    add("--max-length", type=int, default=512, help="documents are cut to this length")
+    add("--lr", type=float, default=1e-3)
+    add("--weight-decay", type=float, default=0.01)
+    add("--held-out", type=int, default=512, help="documents kept for measuring")
+    add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
+    add("--resume", action="store_true", help="resume from the checkpoint in --out")
+    add("--max-shard-size", default="50GB", help="of the drafter's files, such as 15MB; no tensor is split")
+    add("--compile", action="store_true", help="compile layers and the loss")
 
 
 def by_family(name: str) -> str:
@@ -148,7 +154,7 @@ def write_own_data(
 
 
 class Progress:
-    """How far training is; saved in checkpoints."""
+    """Progress of training, saved in checkpoints."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -164,15 +170,15 @@ class Progress:
 
 
 class Trainer:
-    """The loop: batches, schedule, measurements, checkpoints.
+    """The training loop: batches, learning rate schedule, evaluation, checkpoints.
 
     Args:
         args: of the command line.
-        accelerator: tells processes and devices apart.
+        accelerator: of this process.
         target: frozen.
-        drafter: bound to it.
+        drafter: bound to the target.
         documents: training data.
-        about: what `training.json` says besides the arguments and the curve.
+        about: the entries of `training.json` besides the arguments and the curve.
     """
 
     def __init__(
@@ -238,7 +244,7 @@ class Trainer:
         self.save()
 
     def share_done(self) -> float:
-        """How much of the budget is spent, the same on all processes."""
+        """Share of the budget, steps or time, that is spent; the same on all processes."""
         if self.args.steps is not None:
             return self.progress.step / self.args.steps
         share = self.progress.seconds / (60 * self.args.minutes)
@@ -247,7 +253,7 @@ class Trainer:
         return broadcast(torch.tensor(share, device=self.accelerator.device)).item()
 
     def batches(self):
-        """Endless batches for this process, beginning where the progress says."""
+        """Endless batches for this process, from the step of `progress` on."""
         processes, step = self.accelerator.num_processes, 0
         for epoch in range(1_000_000):
             order = self.documents.epoch(self.train_indices, self.args.tokens_per_batch, self.args.seed + epoch)
@@ -260,7 +266,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, train_counts: torch.Tensor) -> None:
-        """Add a point to the curve: the metrics since the last one, and on held-out documents."""
+        """Add a point to the curve: the metrics in training since the last point, and those on held-out documents."""
         self.objective.eval()
         order = self.documents.epoch(self.held_out_indices, self.args.tokens_per_batch, self.args.seed)
         held_out_counts = torch.zeros_like(train_counts)
@@ -280,7 +286,7 @@ class Trainer:
         return self.accelerator.unwrap_model(self.objective)
 
     def save(self) -> None:
-        """Write a checkpoint to resume from, and the drafter as it is."""
+        """Write a checkpoint to resume from, the drafter, `training.json` and the model card."""
         self.accelerator.save_state(str(self.args.out / "checkpoint"))
         if self.accelerator.is_main_process:
             save_drafter(self.drafter, self.args.out, self.args.max_shard_size)
@@ -293,14 +299,14 @@ class Trainer:
 
 
 def schedule(share: float) -> float:
-    """Learning rate, relative to its peak, when `share` of the budget is spent: short warm-up, then a cosine."""
+    """Learning rate, relative to its peak, when `share` of the budget is spent: linear warm-up, then cosine decay."""
     if share < WARMUP:
         return (share + 1e-3) / (WARMUP + 1e-3)
     return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP))) / 2
 
 
 def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str) -> None:
-    """Save in bfloat16, in the normal form."""
+    """Save in bfloat16, in the format of `save_pretrained`."""
     saved = type(drafter)(copy.deepcopy(drafter.config))
     saved.load_state_dict(drafter.state_dict())
     saved.to(torch.bfloat16).save_pretrained(folder, max_shard_size=max_shard_size)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoints.checkpoint import Checkpoint, open_checkpoint
+from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
+from .checkpoints.decisions import Decision
 from .checkpoints.detection import (
     DRAFT_MODEL,
     EAGLE3,
@@ -20,25 +21,27 @@ from .checkpoints.detection import (
     check_family,
     drafter_tensors,
 )
-from .checkpoints.dialects import (
-    Decision,
-    read_eagle3,
-    read_peagle,
-    refuse_masks,
-)
+from .checkpoints.draft_model import read_draft_model
+from .checkpoints.eagle3 import read_eagle3
+from .checkpoints.mtp import read_mtp
+from .checkpoints.overrides import Overrides, check_no_mask_token, check_rope_overrides, without_none
+from .checkpoints.peagle import read_peagle
 from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig, Eagle3Config, PEagleConfig
 from .drafters.base import Drafter, registered_drafters
-from .drafters.draft_model import DraftModelDrafter, read_draft_model
+from .drafters.draft_model import DraftModelDrafter
 from .drafters.eagle3 import Eagle3Drafter
-from .drafters.mtp import MtpDrafter, read_mtp
+from .drafters.mtp import MtpDrafter
 from .drafters.peagle import PEagleDrafter
 from .patching.hidden_states import device_of_last_layer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger(__name__)
 
-# How the families of published checkpoints are read, and what runs them.
-_READERS = {
+# By the family of a published checkpoint: what reads its configuration, and what runs it.
+_FAMILIES = {
     EAGLE3: (read_eagle3, Eagle3Drafter),
     P_EAGLE: (read_peagle, PEagleDrafter),
     MTP: (read_mtp, MtpDrafter),
@@ -46,13 +49,14 @@ _READERS = {
 }
 
 
-class CheckpointReading(NamedTuple):
-    """What a checkpoint was found to be.
+class NormalizedCheckpoint(NamedTuple):
+    """The drafter class of a checkpoint, and its configuration in normal form.
 
     Attributes:
         family: class that runs it.
         config: its configuration in normal form.
-        decisions: how what the checkpoint leaves open was settled; empty for our own form.
+        decisions: how properties that the checkpoint leaves open were decided; only the caller's overrides for a
+            checkpoint that is in normal form.
     """
 
     family: type[Drafter]
@@ -60,63 +64,54 @@ class CheckpointReading(NamedTuple):
     decisions: tuple[Decision, ...]
 
 
+class CheckpointKeywords(HubOptions, Overrides, total=False):
+    """Keywords of `AutoDrafter.from_pretrained` about the checkpoint: where it is, and how it is interpreted."""
+
+
 def read_checkpoint(
-    checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Mapping[str, Any] | None = None
-) -> CheckpointReading:
-    """Recognise a checkpoint, bring its configuration into normal form, and check its tensors against that.
+    checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Overrides | None = None
+) -> NormalizedCheckpoint:
+    """Detect the family of a checkpoint, bring its configuration into normal form, and check its tensors against that.
 
     Args:
-        checkpoint: what was published.
+        checkpoint: as published.
         target: the target's configuration, if there is a target.
-        overrides: readings that the caller insists on, by their keywords in `AutoDrafter.from_pretrained`.
+        overrides: how the caller wants it to be interpreted.
 
     Raises:
-        ValueError: a family that is not supported, no known dialect, or contradictions, each named.
+        ValueError: expected a supported family and dialect, and a config.json that agrees with itself and the tensors.
     """
     found = read_config(checkpoint, target, overrides)
-    with checkpoint.building():
+    with checkpoint.config_errors():
         found.family.check_checkpoint(checkpoint, found.config)
     return found
 
 
 def read_config(
-    checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Mapping[str, Any] | None = None
-) -> CheckpointReading:
-    """As `read_checkpoint`, without comparing tensors with what the configuration asks for."""
-    given = {name: value for name, value in (overrides or {}).items() if value is not None}
-    _check_rope(given)
+    checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Overrides | None = None
+) -> NormalizedCheckpoint:
+    """`read_checkpoint` without the comparison of tensors with those that the configuration asks for."""
+    given = without_none(overrides)
+    check_rope_overrides(given)
     family = registered_drafters().get(checkpoint.config.get("model_type"))
-    with checkpoint.building():
+    with checkpoint.config_errors():
         if family is None:
             text = target.get_text_config() if target is not None else None
             kind = check_family(checkpoint.name, checkpoint.config, checkpoint.tensors, text, given)
-            read, family = _READERS[kind]
-            reading = read(checkpoint, text, given)
-            found = CheckpointReading(family, reading.config, reading.decisions)
+            read, family = _FAMILIES[kind]
+            normalized = read(checkpoint, text, given)
+            found = NormalizedCheckpoint(family, normalized.config, normalized.decisions)
         else:
-            found = _read_own(checkpoint, family, given)
+            found = _read_normal_form(checkpoint, family, given)
     found.config.name_or_path = checkpoint.name
     return found
 
 
-def _check_rope(given: Mapping[str, Any]) -> None:
-    rope = given.get("rope_parameters")
-    if rope is None:
-        return
-    if not isinstance(rope, Mapping) or not {"rope_type", "rope_theta"} <= rope.keys():
-        raise ValueError(
-            f"rope_parameters is {rope!r}; expected the whole of them as transformers has them, such as "
-            '{"rope_type": "default", "rope_theta": 10000.0}.'
-        )
-    if "rope_theta" in given:
-        raise ValueError("rope_theta and rope_parameters are both given; expected one of them.")
-
-
-def _read_own(checkpoint: Checkpoint, family: type[Drafter], given: Mapping[str, Any]) -> CheckpointReading:
-    """Our normal form: complete, so the only decisions are the caller's."""
+def _read_normal_form(checkpoint: Checkpoint, family: type[Drafter], given: Mapping[str, Any]) -> NormalizedCheckpoint:
+    """Read a checkpoint that `save_pretrained` wrote: it is complete, so only overrides are decisions."""
     settings, config_class = dict(checkpoint.config), family.config_class
     if issubclass(config_class, Eagle3Config) and not issubclass(config_class, PEagleConfig):
-        refuse_masks(checkpoint.name, given)
+        check_no_mask_token(checkpoint.name, given)
     for keyword, field in (("share_embedding", "own_embedding"), ("share_head", "own_head")):
         if given.get(keyword) is False and not settings.get(field, True):
             raise ValueError(f"{keyword} is False, but {checkpoint.name} has none of its own to use instead.")
@@ -128,7 +123,7 @@ def _read_own(checkpoint: Checkpoint, family: type[Drafter], given: Mapping[str,
                 raise ValueError(f"{checkpoint.name} is a {config_class.family} drafter: it has no {name}.")
             settings[name] = value
     decisions = tuple(Decision(name, value, "given by the caller") for name, value in given.items())
-    return CheckpointReading(family, config_class.from_dict(settings), decisions)
+    return NormalizedCheckpoint(family, config_class.from_dict(settings), decisions)
 
 
 class AutoDrafter:
@@ -145,86 +140,45 @@ class AutoDrafter:
         engine: str = "auto",
         verification: str = "token",
         compile: bool = True,
-        revision: str | None = None,
-        subfolder: str = "",
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
-        aux_hidden_state_layer_ids: list[int] | None = None,
-        norm_before_residual: bool | None = None,
-        norm_output: bool | None = None,
-        final_norm: bool | None = None,
-        rope_theta: float | None = None,
-        rope_parameters: dict[str, Any] | None = None,
-        share_embedding: bool | None = None,
-        share_head: bool | None = None,
-        parallel_drafting: bool | None = None,
-        mask_token_id: int | None = None,
-        hidden_first: bool | None = None,
-        norm_offset: bool | None = None,
-        zero_first_embedding: bool | None = None,
-        chaining: str | None = None,
+        **keywords: Unpack[CheckpointKeywords],
     ) -> Drafter:
         """Load a drafter as published, bound to `target`, in eval mode.
 
         Args:
-            pretrained_model_name_or_path: folder, or repository on the Hub. The target's own for its MTP modules, of
-                whose checkpoint only their tensors are read, and only the shards that hold them are fetched.
-            target: the model that is to be sped up.
+            pretrained_model_name_or_path: folder, or repository on the Hub. The target's own for its MTP modules; then
+                only their tensors are read, and only the shards that hold them are fetched.
+            target: the model whose generation is to be accelerated.
             num_assistant_tokens: draft tokens a round (K); the checkpoint's own if None.
             draft_probs, engine, verification: see `Drafter.configure`.
             compile: `compile_rounds` of `Drafter.configure`.
-            revision, subfolder, token, cache_dir, local_files_only, force_download: where on the Hub, as in
-                `PreTrainedModel.from_pretrained`.
             dtype: the target's if None.
             device_map: the device of the target's last layer if None.
-            taps: boundaries to tap; boundary b is the stream that enters layer b, or leaves the last for b = n.
+            revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the
+                Hub, as in `PreTrainedModel.from_pretrained`.
+            aux_hidden_state_layer_ids: layer ids of the auxiliary hidden states. Id b is the residual stream that
+                enters layer b of the target (`hidden_states[b]` in transformers), id n, of n layers, leaves the last.
             norm_before_residual, norm_output, final_norm: see `Eagle3Config`; `norm_output` also `MtpConfig`.
             rope_theta: base of the draft layers' RoPE.
-            rope_parameters: all of the draft layers' RoPE, `{"rope_type": ..., "rope_theta": ..., ...}`.
-            share_embedding, share_head: True to use the target's, False to use the checkpoint's own. None: the
-                checkpoint's own if it has one that differs from the target's.
-            parallel_drafting: True to draft all tokens of a round in one pass, False one after the other; by default
-                what the checkpoint was trained for.
-            mask_token_id: the token that stands in parallel drafting where there is no token yet.
+            rope_parameters: all RoPE parameters of the draft layers, `{"rope_type": ..., "rope_theta": ..., ...}`.
+            share_embedding, share_head: True for the target's, False for the checkpoint's own. None: the checkpoint's
+                own if it has one that differs from the target's.
+            parallel_drafting: True to draft all tokens of a round in one pass, False to draft token by token; None: as
+                the checkpoint was trained.
+            mask_token_id: token that parallel drafting embeds at positions without a token.
             hidden_first, norm_offset, zero_first_embedding, chaining: see `MtpConfig`.
 
         Raises:
-            OSError: no such repository, no access, or a file is missing.
-            ValueError: not a drafter that can be run, not a drafter for this target, or damaged files.
-            TypeError: an unknown keyword, or a target that is no model.
+            OSError: expected an existing folder or an accessible repository with all files of a checkpoint.
+            ValueError: expected a supported and undamaged drafter that was made for the target.
+            TypeError: expected the keywords above, and a model as target.
         """
+        hub, overrides = _split_keywords(keywords)
         if not isinstance(target, nn.Module):
-            raise TypeError(f"target is {target!r}; expected the model that is to be sped up.")
-        overrides = {
-            "aux_hidden_state_layer_ids": aux_hidden_state_layer_ids,
-            "norm_before_residual": norm_before_residual,
-            "norm_output": norm_output,
-            "final_norm": final_norm,
-            "rope_theta": rope_theta,
-            "rope_parameters": rope_parameters,
-            "share_embedding": share_embedding,
-            "share_head": share_head,
-            "parallel_drafting": parallel_drafting,
-            "mask_token_id": mask_token_id,
-            "hidden_first": hidden_first,
-            "norm_offset": norm_offset,
-            "zero_first_embedding": zero_first_embedding,
-            "chaining": chaining,
-        }
-        checkpoint = open_checkpoint(
-            pretrained_model_name_or_path,
-            subfolder=subfolder,
-            revision=revision,
-            select=drafter_tensors(overrides, target.config.get_text_config()),
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
+            raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
+        select = drafter_tensors(overrides, target.config.get_text_config())
+        checkpoint = open_checkpoint(pretrained_model_name_or_path, select=select, **hub)
         found = read_checkpoint(checkpoint, target.config, overrides)
         drafter = found.family.load_checkpoint(
             checkpoint,
@@ -234,11 +188,25 @@ class AutoDrafter:
             use_safetensors=checkpoint.uses_safetensors,
         )
         drafter.config.name_or_path = checkpoint.name
-        share_with_target(drafter, target, share_embedding, share_head)
+        share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
         drafter.bind(target)
         drafter.configure(num_assistant_tokens, draft_probs, engine, verification, compile)
         _log(checkpoint.name, found)
         return drafter.eval()
+
+
+def _split_keywords(keywords: CheckpointKeywords) -> tuple[HubOptions, Overrides]:
+    """Split the keywords of `from_pretrained` into those about the Hub and those about the interpretation.
+
+    Raises:
+        TypeError: expected keywords of `CheckpointKeywords` only.
+    """
+    unknown = sorted(keywords.keys() - CheckpointKeywords.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
+    hub: HubOptions = {name: keywords[name] for name in HubOptions.__annotations__ if name in keywords}
+    overrides: Overrides = {name: keywords[name] for name in Overrides.__annotations__ if name in keywords}
+    return hub, overrides
 
 
 def _device_map_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
@@ -249,7 +217,11 @@ def _device_map_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
 def share_with_target(
     drafter: Drafter, target: PreTrainedModel, share_embedding: bool | None, share_head: bool | None
 ) -> None:
-    """Drop the drafter's own embeddings or heads where they are copies of the target's or the caller says so."""
+    """Drop the drafter's own embeddings and heads that are copies of the target's, or that the caller wants to share.
+
+    Args:
+        share_embedding, share_head: see `Overrides`.
+    """
     pairs = (
         ("embed_tokens", "own_embedding", target.get_input_embeddings(), share_embedding),
         ("lm_head", "own_head", target.get_output_embeddings(), share_head),
@@ -271,14 +243,14 @@ def _same_weight(own: nn.Module, theirs: nn.Module | None) -> bool:
     return torch.equal(own.weight, plain_weight(weight).to(own.weight))
 
 
-def _log(name: str, found: CheckpointReading) -> None:
-    """One record a load with every decision, and one warning if a decision may be wrong."""
+def _log(name: str, found: NormalizedCheckpoint) -> None:
+    """Log every decision in one record, and warn once if decisions may be wrong."""
     if found.decisions:
         logger.info(f"{name} ({found.config.dialect}): " + "; ".join(map(str, found.decisions)))
     doubtful = [decision for decision in found.decisions if decision.doubtful]
     if doubtful:
         logger.warning(
-            f"{name} leaves open how it is to be read: {'; '.join(map(str, doubtful))}. If few drafts are accepted, "
-            "run `hf-specdec inspect --self-check` on it and its target, and pass what that finds by keyword "
-            f"({', '.join(decision.name for decision in doubtful)})."
+            f"{name} leaves open how it is to be interpreted: {'; '.join(map(str, doubtful))}. If few draft tokens are "
+            "accepted, run `hf-specdec inspect --self-check` on it and its target, and pass what it reports "
+            f"by keyword ({', '.join(decision.name for decision in doubtful)})."
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from .bench import add_bench
 from .inspection.report import add_inspect
 
-# Each adds one subcommand's parser, whose default `run` takes the parsed arguments and prints.
+# Each adds the parser of one subcommand and sets its default `run`, a function of the parsed arguments.
 SUBCOMMANDS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (add_inspect, add_bench)
 
 
@@ -22,7 +22,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 on success, 1 with one line on stderr if something is wrong with what was asked for."""
+    """Run the command line.
+
+    Returns:
+        exit status: 0 on success, 1 after an `OSError` or `ValueError`, whose message is printed on stderr as one line.
+    """
     arguments = build_parser().parse_args(argv)
     try:
         arguments.run(arguments)

@@ -1,4 +1,4 @@
-"""Drafter configurations: the one normal form that every published dialect is read into and that is saved."""
+"""Drafter configurations: the normal form that checkpoints of every dialect are read into and that is saved."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from transformers import AutoConfig, PreTrainedConfig
 
 DEFAULT_ROPE_THETA = 10000.0
 
-# Draft tokens a round. Buffers and the work of a round grow with it; serving engines stop far earlier.
-MOST_ASSISTANT_TOKENS = 1024
+# Draft tokens a round (K). Buffers and compute of a round grow with it; serving engines have far lower limits.
+MAX_ASSISTANT_TOKENS = 1024
 
 # Values of `MtpConfig.chaining`.
 CHAININGS = ("modules", "target")
 
 
 def default_aux_layer_ids(num_layers: int) -> list[int]:
-    """Boundaries tapped by EAGLE-3 when a checkpoint names none: 2, n // 2 and n - 3, ascending, without repeats.
+    """Layer ids of the auxiliary hidden states that EAGLE-3 reads by default: 2, n // 2 and n - 3, ascending, distinct.
 
-    Boundary `b` is the residual stream that enters layer `b` (0-based) of a target with `num_layers` layers.
+    Layer id `b` is the residual stream that enters layer `b` (0-based) of a target with n = `num_layers` layers, which
+    is `hidden_states[b]` in transformers; id n is the stream that leaves the last layer, before the final norm.
     """
     return sorted({min(max(layer_id, 0), num_layers) for layer_id in (2, num_layers // 2, num_layers - 3)})
 
 
 def _token_of_target(name: str) -> property:
-    """The target's special token `name`, read from its configuration; that of the file, if any, while unbound."""
+    """Property for the id of the special token `name`: the target's, or before `bind` that of config.json, if any."""
 
     def read(self: DrafterConfig):
         if self.target is None:
@@ -41,23 +42,24 @@ def _token_of_target(name: str) -> property:
 
 
 class DrafterConfig(PreTrainedConfig):
-    """What every drafter has, whatever its family.
+    """Settings that drafters of every family have.
 
     Args:
         vocab_size: size of the target's vocabulary; `generate()` compares it with the target's.
         draft_vocab_size: number of tokens the draft head scores; at most `vocab_size`.
-        num_assistant_tokens: draft tokens a round (K) unless `generate()` is told otherwise.
-        dialect: publisher whose layout the checkpoint was read from; `"hf_specdec"` for our own.
-        target_name_or_path: name of the target the drafter was trained for, if the checkpoint says.
+        num_assistant_tokens: draft tokens a round (K) unless a call of `generate()` sets it.
+        dialect: publisher whose layout the checkpoint was read from; `"hf_specdec"` for the normal form.
+        target_name_or_path: name of the target that the drafter was trained for, if the checkpoint states it.
         parallel_drafting: whether all K tokens are drafted in one pass, the last K - 1 of them at mask tokens.
-        mask_token_id: the token that such a pass embeds where it has no token yet.
+        mask_token_id: the token that such a pass embeds at positions without a token.
 
     Attributes:
-        target: configuration of the target that the drafter is bound to; None before. It is not saved.
-        bos_token_id, eos_token_id, pad_token_id: of the target, which pipelines compare with an assistant's. Not saved.
+        target: configuration of the target that the drafter is bound to; None before `bind`. Not saved.
+        bos_token_id, eos_token_id, pad_token_id: of the target, since pipelines compare them with an assistant's. Not
+            saved.
     """
 
-    # A slot is no part of what transformers compares and saves, which is the instance's `__dict__`.
+    # In a slot, since transformers compares and saves the instance's `__dict__`.
     __slots__ = ("target",)
 
     model_type = "hf_specdec"
@@ -91,13 +93,14 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def num_embeddings(self) -> int:
-        """Tokens that the drafter can embed."""
+        """Number of tokens that the drafter can embed."""
         return self.vocab_size
 
     def _get_generation_parameters(self) -> dict:
-        """What transformers would not have in a saved configuration; `num_assistant_tokens` is a field of this one.
+        """Generation parameters that transformers refuses to save in a configuration: none.
 
-        Older versions find that out by building a configuration without arguments, which not every family has.
+        `num_assistant_tokens` is such a parameter by name, but is a field of this class. Older versions of transformers
+        look for them in a configuration built without arguments, which some families cannot build.
         """
         return {}
 
@@ -114,35 +117,37 @@ class DrafterConfig(PreTrainedConfig):
             )
 
 
-# Fields of `Eagle3Config` that configurations saved by earlier versions have under another name.
+# Names that fields of `Eagle3Config` have in files saved by earlier versions.
 _EARLIER_NAMES = {"aux_hidden_state_layer_ids": "taps", "num_aux_hidden_states": "num_taps"}
 
 
 class Eagle3Config(DrafterConfig):
-    """EAGLE-3 drafter (arXiv 2503.01840): decoder layers over tapped hidden states of the target.
+    """EAGLE-3 drafter (arXiv 2503.01840): decoder layers that read auxiliary hidden states of the target.
 
     Args:
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
             hidden_act, rms_norm_eps, attention_bias, mlp_bias: the draft layers, named as in `LlamaConfig`.
         qk_norm: Qwen3-style RMSNorm on every query and key head.
         rope_parameters: RoPE in transformers 5's form, `{"rope_type": ..., "rope_theta": ...}`.
-        max_position_embeddings: read by some RoPE types; never clamps a position.
+        max_position_embeddings: used by some RoPE types; positions are never clamped to it.
         sliding_window: window of the layers that `layer_types` calls `"sliding_attention"`.
-        layer_types: one of `"full_attention"`, `"sliding_attention"` a layer; all full when None.
-        target_hidden_size: width of a tap.
-        taps: tapped boundaries in ascending order (see `default_taps`); the boundary after the last layer is the
-            stream *before* the final norm. None: `default_taps` of the target, settled by `bind`.
-        use_aux_hidden_state: False for heads that read the target's last hidden state, after the final norm, and
+        layer_types: `"full_attention"` or `"sliding_attention"` for each layer; all full when None.
+        initializer_range: standard deviation of random weights.
+        target_hidden_size: hidden size of the target, width of an auxiliary hidden state; `hidden_size` when None.
+        aux_hidden_state_layer_ids: layer ids of the auxiliary hidden states, as `default_aux_layer_ids` counts them;
+            stored ascending and distinct. None: `default_aux_layer_ids` of the target, set by `bind`.
+        use_aux_hidden_state: False for drafters that read the target's last hidden state, after the final norm, and
             have no `fc`.
         norm_before_residual: the first layer's residual is the normed hidden state instead of the raw one.
-        norm_before_fc: one RMSNorm over the concatenated taps before `fc`.
-        fc_norm: one RMSNorm a tap before `fc`.
+        norm_before_fc: one RMSNorm over the concatenated auxiliary hidden states before `fc`.
+        fc_norm: one RMSNorm for each auxiliary hidden state before `fc`.
         fc_bias: bias on `fc`.
         norm_output: the hidden state fed back to the next draft step is taken after the final norm (EAGLE 3.1).
         final_norm: whether a norm precedes the draft head.
         logit_scale: factor on the draft logits.
-        own_embedding, own_head: whether the checkpoint holds an embedding and a head; otherwise `bind` borrows the
-            target's. A borrowed head is restricted to the draft vocabulary.
+        own_embedding, own_head: whether the drafter has an embedding and a head of its own; otherwise it shares the
+            target's. A shared head is restricted to the draft vocabulary.
+        num_aux_hidden_states: how many there are; 3 when neither it nor `aux_hidden_state_layer_ids` is given.
     """
 
     model_type = "hf_specdec_eagle3"
@@ -181,8 +186,9 @@ class Eagle3Config(DrafterConfig):
 
     def __post_init__(self, **kwargs):
         for name, earlier in _EARLIER_NAMES.items():
-            if earlier in kwargs:
-                setattr(self, name, kwargs.pop(earlier))
+            value = kwargs.pop(earlier, None)
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         check_types(self)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -225,24 +231,24 @@ class Eagle3Config(DrafterConfig):
 
     @property
     def aux_hidden_size(self) -> int:
-        """Width of what the drafter reads at one position: all taps side by side, or one hidden state."""
+        """Width of `aux_hidden_states` at one position: all of them concatenated, or the last hidden state."""
         return (self.num_aux_hidden_states if self.use_aux_hidden_state else 1) * self.target_hidden_size
 
 
 class PEagleConfig(Eagle3Config):
     """P-EAGLE drafter (arXiv 2602.01469): EAGLE-3 that drafts all K tokens in one pass.
 
-    The K - 1 places that have no token yet embed `mask_token_id` and read a learned hidden state.
+    The K - 1 positions that have no token yet embed `mask_token_id` and read a learned hidden state.
 
     Args:
-        parallel_drafting: True if there is a mask token, when None.
-        mask_hidden_shape: of the tensor `mask_hidden`, which stands in for a position's taps; publishers differ in
-            the number of leading ones. `[1, 1, tap_width]` when None.
+        parallel_drafting: when None, True if there is a mask token.
+        mask_hidden_shape: shape of the tensor `mask_hidden`, which replaces the auxiliary hidden states of a position;
+            publishers differ in the number of leading ones. `[1, 1, aux_hidden_size]` when None.
     """
 
     model_type = "hf_specdec_peagle"
     family = "p-eagle"
-    has_no_defaults_at_init = True  # There is no mask token to default to.
+    has_no_defaults_at_init = True  # `mask_token_id` has no default.
 
     parallel_drafting: bool | None = None
     mask_hidden_shape: list[int] | None = None
@@ -260,7 +266,7 @@ class DraftModelConfig(DrafterConfig):
     """A causal language model as drafter, sequential (arXiv 2211.17192) or parallel (PARD, arXiv 2504.18583).
 
     Args:
-        model: the model's own configuration.
+        model: settings of the model's own configuration, with its `model_type`.
     """
 
     model_type = "hf_specdec_draft_model"
@@ -269,32 +275,32 @@ class DraftModelConfig(DrafterConfig):
     model: dict | None = None
 
     @property
-    def own(self) -> PreTrainedConfig:
-        """The model's own configuration."""
+    def model_config(self) -> PreTrainedConfig:
+        """The model's own configuration, as transformers' class."""
         return AutoConfig.for_model(**(self.model or {}))
 
     @property
     def num_embeddings(self) -> int:
-        return self.vocab_size if self.model is None else self.own.get_text_config().vocab_size
+        return self.vocab_size if self.model is None else self.model_config.get_text_config().vocab_size
 
 
 class MtpConfig(DrafterConfig):
     """Multi-token-prediction modules of a target (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    They are inside the target's own checkpoint, or were trained for it: `drafters.mtp.config_for` makes their settings.
+    They are part of the target's own checkpoint, or trained for it; `for_target` makes a configuration of the latter.
 
     Args:
-        block: configuration of the modules' decoder layers: like the target's, with one layer a module.
+        block: settings of the modules' decoder layers: like the target's, with one layer for each module.
         num_modules: how many modules there are; module k % num_modules drafts token k of a round.
         hidden_size, rms_norm_eps, initializer_range: of the target.
         hidden_first: whether a module's projection reads `[hidden | embedding]` instead of `[embedding | hidden]`.
         norm_offset: whether the modules' norms scale by 1 + weight (Gemma's) instead of by the weight.
-        norm_output: whether a module hands on its output after its final norm instead of before.
+        norm_output: whether the next step reads a module's output after its final norm instead of before.
         own_embedding, own_head: whether each module has an embedding or a head of its own; otherwise the target's.
-        zero_first_embedding: whether slot 0 reads zeros in place of an embedding, as vLLM runs some families.
-        chaining: what the caches of modules behind the first are made of. `"modules"`: of the outputs of the module
-            before, as in training. `"target"`: of the target's hidden states, as far as these are known. None: by
-            modules if there are several, otherwise by the target, as serving engines run them.
+        zero_first_embedding: whether slot 0 reads zeros instead of an embedding, as vLLM runs some families.
+        chaining: which hidden states modules after the first read, and so what their caches hold. `"modules"`: the
+            outputs of the module before, as in training. `"target"`: the target's hidden states, as far as they are
+            known. None: `default_chaining`.
     """
 
     model_type = "hf_specdec_mtp"
@@ -323,6 +329,58 @@ class MtpConfig(DrafterConfig):
             raise ValueError("parallel_drafting is True, but MTP modules have no mask token; expected False.")
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def for_target(cls, text: PreTrainedConfig, block: dict[str, Any], **settings: Any) -> MtpConfig:
+        """The configuration of modules for a target.
+
+        Args:
+            text: the target's text configuration.
+            block: settings of the decoder layers: `mtp_block_settings` of the target, or the same with other MLPs.
+            settings: other fields.
+        """
+        return cls(
+            block=block,
+            num_modules=block["num_hidden_layers"],
+            hidden_size=text.hidden_size,
+            rms_norm_eps=getattr(text, "rms_norm_eps", cls.rms_norm_eps),
+            initializer_range=getattr(text, "initializer_range", cls.initializer_range),
+            vocab_size=text.vocab_size,
+            **settings,
+        )
+
+
+def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, Any]:
+    """The settings of a decoder that has one layer for each of `num_modules` modules and is otherwise like `text`.
+
+    A module's layer has full attention, and experts where the target has any, unless the configuration states
+    otherwise (`mtp_layer_types`, `mtp_mlp_layer_types`).
+
+    Raises:
+        ValueError: expected `text` to have `num_hidden_layers`.
+    """
+    settings = text.to_dict()
+    if "num_hidden_layers" not in settings:
+        raise ValueError(
+            f"Layers of model_type {text.model_type!r} cannot be those of MTP modules: its configuration has no "
+            "num_hidden_layers."
+        )
+    changes: dict[str, Any] = {
+        "num_hidden_layers": num_modules,
+        "layer_types": getattr(text, "mtp_layer_types", None) or ["full_attention"] * num_modules,
+        "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or ["sparse"] * num_modules,
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+        # Neither an embedding nor a head is built.
+        "vocab_size": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    # Per-layer settings are derived again from the layers' types.
+    for name in ("per_layer_config", "num_nextn_predict_layers", "num_mtp_layers", "architectures", "auto_map"):
+        settings.pop(name, None)
+    return settings | {name: value for name, value in changes.items() if name in settings}
+
 
 def check_types(config: DrafterConfig) -> None:
     """Raise `ValueError` if a field of `config` that is annotated in this module has a value of another type."""
@@ -335,7 +393,7 @@ def check_types(config: DrafterConfig) -> None:
 
 @functools.cache
 def _annotations(config_class: type[DrafterConfig]) -> dict[str, Any]:
-    """Of a class and those here that it is derived from; what others register may be annotated with anything."""
+    """Annotations of a class and its bases in this module; classes of others may have annotations of any kind."""
     found: dict[str, Any] = {}
     for one in reversed(config_class.__mro__):
         if one.__module__ == __name__:
@@ -344,7 +402,7 @@ def _annotations(config_class: type[DrafterConfig]) -> dict[str, Any]:
 
 
 def _is_of(value: Any, expected: Any) -> bool:
-    """Whether `value` is of a type, or a sequence of a type; an integer is a float, and no bool is an integer."""
+    """Whether `value` has a type, or is a list or tuple of it; integers count as floats, bools not as integers."""
     if get_origin(expected) is list:
         return isinstance(value, list | tuple) and all(_is_of(one, get_args(expected)[0]) for one in value)
     if isinstance(value, bool):
@@ -353,16 +411,16 @@ def _is_of(value: Any, expected: Any) -> bool:
 
 
 def default_chaining(num_modules: int) -> str:
-    """`MtpConfig.chaining` of `num_modules` modules that say nothing about it."""
+    """`MtpConfig.chaining` where a checkpoint does not state it, as serving engines run `num_modules` modules."""
     return "modules" if num_modules > 1 else "target"
 
 
 def check_num_assistant_tokens(value: int) -> int:
-    """Return `value` if it can be a number of draft tokens a round, else raise `ValueError`."""
+    """Return `value` if it is a valid number of draft tokens a round, else raise `ValueError`."""
     is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_number or not 1 <= value <= MOST_ASSISTANT_TOKENS:
+    if not is_number or not 1 <= value <= MAX_ASSISTANT_TOKENS:
         raise ValueError(
             f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
-            f"{MOST_ASSISTANT_TOKENS} (draft tokens a round)."
+            f"{MAX_ASSISTANT_TOKENS} (draft tokens a round)."
         )
     return int(value)

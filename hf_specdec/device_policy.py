@@ -1,4 +1,4 @@
-"""How engines compute on each kind of device: one table."""
+"""What engines use on each type of device: Triton kernels, CUDA graphs, torch.compile and others, in one table."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 @dataclass(frozen=True)
 class DevicePolicy:
-    """What is used on one kind of device.
+    """What is used on one type of device.
 
     Attributes:
-        triton: Triton kernels for the operations of a round; where not, and in float64, their PyTorch references.
-        cuda_graphs: rounds and prefills are captured as CUDA graphs and replayed.
-        compiler: backend of `torch.compile` for what is captured; None to capture it as it is.
-        fused_linear: linear layers of one input (q, k, v; gate, up) as one.
-        transposed_linear: `nn.Linear` of a few float32 rows as `(weight @ inputs.T).T`, see `patching.linear`.
-        symmetric_memory: small all-reduces of a split target through torch's symmetric memory.
-        rounds_ahead: rounds that the device may run ahead of what the host has read.
+        triton: run the operations of a round by Triton kernels; if False, and in float64, by PyTorch references.
+        cuda_graphs: capture rounds and prefills as CUDA graphs and replay them.
+        compiler: backend of `torch.compile` for rounds that are captured; None to capture them without compilation.
+        fused_linear: run linear layers of one input (q, k, v; gate, up) as one matmul, see `patching.fused_linear`.
+        transposed_linear: run `nn.Linear` on a few float32 rows as `(weight @ inputs.T).T`, see `patching.linear`.
+        symmetric_memory: run small all-reduces of a tensor-parallel target through torch's symmetric memory.
+        rounds_ahead: rounds that are launched before the host has read the results of the last one.
     """
 
     triton: bool = False
@@ -30,7 +30,7 @@ class DevicePolicy:
     rounds_ahead: int = 0
 
 
-# By `torch.device.type`; other kinds have the defaults.
+# By `torch.device.type`; other types have the defaults.
 DEVICE_POLICIES = {
     "cuda": DevicePolicy(
         triton=True, cuda_graphs=True, compiler="inductor", fused_linear=True, symmetric_memory=True, rounds_ahead=1
@@ -41,5 +41,5 @@ _DEFAULT = DevicePolicy()
 
 
 def policy_of(device: torch.device) -> DevicePolicy:
-    """The policy for the kind of `device`."""
+    """The policy for the type of `device`."""
     return DEVICE_POLICIES.get(device.type, _DEFAULT)

@@ -1,8 +1,8 @@
-"""Messages of errors that others raised."""
+"""Messages of errors raised by torch, compilers and drivers."""
 
 from __future__ import annotations
 
 
 def first_line(error: Exception) -> str:
-    """What `error` says, without the advice and stack traces that compilers and drivers add."""
+    """The first line of the message of `error`, without the advice and stack traces that compilers and drivers add."""
     return str(error).strip().partition("\n")[0]

@@ -1,4 +1,8 @@
-"""The operations that have kernels, and the only importer of `kernels`."""
+"""The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
+
+This is the only module that imports kernels and references; `kernels.types` is imported elsewhere, too. Triton is
+imported when the first kernel is called.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,18 @@ import torch
 from torch.library import CustomOpDef
 
 from .device_policy import policy_of
-from .kernels import reference
-from .kernels.reference import (
-    exponential,
-    exponential_sample,
-    invert_draft_vocabulary,
-    over_vocabulary,
-    row_seeds,
-    uniform,
+from .kernels import (
+    attention_reference,
+    draft_inputs_reference,
+    draft_sampling_reference,
+    experts_reference,
+    kv_cache_reference,
+    verify_block_reference,
+    verify_greedy_reference,
+    verify_sampling_reference,
 )
+from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
+from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, VerificationResult
 
 __all__ = [
@@ -46,12 +53,12 @@ __all__ = [
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether rounds on `device` run the Triton kernels."""
+    """Whether ops on `device` run the Triton kernels."""
     return policy_of(device).triton
 
 
 class _Choice(threading.local):
-    """Whether this thread computes by references alone."""
+    """Whether this thread runs the references on every device."""
 
     references_only = False
 
@@ -61,7 +68,7 @@ _choice = _Choice()
 
 @contextmanager
 def references() -> Iterator[None]:
-    """Context in which this thread's operations run the references, so that no kernel need be built; not compiled."""
+    """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it."""
     before, _choice.references_only = _choice.references_only, True
     try:
         yield
@@ -76,9 +83,9 @@ def _is_for_triton(tensor: torch.Tensor) -> bool:
 
 
 def _op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
-    """Decorator: a kernel as an operator of torch's, on the device of its first argument.
+    """Decorator: register a kernel as a custom op of torch, which `torch.compile` calls without tracing it.
 
-    `torch.compile` calls it and looks no further. Triton, imported by the first one, launches on the current device.
+    Triton launches on the current device, so the op makes the device of its first argument the current one.
     """
 
     def register(function: Callable) -> CustomOpDef:
@@ -114,7 +121,7 @@ def _(query, key, value, positions, scaling, window, sinks, softcap, starts, num
     schema="(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions) -> ()",
 )
 def _write_kv(keys, values, key_states, value_states, positions):
-    from .kernels.cache import write_kv
+    from .kernels.kv_cache import write_kv
 
     write_kv(keys, values, key_states, value_states, positions)
 
@@ -140,7 +147,7 @@ def _prepare_inputs(
     mask_token,
     shift,
 ):
-    from .kernels.inputs import prepare_inputs
+    from .kernels.draft_inputs import prepare_inputs
 
     out = DraftInputs(out_tokens, out_slots, out_positions, out_sources)
     prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift)
@@ -148,7 +155,7 @@ def _prepare_inputs(
 
 @_op("hf_specdec::verify_greedy", schema="(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)")
 def _verify_greedy(scores, drafts):
-    from .kernels.verify import verify_greedy
+    from .kernels.verify_greedy import verify_greedy
 
     return tuple(verify_greedy(scores, drafts))
 
@@ -159,7 +166,7 @@ def _verify_greedy(scores, drafts):
     "-> (Tensor, Tensor, Tensor)",
 )
 def _verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
-    from .kernels.verify import verify_sampling
+    from .kernels.verify_sampling import verify_sampling
 
     return tuple(verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths))
 
@@ -167,10 +174,10 @@ def _verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
 @_op(
     "hf_specdec::verify_block",
     schema="(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
-    "Tensor rooms) -> (Tensor, Tensor, Tensor)",
+    "Tensor remaining) -> (Tensor, Tensor, Tensor)",
 )
 def _verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining):
-    from .kernels.verify import verify_block
+    from .kernels.verify_block import verify_block
 
     return tuple(verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining))
 
@@ -185,7 +192,7 @@ def _(scores, drafts, *rest):
 
 @_op("hf_specdec::best_draft", schema="(Tensor logits, Tensor? target_ids) -> Tensor")
 def _best_draft(logits, target_ids):
-    from .kernels.verify import best_draft
+    from .kernels.draft_sampling import best_draft
 
     return best_draft(logits, target_ids)
 
@@ -200,7 +207,7 @@ def _(logits, target_ids):
     schema="(Tensor logits, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> (Tensor, Tensor)",
 )
 def _draw_draft(logits, temperatures, seeds, lengths, first):
-    from .kernels.verify import draw_draft
+    from .kernels.draft_sampling import draw_draft
 
     return draw_draft(logits, temperatures, seeds, lengths, first)
 
@@ -227,9 +234,9 @@ def _(expert_ids, num_experts, rows):
     schema="(Tensor inputs, Tensor weight, Tensor? bias, Tensor plan, int rows, bool is_transposed) -> Tensor",
 )
 def _expert_linear(inputs, weight, bias, plan, rows, is_transposed):
-    # The reference reads the plan on the host, where a compiler cannot follow either.
+    # The reference reads the plan on the host, which `torch.compile` cannot trace; so it is called inside the op.
     if not _is_for_triton(inputs):
-        return reference.expert_linear(inputs, weight, bias, plan, rows, is_transposed)
+        return experts_reference.expert_linear(inputs, weight, bias, plan, rows, is_transposed)
     from .kernels.experts import expert_linear
 
     return expert_linear(inputs, weight, bias, plan, rows, is_transposed)
@@ -252,15 +259,15 @@ def attention(
     starts: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """`kernels.reference.attention`; on a GPU in Triton."""
+    """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
     if _is_for_triton(query):
         return _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits)
-    return reference.attention(query, key, value, positions, scaling, window, sinks, softcap, starts)
+    return attention_reference.attention(query, key, value, positions, scaling, window, sinks, softcap, starts)
 
 
 def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:
-    """`kernels.reference.write_kv`; on a GPU in Triton."""
-    (_write_kv if _is_for_triton(keys) else reference.write_kv)(keys, *args)
+    """See `kernels.kv_cache_reference.write_kv`; a Triton kernel on GPUs."""
+    (_write_kv if _is_for_triton(keys) else kv_cache_reference.write_kv)(keys, *args)
 
 
 def prepare_inputs(
@@ -274,53 +281,62 @@ def prepare_inputs(
     mask_token: int,
     shift: int,
 ) -> None:
-    """`kernels.reference.prepare_inputs`; on a GPU in Triton."""
+    """See `kernels.draft_inputs_reference.prepare_inputs`; a Triton kernel on GPUs."""
     if _is_for_triton(tokens):
         _prepare_inputs(tokens, lengths, committed, limits, finished, *out, num_masks, mask_token, shift)
     else:
-        reference.prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift)
+        draft_inputs_reference.prepare_inputs(
+            tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift
+        )
 
 
 def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
-    """`kernels.reference.verify_greedy`; on a GPU in Triton."""
-    return VerificationResult(*(_verify_greedy if _is_for_triton(scores) else reference.verify_greedy)(scores, drafts))
-
-
-def verify_sampling(scores: torch.Tensor, *law: torch.Tensor | None) -> VerificationResult:
-    """`kernels.reference.verify_sampling`; on a GPU in Triton."""
+    """See `kernels.verify_greedy_reference.verify_greedy`; a Triton kernel on GPUs."""
     return VerificationResult(
-        *(_verify_sampling if _is_for_triton(scores) else reference.verify_sampling)(scores, *law)
+        *(_verify_greedy if _is_for_triton(scores) else verify_greedy_reference.verify_greedy)(scores, drafts)
     )
 
 
-def verify_block(scores: torch.Tensor, *law: torch.Tensor | None) -> VerificationResult:
-    """`kernels.reference.verify_block`; on a GPU in Triton."""
-    return VerificationResult(*(_verify_block if _is_for_triton(scores) else reference.verify_block)(scores, *law))
+def verify_sampling(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
+    """See `kernels.verify_sampling_reference.verify_sampling`; a Triton kernel on GPUs."""
+    return VerificationResult(
+        *(_verify_sampling if _is_for_triton(scores) else verify_sampling_reference.verify_sampling)(scores, *args)
+    )
+
+
+def verify_block(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
+    """See `kernels.verify_block_reference.verify_block`; a Triton kernel on GPUs."""
+    return VerificationResult(
+        *(_verify_block if _is_for_triton(scores) else verify_block_reference.verify_block)(scores, *args)
+    )
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """`kernels.reference.best_draft`; on a GPU in Triton."""
-    return (_best_draft if _is_for_triton(logits) else reference.best_draft)(logits, target_ids)
+    """See `kernels.draft_sampling_reference.best_draft`; a Triton kernel on GPUs."""
+    return (_best_draft if _is_for_triton(logits) else draft_sampling_reference.best_draft)(logits, target_ids)
 
 
-def draw_draft(logits: torch.Tensor, *law: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.reference.draw_draft`; on a GPU in Triton."""
-    return (_draw_draft if _is_for_triton(logits) else reference.draw_draft)(logits, *law)
+def draw_draft(logits: torch.Tensor, *args: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.draft_sampling_reference.draw_draft`; a Triton kernel on GPUs."""
+    return (_draw_draft if _is_for_triton(logits) else draft_sampling_reference.draw_draft)(logits, *args)
 
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
-    """`kernels.reference.plan_experts`; on a GPU in Triton."""
-    return (_plan_experts if _is_for_triton(expert_ids) else reference.plan_experts)(expert_ids, num_experts, rows)
+    """See `kernels.experts_reference.plan_experts`; a Triton kernel on GPUs."""
+    return (_plan_experts if _is_for_triton(expert_ids) else experts_reference.plan_experts)(
+        expert_ids, num_experts, rows
+    )
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
-    """`kernels.reference.expert_linear`; on a GPU in Triton."""
+    """See `kernels.experts_reference.expert_linear`; a Triton kernel on GPUs."""
     return _expert_linear(inputs, *args)
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """`values` of any shape over `by`, `[]` of the same dtype: bit for bit what torch makes of `values / float(by)`.
+    """`values` of any shape divided by `by`, `[]` of the same dtype.
 
-    On a GPU torch multiplies by the reciprocal of a number (`div_true_kernel_cuda`).
+    Equal bit for bit to `values / float(by)` of torch, which on a GPU multiplies by the reciprocal of a Python number
+    (`div_true_kernel_cuda`).
     """
     return values * by.reciprocal() if values.is_cuda else values / by

@@ -1,4 +1,4 @@
-"""Everything a generation keeps on the device, by name."""
+"""`DecodeState`: the device buffers of a generation."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from .kernels.types import Proposal, VerificationResult
 from .patching.cache import RaggedCache
 
-# Stands in `DecodeState.eos` where there is no further end-of-sequence token.
+# Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
 NO_TOKEN = -1
 
 
 class Shape(NamedTuple):
-    """What the buffers of a generation depend on.
+    """What determines the sizes of the buffers of a generation and the operations of its rounds.
 
     Attributes:
         batch: rows.
-        slots: of every cache, the last of them scrap.
+        slots: slots of every cache, the dummy slot, which is the last one, included.
         num_draft_tokens: K.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
-        num_ends: room for end-of-sequence tokens.
+        num_ends: entries for end-of-sequence tokens.
         verification: see `Drafter.configure`.
     """
 
@@ -44,24 +44,24 @@ class DecodeState:
 
     Attributes:
         tokens: `[B, slots]` int64, committed tokens; the prompt without padding comes first.
-        lengths: `[B]` int64, committed tokens of each row. The last of them has not passed through the target yet.
+        lengths: `[B]` int64, committed tokens of each row. The target has processed all of them but the last.
         limits: `[B]` int64, length at which a row ends.
-        finished: `[B]` bool; a finished row computes on the scrap slot and commits nothing.
-        eos: `[E]` int64, tokens that end a row, and `NO_TOKEN`.
+        finished: `[B]` bool; a finished row computes on the dummy slot and commits nothing.
+        eos: `[E]` int64, tokens that end a row, filled up with `NO_TOKEN`.
         seeds: `[B]` int64, keys of the rows' random numbers.
         temperature: `[]` float32, of sampling, for all rows; 1 when decoding is greedy.
-        row_temperatures: `[B]` float32, factors on `temperature`, 1 unless the call says otherwise of its rows.
-        slots: slots of every cache, the last of them scrap.
+        row_temperatures: `[B]` float32, factors on `temperature`; 1 without a `RowTemperature` processor.
+        slots: slots of every cache, the dummy slot, which is the last one, included.
         num_draft_tokens: K.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         verification: see `Drafter.configure`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
-        cache: the target's keys and values.
-        live: slots that the next round, its drafts included, may need; a bound that the host knows.
-        proposal: drafts that the next round verifies; set by `adopt`, always in the same memory.
-        memory: what the drafter keeps; set from `Drafter.new_memory`.
+        cache: the target's KV cache; None if the target runs on a cache of transformers.
+        live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
+        proposal: drafts that the next round verifies; set by `set_proposal`, always in the same memory.
+        memory: buffers of the drafter; set from `Drafter.new_memory`.
     """
 
     tokens: torch.Tensor
@@ -86,7 +86,13 @@ class DecodeState:
 
     @classmethod
     def allocate(cls, shape: Shape, num_layers: int, device: torch.device) -> DecodeState:
-        """Buffers for generations of one shape. `num_layers` is the target's; 0 if it keeps its own cache."""
+        """Buffers for generations of one shape.
+
+        Args:
+            shape: of the generations.
+            num_layers: layers of the target's KV cache; 0 if the target runs on a cache of transformers.
+            device: of all buffers.
+        """
         batch = shape.batch
         return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
@@ -119,11 +125,11 @@ class DecodeState:
         cached: Sequence[int] | None = None,
         draft_starts: Sequence[int] | None = None,
     ) -> None:
-        """Make the buffers those of a batch whose prompts are about to be prefilled.
+        """Fill the buffers for a batch before prefill.
 
         Args:
             prompts: `[length]` int64 each, without padding; rows of the buffers beyond them are finished.
-            max_new_tokens: room of every row, or of each.
+            max_new_tokens: of all rows, or one number for each.
             eos: `[E]` int64 or None.
             seeds: `[len(prompts)]` int64.
             temperature: of sampling; None when decoding is greedy.
@@ -156,7 +162,7 @@ class DecodeState:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Context in which rounds are run for what they leave behind in memory pools: no row takes part in them."""
+        """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed."""
         finished, proposal = self.finished.clone(), _copy(self.proposal)
         self.finished.fill_(True)
         try:
@@ -167,33 +173,31 @@ class DecodeState:
 
     @property
     def dummy_slot(self) -> int:
-        """The slot for what belongs nowhere."""
+        """The slot to which keys and values are written that no query reads: of padding and of finished rows."""
         return self.slots - 1
 
     def slot_of(self, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of `positions`, `[B]` or `[B, n]` int64: scrap for finished rows and where no token can follow."""
-        finished, limits = (
-            (self.finished, self.limits)
-            if positions.dim() == 1
-            else (
-                self.finished[:, None],
-                self.limits[:, None],
-            )
-        )
+        """Slots of `positions`, `[B]` or `[B, n]` int64.
+
+        The dummy slot for finished rows, and for positions that the length limit leaves without a next token.
+        """
+        finished, limits = self.finished, self.limits
+        if positions.dim() == 2:
+            finished, limits = finished[:, None], limits[:, None]
         return torch.where(finished | (positions > limits - 2), self.dummy_slot, positions)
 
     def position_ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """Positions to embed for `slots`; the scrap slot gets 0, which every model has, whatever its longest text."""
+        """Position ids of `slots`; 0 for the dummy slot, whose number may exceed the model's position embedding."""
         return torch.where(slots < self.dummy_slot, slots, 0)
 
     def block(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens to verify, `[B, K + 1]` int64: the last committed one, then the drafts; and their slots."""
+        """Tokens to verify, the last committed one and the drafts, and their slots; both `[B, K + 1]` int64."""
         last = self.tokens.gather(1, (self.lengths - 1)[:, None])
         steps = torch.arange(self.num_draft_tokens + 1, device=last.device)
         return torch.cat([last, self.proposal.tokens], dim=1), self.slot_of((self.lengths - 1)[:, None] + steps)
 
     def set_proposal(self, proposal: Proposal) -> None:
-        """Keep `proposal` for the next round."""
+        """Copy `proposal` into the buffers that the next round verifies."""
         if self.proposal is None:
             self.proposal = _copy(proposal)
             return
@@ -202,9 +206,10 @@ class DecodeState:
             self.proposal.probs.copy_(proposal.probs)
 
     def commit(self, result: VerificationResult) -> VerificationResult:
-        """Append the verdict's tokens to the rows, as far as an end-of-sequence token or the limit lets them.
+        """Append the result's tokens to the rows, up to an end-of-sequence token or the length limit.
 
-        Returns the verdict with `committed` cut accordingly.
+        Returns:
+            the result with `committed` reduced accordingly.
         """
         steps = torch.arange(result.tokens.shape[1], device=result.tokens.device)
         remaining = torch.where(self.finished, 0, self.limits - self.lengths)
@@ -221,6 +226,6 @@ class DecodeState:
 
 
 def _copy(proposal: Proposal) -> Proposal:
-    """`proposal` in memory of its own."""
+    """A copy of `proposal` that shares no memory with it."""
     probs = None if proposal.probs is None else proposal.probs.clone()
     return proposal._replace(tokens=proposal.tokens.clone(), probs=probs)

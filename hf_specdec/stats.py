@@ -1,4 +1,4 @@
-"""Acceptance statistics, counted by the host from what it reads of every round."""
+"""Acceptance statistics, counted on the host from the results of every round."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RowStats:
-    """Counts of one row of the batch, or of several added up.
+    """Counts of one row of the batch, or sums over several rows.
 
     Attributes:
         rounds: rounds the row took part in.
         drafted: draft tokens verified, up to the row's length limit.
         accepted: draft tokens committed.
-        committed: tokens committed: accepted, recovered and bonus ones.
-        drafted_per_position, accepted_per_position: the same by position in the block, first draft token first.
+        committed: tokens committed: accepted draft tokens, recovered and bonus tokens.
+        drafted_per_position, accepted_per_position: `drafted` and `accepted` by position in the block, `[K]`.
     """
 
     rounds: int
@@ -33,18 +33,18 @@ class RowStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed a round; 1 + accepted drafts a round, but for blocks cut by an end or a limit."""
+        """Mean tokens committed a round: 1 + accepted drafts, less where an end of sequence or a limit cuts a block."""
         return self.committed / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of the drafts at each position that were accepted, which needs all before them to be."""
+        """Share of the drafts at each position that were accepted, together with all drafts before them."""
         pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 
 
 def add_up(rows: Sequence[RowStats]) -> RowStats:
-    """The counts of `rows`, all with the same number of positions, together."""
+    """Sums of the counts of `rows`, which all have the same number of positions."""
 
     def total(name: str) -> list[int]:
         return [sum(column) for column in zip(*(getattr(row, name) for row in rows), strict=True)]
@@ -59,7 +59,7 @@ def add_up(rows: Sequence[RowStats]) -> RowStats:
 
 @dataclass
 class SpeculationStats(RowStats):
-    """What speculation did in one `generate()` call; the counts are totals over the rows.
+    """Statistics of one `generate()` call with a drafter; counts are totals over the rows.
 
     Attributes:
         rows: the counts of each row.
@@ -69,7 +69,7 @@ class SpeculationStats(RowStats):
         execution: how its rounds were run: captured or not, compiled or not.
         draft_probs: whether drafts were drawn from the drafter's distribution.
         num_rounds: rounds the batch ran, i.e. target passes after prefill.
-        seconds: wall time of those rounds, drafting included and prefill not.
+        seconds: wall time of those rounds, with drafting, without prefill.
     """
 
     rows: list[RowStats] = field(default_factory=list)
@@ -95,7 +95,7 @@ class SpeculationStats(RowStats):
 
 
 class Counters:
-    """Counts of a batch, round by round.
+    """Counts the tokens of a batch, round by round.
 
     Args:
         batch: rows.
@@ -106,13 +106,13 @@ class Counters:
         self.rows = [RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0) for _ in range(batch)]
 
     def count(self, row: int, accepted: int, committed: int, remaining: int) -> None:
-        """Add one round of a row that takes part in it.
+        """Add one round of an unfinished row.
 
         Args:
             row: of the batch.
             accepted: accepted draft tokens.
             committed: tokens committed.
-            room: tokens that the row could still take before the round.
+            remaining: tokens that were left up to the row's length limit before the round.
         """
         counts = self.rows[row]
         counts.rounds += 1
@@ -123,6 +123,5 @@ class Counters:
             counts.accepted_per_position[position] += 1
 
     def summary(self, **about) -> SpeculationStats:
-        """The counts of all rows; `about` fills the remaining fields of `SpeculationStats`."""
-
+        """The counts of all rows; `about` gives the remaining fields of `SpeculationStats`."""
         return SpeculationStats(**vars(add_up(self.rows)), rows=self.rows, **about)

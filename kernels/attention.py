@@ -1,11 +1,19 @@
-"""Triton attention over a ragged cache, defined by `reference.attention`.
+"""Triton attention over the static KV cache; the reference is `attention_reference.attention`.
 
-It is built for the few queries a row of decoding; the many of a prompt run through it too, so that they read live slots
-only and no mask is made.
+Shapes: query `[B, heads, n, D]`, key `[B, kv_heads, slots, D]`, value `[B, kv_heads, slots, Dv]`, positions `[B, n]`,
+result `[B, n, heads, Dv]`. With G = heads // kv_heads:
 
-The slots that a row needs are divided among the programs of a grid that depends on shapes alone (split-KV, "flash
-decoding"). Each leaves the average of its values and the logarithm of its weight in a workspace; a second kernel merges
-them, o = sum_s 2^(l_s) o_s / sum_s 2^(l_s).
+    result[b, n, h] = sum_s p[s] value[b, h // G, s]
+    p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
+
+Slot s is visible iff starts[b] <= s <= positions[b, n] and, with a window, s > positions[b, n] - window.
+
+It is written for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
+needs no mask tensor.
+
+Split-KV ("flash decoding"): the slots that a row needs are divided among the programs of a grid that depends on shapes
+alone. Each split writes its normalised result o_i and the base-2 logarithm l_i of its sum of exponentials to a
+workspace; a second kernel merges them: o = sum_i 2^(l_i) o_i / sum_i 2^(l_i).
 """
 
 from __future__ import annotations
@@ -17,35 +25,37 @@ import triton
 import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-# The granule in which slots are divided: splits differ by no more.
-_UNIT = tl.constexpr(16)
-# Bytes of the keys or values that a program holds of one block of slots; several blocks are in flight at a time.
+# Slots are divided among splits in units of this many, so that the sizes of two splits differ by at most one unit.
+_SPLIT_UNIT = tl.constexpr(16)
+# Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
 _TILE_BYTES = 16384
-# Programs that a multiprocessor gets, of which two or three run at a time: rows of unequal length still fill the GPU.
+# Programs launched per multiprocessor. Two or three run at a time; the rest balance rows of unequal length.
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-# Below this a split costs more to start and to merge than it saves.
-_SLOTS_PER_SPLIT = 128
+# With fewer slots a split costs more to launch and to merge than it saves.
+_MIN_SLOTS_PER_SPLIT = 128
 _MAX_SPLITS = 128
 _MERGE_ELEMENTS = 4096
 
 
 @triton.jit
-def _share(position, start, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The slots, from and up to, that split `split` of a block of queries reads; inert ones have position -1."""
+def _split_range(
+    position, start, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """First slot and end of split `split` for a block of queries; padding queries have position -1."""
     end = tl.max(position, axis=0) + 1
     first = start
     if HAS_WINDOW:
         lowest = tl.min(tl.where(position >= 0, position, num_slots), axis=0)
         first = tl.maximum(lowest - window + 1, first)
     live = tl.maximum(end - first, 0)
-    used = tl.maximum(tl.minimum(num_splits, tl.cdiv(live, SLOT_BLOCK)), 1)
-    units = tl.cdiv(live, _UNIT)
-    begin = first + units * split // used * _UNIT
-    stop = first + units * (split + 1) // used * _UNIT
+    num_used = tl.maximum(tl.minimum(num_splits, tl.cdiv(live, SLOT_BLOCK)), 1)
+    units = tl.cdiv(live, _SPLIT_UNIT)
+    begin = first + units * split // num_used * _SPLIT_UNIT
+    stop = first + units * (split + 1) // num_used * _SPLIT_UNIT
     return begin, tl.minimum(stop, end)
 
 
-# Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
 @triton.jit(do_not_specialize=["positions_stride_b", "starts_stride_b", "num_queries", "num_slots", "window"])
 def _attention_kernel(
     query_ptr,
@@ -55,7 +65,7 @@ def _attention_kernel(
     starts_ptr,
     sinks_ptr,
     out_ptr,
-    weights_ptr,
+    lse_ptr,
     query_stride_b,
     query_stride_h,
     query_stride_n,
@@ -85,44 +95,51 @@ def _attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    # The first splits are the ones that short rows use, so they start first.
+    """One split of the attention of a block of queries, with an online softmax in float32.
+
+    Grid: (kv_heads * blocks of queries, B, splits); a program has up to ROWS of the G * n queries of one key head.
+    Reads those queries, their positions, the start of the row, and the keys and values of the slots of its split. With
+    one split it writes `out` `[B, n, heads, Dv]`; with several, `out` `[B, n, heads, splits, Dv]` float32 and `lse`
+    `[B, n, heads, splits]` float32, or only lse = -inf where the split has no slot.
+    """
+    # Short rows use only the first splits; the split is the slowest index of the grid, so these start first.
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    # The heads of a group stand together, so that a block holds few queries and ends early.
+    # The heads of one query are adjacent: a block covers few queries, so its last visible slot comes early.
     row = tl.program_id(0) // KV_HEADS * ROWS + tl.arange(0, ROWS)
     is_row = row < GROUPS * num_queries
     head = kv_head * GROUPS + row % GROUPS
-    step = row // GROUPS
+    query_index = row // GROUPS
     dim = tl.arange(0, DIM_BLOCK)
     value_dim = tl.arange(0, VALUE_BLOCK)
-    target = (batch * num_queries + step) * (KV_HEADS * GROUPS) + head
+    out_row = (batch * num_queries + query_index) * (KV_HEADS * GROUPS) + head
 
-    position = tl.load(positions_ptr + batch * positions_stride_b + step, mask=is_row, other=-1)
-    position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # inert at the last slot
+    position = tl.load(positions_ptr + batch * positions_stride_b + query_index, mask=is_row, other=-1)
+    position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # padding
     start = tl.load(starts_ptr + batch * starts_stride_b).to(tl.int32)
-    begin, stop = _share(position, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW)
-    if IS_SPLIT:  # noqa: SIM102 (decided when the kernel is built)
+    begin, stop = _split_range(position, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW)
+    if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
         if begin >= stop:
-            empty = tl.full([ROWS], float("-inf"), tl.float32)
-            tl.store(weights_ptr + target * tl.num_programs(2) + split, empty, mask=is_row)
+            minus_inf = tl.full([ROWS], float("-inf"), tl.float32)
+            tl.store(lse_ptr + out_row * tl.num_programs(2) + split, minus_inf, mask=is_row)
             return
 
     query = tl.load(
         query_ptr
         + batch * query_stride_b
         + head[:, None] * query_stride_h
-        + step[:, None] * query_stride_n
+        + query_index[:, None] * query_stride_n
         + dim[None, :],
         mask=is_row[:, None] & (dim < DIM)[None, :],
         other=0.0,
     )
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:  # brought in by the first split, which is empty only if all are
+    running_max = tl.full([ROWS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:  # counted by the first split, which has no slot only if none has
         sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
-        best = tl.where(split == 0, sink, best)
-        total = tl.where(split == 0, 1.0, total)
+        running_max = tl.where(split == 0, sink, running_max)
+        running_sum = tl.where(split == 0, 1.0, running_sum)
     acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
 
     key_ptr += batch * key_stride_b + kv_head * key_stride_h + begin.to(tl.int64) * key_stride_s
@@ -136,7 +153,7 @@ def _attention_kernel(
         at = (first - begin).to(tl.int64)
         key = tl.load(key_ptr + at * key_stride_s + key_offset, mask=is_slot[:, None] & (dim < DIM)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-        # In units of log 2: 2^x costs less than e^x.
+        # Scaled by log2(e), since exp2 is cheaper than exp; softcap * tanh(x / softcap) through the sigmoid.
         if HAS_SOFTCAP:
             scores = (softcap * _LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 * scaling / softcap)) - 1.0)
         else:
@@ -145,27 +162,27 @@ def _attention_kernel(
         if HAS_WINDOW:
             visible = visible & (slot[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen nothing yet keeps -inf; 2^(-inf - -inf) must not become NaN.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        # A query that has seen no slot yet has maximum -inf; 2^(-inf - -inf) would be NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(best - base)
+        rescale = tl.exp2(running_max - base)
         value = tl.load(
             value_ptr + at * value_stride_s + value_offset,
             mask=is_slot[:, None] & (value_dim < VALUE_DIM)[None, :],
             other=0.0,
         )
-        total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        best = higher
+        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        running_max = new_max
 
-    total = tl.where(total == 0.0, 1.0, total)  # of a row that has seen nothing, whose weight is 2^-inf
-    out = acc / total[:, None]
+    running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that saw no slot; its lse stays -inf
+    out = acc / running_sum[:, None]
     if IS_SPLIT:
-        target = target * tl.num_programs(2) + split
-        tl.store(weights_ptr + target, best + tl.log2(total), mask=is_row)
+        out_row = out_row * tl.num_programs(2) + split
+        tl.store(lse_ptr + out_row, running_max + tl.log2(running_sum), mask=is_row)
     tl.store(
-        out_ptr + target[:, None] * VALUE_DIM + value_dim[None, :],
+        out_ptr + out_row[:, None] * VALUE_DIM + value_dim[None, :],
         out.to(out_ptr.dtype.element_ty),
         mask=is_row[:, None] & (value_dim < VALUE_DIM)[None, :],
     )
@@ -173,36 +190,41 @@ def _attention_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
-    parts_ptr,
-    weights_ptr,
+    partial_ptr,
+    lse_ptr,
     out_ptr,
     num_splits,
     VALUE_DIM: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
+    """Merge the splits of a query: out = sum_i 2^(lse_i) partial_i / sum_i 2^(lse_i), 0 where every lse is -inf.
+
+    Grid: (B * n * heads, blocks of Dv). Reads `lse` `[B * n * heads, splits]` and, where it is finite, `partial`
+    `[B * n * heads, splits, Dv]`; writes `out` `[B * n * heads, Dv]`.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLIT_BLOCK)
     value_dim = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     at = row * num_splits + split
-    weights = tl.load(weights_ptr + at, mask=split < num_splits, other=float("-inf"))
-    # Splits without weight left nothing in the workspace.
-    is_part = weights > float("-inf")
-    part = tl.load(
-        parts_ptr + at[:, None] * VALUE_DIM + value_dim[None, :],
-        mask=is_part[:, None] & (value_dim < VALUE_DIM)[None, :],
+    weights = tl.load(lse_ptr + at, mask=split < num_splits, other=float("-inf"))
+    # A split without slots has written no partial result.
+    is_written = weights > float("-inf")
+    partial = tl.load(
+        partial_ptr + at[:, None] * VALUE_DIM + value_dim[None, :],
+        mask=is_written[:, None] & (value_dim < VALUE_DIM)[None, :],
         other=0.0,
     )
-    best = tl.max(weights, axis=0)
-    weights = tl.exp2(weights - tl.where(best == float("-inf"), 0.0, best))
+    largest = tl.max(weights, axis=0)
+    weights = tl.exp2(weights - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(weights, axis=0)
-    out = tl.sum(part * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * VALUE_DIM + value_dim, out.to(out_ptr.dtype.element_ty), mask=value_dim < VALUE_DIM)
 
 
 @functools.cache
-def _zero(device: torch.device) -> torch.Tensor:
-    """`[1]` int64, the first visible slot of all rows where nothing else is said."""
+def _default_starts(device: torch.device) -> torch.Tensor:
+    """`[1]` int64: 0, the start of every row where `starts` is not given."""
     with torch.inference_mode(False):
         return torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -212,10 +234,10 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def choose_splits(num_programs: int, reach: int, num_multiprocessors: int) -> int:
-    """Into how many parts to divide the `reach` slots that a query may see, where one part makes `num_programs`."""
+def choose_splits(num_programs: int, num_visible: int, num_multiprocessors: int) -> int:
+    """Number of splits, if a split takes `num_programs` programs and a query sees at most `num_visible` slots."""
     wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_programs)
-    return max(1, min(wanted, reach // _SLOTS_PER_SPLIT, _MAX_SPLITS))
+    return max(1, min(wanted, num_visible // _MIN_SLOTS_PER_SPLIT, _MAX_SPLITS))
 
 
 def attention(
@@ -230,11 +252,11 @@ def attention(
     starts: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """See `reference.attention`; accumulates in float32, and inert queries get zeros. A CUDA graph can hold it.
+    """See `attention_reference.attention`. Accumulates in float32; padding queries get 0. Safe in a CUDA graph.
 
-    A program takes some query heads of one key head, and its share of the slots from the first that one of its live
-    queries sees up to the last; no other slot is read. The host looks at shapes and strides only. `num_splits` says
-    into how many shares at most the slots are divided; left out, into as many as fill the GPU.
+    A program takes some query heads of one key head, and its split of the slots from the first that one of its live
+    queries sees to the last; no other slot is read. The launch depends on shapes and strides only. `num_splits` is the
+    largest number of splits; by default as many as fill the GPU.
     """
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
@@ -244,27 +266,27 @@ def attention(
     groups = heads // kv_heads
     dim_block, value_block = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     slot_block = max(16, min(64, _TILE_BYTES // (max(dim_block, value_block) * query.element_size())))
-    # No more than registers suffice for; float32 takes twice as many.
+    # As many queries as fit the registers; float32 takes twice the registers of 16-bit types.
     rows = min(slot_block, 128 // query.element_size(), max(16, triton.next_power_of_2(groups * num_queries)))
     blocks = kv_heads * triton.cdiv(groups * num_queries, rows)
     if num_splits is None:
-        reach = num_slots if window is None else min(num_slots, window + num_queries)
-        num_splits = choose_splits(batch * blocks, reach, _num_multiprocessors(query.device))
+        num_visible = num_slots if window is None else min(num_slots, window + num_queries)
+        num_splits = choose_splits(batch * blocks, num_visible, _num_multiprocessors(query.device))
     out = query.new_empty(batch, num_queries, heads, value_dim)
     num_rows = batch * num_queries * heads
-    parts, weights = out, None
+    partial, lse = out, None
     if num_splits > 1:
-        parts = query.new_empty(num_rows, num_splits, value_dim, dtype=torch.float32)
-        weights = query.new_empty(num_rows, num_splits, dtype=torch.float32)
+        partial = query.new_empty(num_rows, num_splits, value_dim, dtype=torch.float32)
+        lse = query.new_empty(num_rows, num_splits, dtype=torch.float32)
     _attention_kernel[(blocks, batch, num_splits)](
         query,
         key,
         value,
         positions,
-        _zero(query.device) if starts is None else starts,
+        _default_starts(query.device) if starts is None else starts,
         sinks,
-        parts,
-        weights,
+        partial,
+        lse,
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
@@ -294,8 +316,8 @@ def attention(
         split_block = triton.next_power_of_2(num_splits)
         merge_block = min(value_block, max(16, _MERGE_ELEMENTS // split_block))
         _merge_kernel[(num_rows, triton.cdiv(value_dim, merge_block))](
-            parts,
-            weights,
+            partial,
+            lse,
             out,
             num_splits,
             VALUE_DIM=value_dim,

@@ -1,4 +1,12 @@
-"""Triton products of a mixture of experts; defined by `reference.plan_experts` and `reference.expert_linear`."""
+"""Triton linear layers of a mixture of experts; the references are in `experts_reference`.
+
+Shapes: expert_ids `[n, k]`, plan `[4, n * k]`, inputs `[n, in]` or `[n * k, in]`, weight `[experts, out, in]` or
+`[experts, in, out]`, result `[n * k, out]`. For pair i of token i // k:
+
+    result[i] = inputs[i // k] @ weight[e].T + bias[e],    e = expert_ids[i // k, i % k]
+
+Inputs of pairs, `[n * k, in]`, are read at i instead of i // k.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-# Pairs, and blocks, that a program of the plan is for, and pairs that it compares them with at once.
-_OWN = 16
+# Pairs, and blocks, that a program of the plan computes, and pairs that it compares them with at a time.
+_PAIR_BLOCK = 16
 _CHUNK = 128
 
 
-# Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "rows"])
 def _plan_kernel(
     ids_ptr,
@@ -19,58 +27,67 @@ def _plan_kernel(
     num_pairs,
     num_experts,
     rows,
-    OWN: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    is_own = own < num_pairs
-    own_id = tl.minimum(tl.load(ids_ptr + own, mask=is_own, other=0), num_experts).to(tl.int32)
-    rank = tl.zeros([OWN], tl.int32)
+    """Compute PAIR_BLOCK columns of the plan.
+
+    Grid: (blocks of PAIR_BLOCK pairs,). Reads all of `ids` `[num_pairs]`; writes of `plan` `[4, num_pairs]` its pairs
+    at their sorted indices in `plan[0]`, and `plan[1:, j]` of the blocks j with the same indices as its pairs.
+
+    The sorted index of a pair is the number of pairs with a smaller expert, or with the same expert and a smaller
+    index. With c[e] pairs of expert e, block j is of the first expert e with sum_{e' <= e} ceil(c[e'] / rows) > j.
+    """
+    index = tl.program_id(0) * PAIR_BLOCK + tl.arange(0, PAIR_BLOCK)
+    is_index = index < num_pairs
+    expert_id = tl.minimum(tl.load(ids_ptr + index, mask=is_index, other=0), num_experts).to(tl.int32)
+    sorted_index = tl.zeros([PAIR_BLOCK], tl.int32)
     counts = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, num_pairs, CHUNK):
         other = start + tl.arange(0, CHUNK)
         other_id = tl.minimum(tl.load(ids_ptr + other, mask=other < num_pairs, other=0), num_experts).to(tl.int32)
         other_id = tl.where(other < num_pairs, other_id, EXPERTS - 1)
         counts += tl.histogram(other_id, EXPERTS)
-        is_before = (other_id[None, :] < own_id[:, None]) | (
-            (other_id[None, :] == own_id[:, None]) & (other[None, :] < own[:, None])
+        is_before = (other_id[None, :] < expert_id[:, None]) | (
+            (other_id[None, :] == expert_id[:, None]) & (other[None, :] < index[:, None])
         )
-        rank += tl.sum(is_before.to(tl.int32), axis=1)
-    tl.store(plan_ptr + rank, own, mask=is_own)
+        sorted_index += tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(plan_ptr + sorted_index, index, mask=is_index)
 
-    # From here on `own` numbers blocks. Each is of the first expert whose blocks do not all come before it.
+    # From here on `index` is the index of a block.
     expert = tl.arange(0, EXPERTS)
     counts = tl.where(expert <= num_experts, counts, 0)
     blocks = (counts + rows - 1) // rows
     last_pair = tl.cumsum(counts, 0)
     last_block = tl.cumsum(blocks, 0)
-    owner = tl.sum((last_block[None, :] <= own[:, None]).to(tl.int32), axis=1)
-    is_owner = expert[None, :] == owner[:, None]
-    last = tl.sum(tl.where(is_owner, last_pair[None, :], 0), axis=1)
-    first_of_owner = last - tl.sum(tl.where(is_owner, counts[None, :], 0), axis=1)
-    block_of_owner = own - tl.sum(tl.where(is_owner, (last_block - blocks)[None, :], 0), axis=1)
-    is_block = owner < EXPERTS
-    first = tl.where(is_block, first_of_owner + block_of_owner * rows, num_pairs)
+    block_expert = tl.sum((last_block[None, :] <= index[:, None]).to(tl.int32), axis=1)
+    is_expert = expert[None, :] == block_expert[:, None]
+    last = tl.sum(tl.where(is_expert, last_pair[None, :], 0), axis=1)
+    first_of_expert = last - tl.sum(tl.where(is_expert, counts[None, :], 0), axis=1)
+    block_of_expert = index - tl.sum(tl.where(is_expert, (last_block - blocks)[None, :], 0), axis=1)
+    is_block = block_expert < EXPERTS
+    first = tl.where(is_block, first_of_expert + block_of_expert * rows, num_pairs)
     plan_ptr += num_pairs
-    tl.store(plan_ptr + own, tl.where(is_block, owner, -1), mask=is_own)
+    tl.store(plan_ptr + index, tl.where(is_block, block_expert, -1), mask=is_index)
     plan_ptr += num_pairs
-    tl.store(plan_ptr + own, first, mask=is_own)
+    tl.store(plan_ptr + index, first, mask=is_index)
     plan_ptr += num_pairs
-    tl.store(plan_ptr + own, tl.where(is_block, tl.minimum(first + rows, last), num_pairs), mask=is_own)
+    tl.store(plan_ptr + index, tl.where(is_block, tl.minimum(first + rows, last), num_pairs), mask=is_index)
 
 
 def _choose_tiles(rows: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Columns and summands of a block's products that a program takes at a time, its warps and stages.
+    """Output columns and input features that a program multiplies at a time, its warps and its pipeline stages.
 
-    One H200, bfloat16, 16 rows, up and down of gpt-oss shapes, one token: 34 and 20 us; with 32 columns 47 and 21, with
-    16 by 256 summands 60 and 39. 64 rows, both, 1024 tokens: 675 us; with 64 columns 808, with 32 rows 995.
+    Measured on one H200 in bfloat16, shapes of gpt-oss. One token, 16 rows, up and down projection: 34 and 20 us; with
+    32 columns 47 and 21, with 16 columns and 256 features 60 and 39. 1024 tokens, 64 rows, both projections together:
+    675 us; with 64 columns 808, with 32 rows 995.
     """
-    columns, summands = (64, 128) if rows <= 16 else (128, 64)
-    return columns, summands * 2 // itemsize, 4, 3
+    columns, features = (64, 128) if rows <= 16 else (128, 64)
+    return columns, features * 2 // itemsize, 4, 3
 
 
-@triton.jit(do_not_specialize=["num_pairs", "shared_by"])
+@triton.jit(do_not_specialize=["num_pairs", "pairs_per_input"])
 def _expert_linear_kernel(
     inputs_ptr,
     weight_ptr,
@@ -78,7 +95,7 @@ def _expert_linear_kernel(
     plan_ptr,
     out_ptr,
     num_pairs,
-    shared_by,
+    pairs_per_input,
     weight_stride_e,
     weight_stride_o,
     weight_stride_i,
@@ -91,27 +108,33 @@ def _expert_linear_kernel(
     OUT_BLOCK: tl.constexpr,
     IN_BLOCK: tl.constexpr,
 ):
+    """OUT_BLOCK output columns of one block of the plan, accumulated in float32.
+
+    Grid: (blocks of output columns, blocks of the plan). Reads the pairs of the block from `plan`, their `inputs`, and
+    the columns of the weight and the bias of the block's expert; writes `out[pair, column]`, 0 for pairs without an
+    expert. Programs after the last block return at once.
+    """
     block = tl.program_id(1)
     expert = tl.load(plan_ptr + num_pairs + block)
     if expert < 0:
         return
     first = tl.load(plan_ptr + 2 * num_pairs + block)
-    last = tl.load(plan_ptr + 3 * num_pairs + block)
-    place = first + tl.arange(0, ROWS)
-    is_row = place < last
-    pair = tl.load(plan_ptr + place, mask=is_row, other=0)
+    end = tl.load(plan_ptr + 3 * num_pairs + block)
+    sorted_index = first + tl.arange(0, ROWS)
+    is_row = sorted_index < end
+    pair = tl.load(plan_ptr + sorted_index, mask=is_row, other=0)
     column = tl.program_id(0) * OUT_BLOCK + tl.arange(0, OUT_BLOCK)
     is_column = column < OUT
     total = tl.zeros([ROWS, OUT_BLOCK], tl.float32)
     if expert < NUM_EXPERTS:
-        part = tl.arange(0, IN_BLOCK)
-        inputs = inputs_ptr + (pair // shared_by)[:, None].to(tl.int64) * IN + part[None, :]
+        feature = tl.arange(0, IN_BLOCK)
+        inputs = inputs_ptr + (pair // pairs_per_input)[:, None].to(tl.int64) * IN + feature[None, :]
         weight = weight_ptr + expert.to(tl.int64) * weight_stride_e
-        weight += column[None, :].to(tl.int64) * weight_stride_o + part[:, None].to(tl.int64) * weight_stride_i
+        weight += column[None, :].to(tl.int64) * weight_stride_o + feature[:, None].to(tl.int64) * weight_stride_i
         for start in range(0, IN, IN_BLOCK):
-            is_part = part < IN - start
-            x = tl.load(inputs, mask=is_row[:, None] & is_part[None, :], other=0.0)
-            w = tl.load(weight, mask=is_part[:, None] & is_column[None, :], other=0.0)
+            is_feature = feature < IN - start
+            x = tl.load(inputs, mask=is_row[:, None] & is_feature[None, :], other=0.0)
+            w = tl.load(weight, mask=is_feature[:, None] & is_column[None, :], other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
             inputs += IN_BLOCK
             weight += IN_BLOCK * weight_stride_i
@@ -123,17 +146,17 @@ def _expert_linear_kernel(
 
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
-    """See `reference.plan_experts`, bit for bit. One launch; a CUDA graph can hold it."""
+    """See `experts_reference.plan_experts`; equal bit for bit. One launch; safe in a CUDA graph."""
     ids = expert_ids.reshape(-1)
     num_pairs = len(ids)
     plan = torch.empty(4, num_pairs, dtype=torch.int32, device=ids.device)
-    _plan_kernel[(triton.cdiv(num_pairs, _OWN),)](
+    _plan_kernel[(triton.cdiv(num_pairs, _PAIR_BLOCK),)](
         ids,
         plan,
         num_pairs,
         num_experts,
         rows,
-        OWN=_OWN,
+        PAIR_BLOCK=_PAIR_BLOCK,
         CHUNK=_CHUNK,
         EXPERTS=triton.next_power_of_2(num_experts + 2),
     )
@@ -148,7 +171,7 @@ def expert_linear(
     rows: int,
     is_transposed: bool,
 ) -> torch.Tensor:
-    """See `reference.expert_linear`; sums are in float32. One launch; a CUDA graph can hold it."""
+    """See `experts_reference.expert_linear`; accumulates in float32. One launch; safe in a CUDA graph."""
     num_pairs, num_experts = plan.shape[1], len(weight)
     size_out, size_in = weight.shape[:0:-1] if is_transposed else weight.shape[1:]
     assert inputs.shape[1] == size_in and num_pairs % len(inputs) == 0, "shapes must agree"

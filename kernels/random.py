@@ -1,4 +1,12 @@
-"""The random numbers of the Triton kernels; defined by `reference.uniform`."""
+"""Triton random numbers, for use inside kernels; the reference is `random_reference`.
+
+With the first Philox4x32-10 word w of the key (low and high word of the seed) and the counter (token, position, stream,
+step):
+
+    uniform = min((w + 1/2) / 2^32, 1 - 2^-24),    exponential = -log(1 - uniform)
+
+The functions read and write no memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,10 @@ _LARGEST = tl.constexpr(1.0 - 2.0**-24)
 
 @triton.jit
 def uniform(seed, position, token, step, stream: tl.constexpr):
-    """See `reference.uniform`, bit for bit. `seed` and `position` are int64; `token` and `step` broadcast."""
+    """See `random_reference.uniform`; equal bit for bit.
+
+    `seed` and `position` are int64; `token` and `step` broadcast.
+    """
     key_0 = seed.to(tl.uint32)
     key_1 = (seed >> 32).to(tl.uint32)
     first = token.to(tl.uint32)
@@ -37,7 +48,7 @@ def uniform(seed, position, token, step, stream: tl.constexpr):
 
 @triton.jit
 def exponential(seed, position, token, step, stream: tl.constexpr):
-    """See `reference.exponential`: bit for bit where the number is below 1/4, else up to rounding of the logarithm."""
+    """See `random_reference.exponential`; equal bit for bit where u < 1/4, else up to rounding of the logarithm."""
     number = uniform(seed, position, token, step, stream)
     ratio = number / (2.0 - number)
     square = ratio * ratio

@@ -1,4 +1,4 @@
-"""What the operations of a round take and return."""
+"""Types that the ops of a round take and return, and the streams of their random numbers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class DraftInputs(NamedTuple):
-    """What a drafter's first pass of a round runs, `[B, W]` int64 each; written by `prepare_inputs`.
+    """Inputs of a drafter's first forward pass in a round, `[B, W]` int64 each; written by `prepare_inputs`.
 
     Attributes:
-        tokens: to embed.
-        slots: of the drafter's cache; the scrap slot for columns that are inert.
-        positions: to embed; 0 for columns that are inert.
-        sources: which row of the round's verified block a column's hidden state comes from; -1 for mask columns,
-            which have a hidden state of their own, and for inert ones.
+        tokens: token ids to embed.
+        slots: slot of the drafter's KV cache that a column writes; the dummy slot in padding columns.
+        positions: position ids; 0 in padding columns.
+        sources: index, among the K + 1 verified positions of the round, of the hidden state that a column takes; -1 in
+            mask columns, which have a hidden state of their own, and in padding columns.
     """
 
     tokens: torch.Tensor
@@ -31,7 +31,14 @@ class DraftInputs(NamedTuple):
 
 
 class RandomStream(IntEnum):
-    """Purposes of random numbers; numbers of different streams are independent (see `uniform`)."""
+    """Purposes of random numbers; numbers of different streams are independent (see `uniform`).
+
+    Attributes:
+        ACCEPT: acceptance of draft tokens.
+        TARGET: sampling of recovered and bonus tokens.
+        DRAFT: sampling of draft tokens.
+        SEED: seeds of the rows of a batch.
+    """
 
     ACCEPT = 0
     TARGET = 1
@@ -40,7 +47,7 @@ class RandomStream(IntEnum):
 
 
 class VerificationResult(NamedTuple):
-    """Outcome of one round.
+    """Result of the verification of a round.
 
     Attributes:
         tokens: `[B, K + 1]` int64: the accepted draft tokens, then the recovered or bonus token; the rest is undefined.
@@ -59,10 +66,10 @@ class Proposal(NamedTuple):
 
     Attributes:
         tokens: `[B, K]` int64, in the target's vocabulary.
-        probs: `[B, K, V_d]` float32, the distributions q that the tokens were drawn from, over the draft vocabulary;
+        probs: `[B, K, V_d]` float32, the distributions q that the tokens were sampled from, over the draft vocabulary;
             None for deterministic drafts, i.e. point masses.
-        draft_ids: `[vocab_size]` int64, where each token is in the draft vocabulary, -1 where it is not; None where
-            the draft vocabulary is the first V_d tokens. It is not of the round, and is never copied.
+        draft_ids: `[vocab_size]` int64, index of each token in the draft vocabulary, -1 if it has none; None if the
+            draft vocabulary is the first V_d tokens. It is the same in all rounds, and is never copied.
     """
 
     tokens: torch.Tensor

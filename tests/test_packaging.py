@@ -20,9 +20,9 @@ def test_wheel_works_outside_the_tree(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     program = (
-        "import hf_specdec, hf_specdec.kernels.reference, hf_specdec.kernels.attention, hf_specdec.kernels.cache;"
-        "import hf_specdec.kernels.inputs, hf_specdec.drafters.eagle3, hf_specdec.cli;"
-        "print(hf_specdec.__file__, hf_specdec.kernels.reference.__file__)"
+        "import hf_specdec, hf_specdec.kernels.types, hf_specdec.kernels.attention, hf_specdec.kernels.kv_cache;"
+        "import hf_specdec.kernels.draft_inputs, hf_specdec.drafters.eagle3, hf_specdec.cli;"
+        "print(hf_specdec.__file__, hf_specdec.kernels.types.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     out = subprocess.run(

@@ -29,6 +29,8 @@ ORDER = [
     "auto",
     "integration",
     "inspection",
+    "prompt_sources",
+    "loading",
     "bench",
     "cli",
 ]
@@ -125,9 +127,21 @@ def test_no_import_cycles():
 @pytest.mark.core
 def test_importing_kernels_does_not_shadow_another_package():
     """With an `__init__.py` our folder would, from the repository root, be taken for Hugging Face's `kernels`."""
-    assert (PACKAGE.parent / "kernels" / "reference.py").is_file()
+    assert (PACKAGE.parent / "kernels" / "types.py").is_file()
     for folder in (PACKAGE.parent / "kernels", PACKAGE.parent / "tests" / "kernels"):
         assert not (folder / "__init__.py").exists()
+
+
+@pytest.mark.core
+def test_kernels_and_references_are_apart():
+    """References import no Triton, kernels only shared types and each other; every op with a kernel has a reference."""
+    paths = {f"kernels.{path.stem}": path for path in (PACKAGE.parent / "kernels").glob("*.py")}
+    kernels = {name for name, path in paths.items() if "import triton" in path.read_text()}
+    for name, path in paths.items():
+        ours = set(imported_modules(path, name))
+        assert ours <= kernels | {"kernels.types"} if name in kernels else not ours & kernels, name
+    assert {f"{name}_reference" for name in kernels - {"kernels.reduction"}} <= paths.keys() - kernels
+    assert len(kernels) > 5
 
 
 @pytest.mark.core

@@ -1,1 +1,1 @@
-"""What `generate_batch.py` is made of."""
+"""Parts of `generate_batch.py`."""

@@ -1,4 +1,4 @@
-"""What is done of a run, on disk, so that a crash costs no more than what was being generated."""
+"""Finished prompts of a run, on disk, so that after a crash only unfinished batches are generated again."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ SETTINGS = "settings.json"
 
 
 class Journal:
-    """Finished prompts of a run: a file of lines for every process, in a folder beside the output until that is whole.
+    """Finished prompts of a run: a jsonl file for each process, in a folder next to the output.
 
-    The output appears at once and complete: while it is not there, the run is not finished.
+    When the run is finished the files are joined and the folder is removed. The output is written atomically: if it
+    exists, it is complete.
 
     Args:
-        output: the jsonl file that the run is to write.
-        settings: that a completion depends on, as JSON values.
+        output: the jsonl file that the run writes.
+        settings: that completions depend on, as JSON values.
     """
 
     def __init__(self, output: Path, settings: dict[str, Any]):
@@ -30,15 +31,15 @@ class Journal:
         self._file: Any = None
 
     def begin(self) -> set[int | str] | None:
-        """Take up the run where it was left; for one process, before the others `open`.
+        """Start the run, or resume it; to be called by one process, before the others `open`.
 
         Lines that a crash cut off are removed.
 
         Returns:
-            ids of the prompts that are done; None if the output is there.
+            ids of the prompts that are done; None if the output exists.
 
         Raises:
-            ValueError: what is there belongs to a run with other settings, or to one that goes on, or is damaged.
+            ValueError: the files belong to a run with other settings or to one that is still running, or are damaged.
         """
         if self.output.exists():
             self._check_settings(self.output, self.summary, lambda content: content["settings"])
@@ -60,12 +61,12 @@ class Journal:
         return set(self.records())
 
     def open(self, process: int) -> None:
-        """Begin to write the lines of process number `process`. The file is locked as long as the process lives."""
+        """Open the file of process number `process`. It is locked until the process ends."""
         self._file = (self._folder / f"{process:05}.jsonl").open("a", encoding="utf-8")
         self._lock(self._file)
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
-        """Add records, which are on the disk when this returns."""
+        """Append records and flush them to disk."""
         self._file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -87,7 +88,7 @@ class Journal:
         return found
 
     def finish(self, records: Iterable[dict[str, Any]], summary: dict[str, Any]) -> None:
-        """Write the output and its summary, and remove what is not needed any more; for one process."""
+        """Write the output and its summary, and remove the folder; to be called by one process."""
         write_whole(self.summary, json.dumps({"settings": self.settings, **summary}, indent=1))
         write_whole(self.output, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
         shutil.rmtree(self._folder)
@@ -116,7 +117,7 @@ class Journal:
 
 
 def write_whole(file: Path, content: str) -> None:
-    """Write `file` so that it has all of `content` or is as before, also after a crash."""
+    """Write `file` atomically: after a crash it has either all of `content` or its former content."""
     draft = file.with_name(file.name + ".draft")
     with draft.open("w", encoding="utf-8") as written:
         written.write(content)

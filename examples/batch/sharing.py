@@ -1,4 +1,4 @@
-"""Batches of prompts, and which process does which of them."""
+"""Cutting prompts into batches, and distributing batches over processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ Cost = Callable[[int, int], int]
 
 
 def cut(lengths: Sequence[int], limit: int, cost: Cost) -> list[range]:
-    """Neighbours in batches that cost at most `limit` each, or have one row; `lengths` never grow."""
+    """Cut prompts into batches of neighbours that cost at most `limit` each, or have one row.
+
+    Args:
+        lengths: of the prompts, descending.
+        limit: on the cost of a batch.
+        cost: of a batch.
+
+    Returns:
+        the indices of each batch.
+    """
     batches, start = [], 0
     while start < len(lengths):
         end = start + 1
@@ -26,7 +35,7 @@ def cut(lengths: Sequence[int], limit: int, cost: Cost) -> list[range]:
 
 
 def cut_evenly(lengths: Sequence[int], limit: int, cost: Cost, processes: int) -> list[range]:
-    """As `cut`, in a multiple of `processes` batches if that many can be made, and none costlier than need be."""
+    """`cut` into a multiple of `processes` batches, if there are enough prompts, at the lowest limit that allows it."""
     if not lengths:
         return []
     fewest = len(cut(lengths, limit, cost))
@@ -42,10 +51,10 @@ def cut_evenly(lengths: Sequence[int], limit: int, cost: Cost, processes: int) -
 
 
 class SharedWork:
-    """Hands out pieces of work to whichever process asks next, so that no process waits for another.
+    """A queue of batches: each process claims the next one when it is free, so that no process waits for another.
 
-    All processes make one at the same time. It counts in a store of torch.distributed that the main process keeps, so
-    the main process must be the last to go: it waits until `done` says so.
+    All processes construct it together. The counters are in a store of torch.distributed in the main process, which
+    therefore has to end last: it waits until `done` is the number of all prompts.
 
     Args:
         state: of accelerate.
@@ -62,19 +71,19 @@ class SharedWork:
         self._store = store or dist.TCPStore(host, port, is_master=False)
 
     def claim(self) -> int:
-        """Number of the next piece of work, from 0; every number is given to one process."""
+        """Number of the next batch, from 0; every number is given to one process only."""
         return self._store.add("claimed", 1) - 1
 
     def report(self, prompts: int, seconds: float) -> None:
-        """Say that so many prompts more are done, for which this process took `seconds`."""
+        """Add `prompts` to those done, and `seconds` to the time of this process."""
         self._store.add(f"microseconds of {self._process}", round(1e6 * seconds))
         self._store.add("done", prompts)
 
     @property
     def done(self) -> int:
-        """Prompts that all processes have reported."""
+        """Number of prompts that all processes have reported."""
         return self._store.add("done", 0)
 
     def seconds(self) -> list[float]:
-        """What every process has reported."""
+        """Seconds that each process has reported."""
         return [1e-6 * self._store.add(f"microseconds of {process}", 0) for process in range(self._processes)]

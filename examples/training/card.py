@@ -1,4 +1,4 @@
-"""What makes a trained drafter a Hub repository: model card and `custom_generate`."""
+"""The files that make the folder of a trained drafter a Hub repository: model card and `custom_generate`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ accelerate launch examples/train_drafter.py --target {base_model} --out {out} \\
 Then load the folder `{out}` instead of `{repo_id}`.
 """
 
-# What a training run must be told to be repeated, where it was told.
+# Arguments with which a training run can be repeated; those that are None are left out.
 REPEATED = (
     *("family", "init_from", "layers", "draft_vocab_size", "intermediate_size", "mask_token_id", "num_steps"),
     *("step_decay", "depth_ratio", "survival_floor", "tokens_per_batch", "max_length", "lr", "weight_decay"),
@@ -138,7 +138,7 @@ committed a round, drafts and the target's own. "Without repetition" leaves out 
 def write_card(folder: Path) -> None:
     """(Re)write README.md and `custom_generate/` of `folder` from its training.json and, if there, acceptance.json.
 
-    What is to be said of the acceptance besides is in remarks.md, which the card takes over.
+    If there is a remarks.md, its text follows the acceptance.
     """
     training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     arguments, data, last = training["arguments"], training["data"], training["curve"][-1]
@@ -183,7 +183,7 @@ def write_card(folder: Path) -> None:
 
 
 def missing_weights(training: dict) -> str:
-    """How to train the drafter whose folder holds no weights."""
+    """The section of the card of a drafter without weights: how to train them."""
     arguments = training["arguments"]
     given = {key: arguments.get(key) for key in REPEATED if arguments.get(key) is not None}
     repo_id = arguments["repo_id"]

@@ -1,4 +1,4 @@
-"""Untrained drafters of every family, shaped after a target."""
+"""Untrained drafters of every family, with shapes derived from a target."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.config import (
     DraftModelConfig,
     Eagle3Config,
+    MtpConfig,
     PEagleConfig,
     default_aux_layer_ids,
+    mtp_block_settings,
 )
 from hf_specdec.drafters import (
     DraftModelDrafter,
@@ -21,13 +23,12 @@ from hf_specdec.drafters import (
     PEagleDrafter,
 )
 from hf_specdec.drafters.cached import CachedDrafter
-from hf_specdec.drafters.mtp import block_settings, config_for
 from hf_specdec.patching.hidden_states import decoder_layers
 
 _TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0}
 _AT_MASKS = {"mask_token_id": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2}
 _EAGLE = {"draft_vocab_size": 16384, "intermediate_size": None, "init_from": None, "fc_norm": True, "norm_output": True}
-# The options that not every family has the same, by family, and what the command line leaves open of them.
+# Options that differ between families, with their defaults, by family.
 DEFAULTS = {
     "eagle3": {"layers": 1, "num_steps": 7, **_EAGLE, **_TOKEN_BY_TOKEN},
     "p-eagle": {"layers": 4, **_EAGLE, **_AT_MASKS},
@@ -35,7 +36,7 @@ DEFAULTS = {
     "mtp": {"layers": 3, "num_steps": 3, "intermediate_size": None, "norm_output": True, **_TOKEN_BY_TOKEN},
 }
 MASK_SCALE = 0.02
-# What a configuration says of its own model's files, not of its layers.
+# Entries of a configuration that describe the files of its model, not its layers.
 NOT_INHERITED = ("quantization_config", "dtype", "architectures", "_name_or_path", "_model_name_or_path")
 
 
@@ -46,9 +47,9 @@ def new_drafter(
 
     Args:
         args: of the command line.
-        target: that it is to draft for.
-        d2t: `[V_d]` of the draft vocabulary.
-        mask_token_id: None for a drafter that drafts token by token.
+        target: the model to draft for.
+        d2t: `[V_d]` int64, of the draft vocabulary.
+        mask_token_id: None for a drafter that drafts one token a pass.
     """
     name = args.target_name or target.config.name_or_path
     if args.family == "pard":
@@ -64,7 +65,7 @@ def new_drafter(
 def _new_eagle(
     args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None, name: str
 ) -> Eagle3Drafter:
-    """Layers shaped like the target's; embedding and head are the target's own."""
+    """Layers in the shapes of the target's; embedding and head are shared with the target."""
     text = target.config.get_text_config()
     settings = {
         "vocab_size": text.vocab_size,
@@ -100,13 +101,14 @@ def _new_eagle(
 
 
 def _new_mtp(args: argparse.Namespace, target: PreTrainedModel, name: str) -> MtpDrafter:
-    """Modules of one layer each, of the target's own class; embedding and head are the target's own.
+    """Modules of one layer each, of the class of the target's layers; embedding and head are shared with the target.
 
     Raises:
-        ValueError: the target has no layers that modules can be made of, or no MLPs whose size can be chosen.
+        ValueError: MTP modules do not support the target's layers, or `--intermediate-size` is given and the size of
+            their MLPs is not `intermediate_size` alone.
     """
     text = target.config.get_text_config()
-    block = {key: value for key, value in block_settings(text, args.layers).items() if key not in NOT_INHERITED}
+    block = {key: value for key, value in mtp_block_settings(text, args.layers).items() if key not in NOT_INHERITED}
     if args.intermediate_size is not None:
         if "intermediate_size" not in block or "moe_intermediate_size" in block:
             raise ValueError(
@@ -115,7 +117,7 @@ def _new_mtp(args: argparse.Namespace, target: PreTrainedModel, name: str) -> Mt
             )
         block["intermediate_size"] = args.intermediate_size
     settings = {"norm_output": args.norm_output, "num_assistant_tokens": args.num_steps, "target_name_or_path": name}
-    drafter = MtpDrafter(config_for(text, block, **settings)).to(target.device)
+    drafter = MtpDrafter(MtpConfig.for_target(text, block, **settings)).to(target.device)
     for frame in drafter.frames:
         _scale_like_final_norm(frame.final_norm, target)
     return drafter
@@ -123,7 +125,7 @@ def _new_mtp(args: argparse.Namespace, target: PreTrainedModel, name: str) -> Mt
 
 @torch.no_grad()
 def _scale_like_final_norm(norm: nn.Module, target: PreTrainedModel) -> None:
-    """Let `norm` begin with the scale that a borrowed head expects of the norm before it."""
+    """Initialize the weight of `norm` with that of the target's final norm, which the shared head was trained with."""
     final_norm = getattr(target.get_decoder(), "norm", None)
     if type(final_norm).__name__.endswith("RMSNorm"):
         ones = torch.ones(1, len(norm.weight), dtype=target.dtype, device=target.device)
@@ -131,7 +133,7 @@ def _scale_like_final_norm(norm: nn.Module, target: PreTrainedModel) -> None:
 
 
 def _new_pard(target: PreTrainedModel, num_layers: int, mask_token_id: int, name: str) -> DraftModelDrafter:
-    """Some of the target's layers, and copies of everything before and after them."""
+    """A draft model initialized with copies of some of the target's layers, and of its embedding, norm and head."""
     kept = spread_layers(len(decoder_layers(target)), num_layers)
     config = DraftModelConfig(
         model=thinned_config(target, kept),
@@ -155,13 +157,13 @@ def _new_pard(target: PreTrainedModel, num_layers: int, mask_token_id: int, name
 
 @torch.no_grad()
 def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
-    """Let `drafter` begin where `trained`, with fewer layers or wider MLPs, has ended.
+    """Initialize `drafter` with the weights of `trained`, which may have fewer layers or wider MLPs.
 
-    Of a wider MLP the units with the largest weights are kept. Layers that `trained` lacks add nothing at first, so
-    the drafter drafts a token as `trained` does. What stands for masks is taken over where `trained` has it.
+    Of a wider MLP the units with the largest weights are kept. The outputs of layers that `trained` lacks begin at
+    zero, so the first draft token is that of `trained`. The hidden state of mask tokens is copied if `trained` has one.
 
     Raises:
-        ValueError: the two differ in something else.
+        ValueError: the mask tokens or the shapes of other tensors differ.
     """
     is_parallel = isinstance(drafter, PEagleDrafter) and isinstance(trained, PEagleDrafter)
     if is_parallel and trained.config.mask_token_id != drafter.config.mask_token_id:
@@ -195,23 +197,27 @@ def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
 
 
 def _layer_of(name: str) -> int:
-    """Index of the layer that a tensor belongs to; -1 if it belongs to none."""
+    """Index of the layer that the tensor `name` is part of; -1 for tensors outside of layers."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "layers" else -1
 
 
 def spread_layers(count: int, kept: int) -> list[int]:
-    """Indices of `kept` of `count` layers, evenly spread, the first and the last among them."""
+    """Indices of `kept` of `count` layers, evenly spaced, with the first and the last.
+
+    Raises:
+        ValueError: `kept` is not 1 to `count`.
+    """
     if not 1 <= kept <= count:
         raise ValueError(f"--layers is {kept}; expected 1 to the target's {count}, some of which are copied.")
     return [round(index * (count - 1) / max(kept - 1, 1)) for index in range(kept)]
 
 
 def thinned_config(target: PreTrainedModel, kept: list[int]) -> dict:
-    """The target's configuration with only the layers `kept`.
+    """The target's configuration with the layers `kept` only.
 
     Raises:
-        ValueError: it does not say how many layers there are.
+        ValueError: its `num_hidden_layers` is not the number of the target's layers.
     """
     config = target.config.get_text_config().to_dict()
     count = config.get("num_hidden_layers")
@@ -230,17 +236,17 @@ def thinned_config(target: PreTrainedModel, kept: list[int]) -> dict:
 
 
 def rope_theta(text) -> float:
-    """The target's RoPE base; of its full-attention layers where it has several kinds."""
+    """The target's RoPE base; that of its full-attention layers if layer types differ."""
     parameters = text.rope_parameters or {}
     parameters = parameters.get("full_attention", parameters)
     return parameters.get("rope_theta", 10000.0)
 
 
 def choose_mask_token(counts: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token that no document holds: a special one if there is such, the one with the highest id.
+    """The token with the highest id that occurs in no document, a special token if possible.
 
     Args:
-        counts: `[V]`, how often each token stands in the documents.
+        counts: `[V]`, how often each token occurs in the documents.
         tokenizer: of the target.
 
     Raises:

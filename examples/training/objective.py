@@ -1,4 +1,4 @@
-"""Training-time test: the drafter drafts from every position, and each step is compared with the target."""
+"""Training-time test: the drafter drafts from every position, and the loss compares each step with the target."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CHUNK_LOGITS = 2**28
 
 
 @dataclass
-class Lesson:
-    """What the target says about a batch.
+class TargetOutputs:
+    """The target's outputs for a batch, which the drafter learns from.
 
     Attributes:
         input_ids: `[B, S]`.
-        taps: `[B, S, width]`; None for a drafter that reads none.
+        aux_hidden_states: `[B, S, width]`; None for a drafter that reads none.
         places: `[N]` indices into `[B * S]` of the positions whose next token belongs to an answer.
-        depths: `[N]`, how far each place lies into its answer; step s has a draft for it if that is at least s.
-        places_before: B + 1 numbers, how many of the places lie in the rows before each.
+        depths: `[N]`, index of each place in its answer; step s has a draft for it if that is at least s.
+        places_before: B + 1 numbers: how many of the places are in the rows before each.
         probs: `[N, V_d]` the target's distribution at the places, over the draft vocabulary.
         best: `[N]` the target's most likely tokens at the places.
         covered: `[N]` whether those are in the draft vocabulary.
@@ -59,7 +59,8 @@ class Teacher:
         self.is_covered[self.target_ids] = True
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> Lesson:
+    def read(self, batch: Batch) -> TargetOutputs:
+        """Run the target over `batch`."""
         with self.recorder:
             hidden = self.target.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
             aux_hidden_states = self.recorder.aux_hidden_states
@@ -73,7 +74,7 @@ class Teacher:
         is_greedy = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=best.device)
         is_greedy[batch.places] = batch.input_ids.flatten()[batch.places + 1] == best
         covered = self.is_covered[best]
-        return Lesson(
+        return TargetOutputs(
             batch.input_ids,
             aux_hidden_states,
             batch.places,
@@ -87,16 +88,17 @@ class Teacher:
 
 
 class DraftObjective(nn.Module):
-    """Loss and metrics of a drafter on a lesson; the module that is trained, so that it can be wrapped for DDP.
+    """Loss and metrics of a drafter; a module, so that accelerate can wrap it for DDP.
 
     Args:
         drafter: bound to the target.
         num_steps: depth of the unrolled chains.
-        step_decay: step s weighs `step_decay ** s` in the loss.
-        depth_ratio: in training, step s unrolls only this to the power of s of a batch's rows.
+        step_decay: step s has the weight `step_decay ** s` in the loss.
+        depth_ratio: in training, step s unrolls only `depth_ratio ** s` of a batch's rows.
         survival_floor: weight of the places whose chains have ended before, by a wrong draft or because the text is
-            not greedy there. The others weigh 1: what a drafter drafts there counts, and a mask, which cannot know
-            what was drafted before it, learns to continue the drafter's own choices and not a mixture of texts.
+            not greedy there; the others have weight 1. Drafts after the end of a chain are never accepted; and a mask
+            token, which does not see the drafts before it, learns to continue the greedy chain instead of an average
+            over many texts.
     """
 
     def __init__(
@@ -115,40 +117,40 @@ class DraftObjective(nn.Module):
         self.row_losses = _row_losses
 
     def compile_parts(self) -> None:
-        """Compile the layers and the loss, for whatever shapes come."""
+        """Compile the layers and the loss, for dynamic shapes."""
         self.row_losses = torch.compile(_row_losses, dynamic=True)
         compile_layers(self.drafter)
 
-    def forward(self, lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and `[num_steps, 6]` float64 counts that `summarize` reads.
 
         At step s the draft for place t comes from the chain of slot t - s - shift. A place counts in the loss if the
         target's most likely token is in the draft vocabulary, as in EAGLE-3.
         """
         drafter, num_steps = self.drafter, len(self.step_weights)
-        rows = leading_rows(len(lesson.input_ids), num_steps, self.depth_ratio if self.training else 1.0)
-        outputs = drafter.unroll(lesson.input_ids, lesson.aux_hidden_states, num_steps, rows)
+        rows = leading_rows(len(target_outputs.input_ids), num_steps, self.depth_ratio if self.training else 1.0)
+        outputs = drafter.unroll(target_outputs.input_ids, target_outputs.aux_hidden_states, num_steps, rows)
         head, target_ids = drafter.head_weight, drafter.target_ids
-        alive = torch.ones_like(lesson.is_greedy)
+        alive = torch.ones_like(target_outputs.is_greedy)
         total, counts = 0.0, []
         for step, (weight, normed) in enumerate(zip(self.step_weights, outputs, strict=True)):
-            unrolled = slice(lesson.places_before[len(normed)])
-            places = lesson.places[unrolled]
-            exists = lesson.depths[unrolled] >= step
+            unrolled = slice(target_outputs.places_before[len(normed)])
+            places = target_outputs.places[unrolled]
+            exists = target_outputs.depths[unrolled] >= step
             slots = (places - step - drafter.shift).clamp(min=0)
             reached = exists & alive[slots]
-            weights = torch.where(reached, 1.0, self.survival_floor) * (exists & lesson.covered[unrolled])
+            weights = torch.where(reached, 1.0, self.survival_floor) * (exists & target_outputs.covered[unrolled])
             hidden = normed.flatten(0, 1)[slots] * drafter.logit_scale
             loss, drafts = _SoftCrossEntropy.apply(
-                hidden, head, lesson.probs[unrolled], weights, compute_dtype(hidden), self.row_losses
+                hidden, head, target_outputs.probs[unrolled], weights, compute_dtype(hidden), self.row_losses
             )
             total = total + weight * loss / weights.sum().clamp(min=1)
 
-            hits = (drafts if target_ids is None else target_ids[drafts]) == lesson.best[unrolled]
+            hits = (drafts if target_ids is None else target_ids[drafts]) == target_outputs.best[unrolled]
             accepted = reached & hits
             row = (loss.detach(), weights.sum(), exists.sum(), (exists & hits).sum(), reached.sum(), accepted.sum())
             counts.append(torch.stack([count.double() for count in row]))
-            goes_on = accepted & lesson.is_greedy[places]
+            goes_on = accepted & target_outputs.is_greedy[places]
             alive = torch.zeros_like(alive, dtype=torch.int32).index_add_(0, slots, goes_on.int()) > 0
         return total, torch.stack(counts)
 
@@ -159,7 +161,7 @@ def leading_rows(batch: int, num_steps: int, ratio: float) -> list[int]:
 
 
 def summarize(counts: torch.Tensor) -> dict:
-    """Metrics from added-up counts of `DraftObjective`, step by step.
+    """Metrics of each step, from sums of the counts of `DraftObjective`.
 
     `acceptance[s]` is the share of chains that reach step s, all drafts before it right and the text greedy, whose
     draft there is the target's most likely token. `acceptance_length[K]` is 1 + the drafts that a greedy chain of K
@@ -185,8 +187,8 @@ def summarize(counts: torch.Tensor) -> dict:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the decoder layers of `model` in place, and its norms elsewhere: eager mode is slow at small things."""
-    # One function serves the layers of both models, in every data type and layout, with and without gradients.
+    """Compile the decoder layers and norms of `model` in place, to avoid the launch overhead of small operations."""
+    # One compiled function serves the layers of both models, in all dtypes and layouts, with and without gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "DecoderLayer")):
@@ -198,7 +200,7 @@ def rows_per_chunk(vocab_size: int) -> int:
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """What a matrix product of `tensor` runs in: autocast's data type where that is on."""
+    """The dtype of a matmul of `tensor`: autocast's dtype if autocast is on."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
@@ -206,7 +208,7 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 def _row_losses(
     logits: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of `logits` and `probs`, both `[n, V_d]`: weighed cross-entropies, their gradient in `logits`, best tokens."""
+    """Weighted cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients in `logits`, best tokens."""
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
     losses = (probs * (norm - scores)).sum(dim=-1) * weights
@@ -214,9 +216,9 @@ def _row_losses(
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Draft head and cross-entropy in one, so that the logits of a step never stand in memory together.
+    """Draft head and cross-entropy in one function, so that the logits of a step are never in memory all at once.
 
-    The gradient is computed in the forward pass, a chunk of rows at a time, and scaled in the backward pass.
+    The gradient is computed in the forward pass, one chunk of rows at a time, and scaled in the backward pass.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""First words of prompts, and the check that training never sees a prompt that is kept for measuring."""
+"""First words of prompts, and the filter that keeps held-out prompts out of the training data."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def word_grams(words: list[str], order: int = 4) -> set[tuple[str, ...]]:
 class PromptFilter:
     """Refuses prompts that repeat, and prompts that are equal or similar to held-out ones.
 
-    Similar: at least half of the prompt's runs of four words, case and punctuation aside, stand in one held-out
-    prompt, or half of a held-out prompt's stand in it.
+    Similar: at least half of the prompt's word 4-grams, without case and punctuation, occur in one held-out prompt, or
+    half of a held-out prompt's 4-grams occur in it.
 
     Attributes:
         refused: how many were similar to a held-out prompt, or seen before.

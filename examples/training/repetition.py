@@ -1,4 +1,4 @@
-"""Texts that degenerate into repetition: small models loop, and loops are easy to draft."""
+"""Detecting texts that degenerate into repetition: small models loop, and loops are easy to draft."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TAIL = 64
 def loop_at_end(tokens: np.ndarray, max_period: int, min_repeats: int) -> tuple[int, int] | None:
     """The loop that `tokens` end in, as (first index, period); None if they do not.
 
-    A loop is an n-gram of at most `max_period` tokens that stands at least `min_repeats` times in a row at the end.
+    A loop is an n-gram of at most `max_period` tokens that occurs at least `min_repeats` times in a row at the end.
     The shortest period is returned.
     """
     for period in range(1, min(max_period, len(tokens) // min_repeats) + 1):
@@ -32,8 +32,8 @@ def distinct_share(tokens: np.ndarray, order: int = 4) -> float:
 def is_degenerate(tokens: np.ndarray) -> bool:
     """Whether a text degenerates into repetition.
 
-    It does if it ends in an n-gram of at most 16 tokens that stands there at least 4 times in a row, or if fewer than
-    half of the 4-grams of its last 64 tokens are different, which catches longer loops and loops that count.
+    It does if it ends in an n-gram of at most 16 tokens that occurs at least 4 times in a row, or if fewer than
+    half of the 4-grams of its last 64 tokens are different, as in longer loops and in loops whose numbers change.
     """
     tokens = np.asarray(tokens)
     if loop_at_end(tokens, max_period=16, min_repeats=4) is not None:
@@ -42,7 +42,7 @@ def is_degenerate(tokens: np.ndarray) -> bool:
 
 
 def trimmed_length(tokens: np.ndarray) -> int:
-    """How much of a text to learn from: up to the second turn of a loop at its end, nothing of other repetition."""
+    """Tokens of a text to train on: up to the second period of a loop at its end; none of other degenerate texts."""
     loop = loop_at_end(tokens, max_period=TAIL, min_repeats=3)
     if loop is not None:
         start, period = loop

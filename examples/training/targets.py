@@ -1,4 +1,4 @@
-"""Loading the target by the name given on the command line."""
+"""Loading a chat model and its tokenizer by the name given on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the clock around `generate()` calls and inside them."""
+"""Clocks for `generate()` calls: time to first tokens, and the GPU's own time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from transformers.generation.streamers import BaseStreamer
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done what it was given."""
+    """Wait until all work queued on `device` is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 class Clock(BaseStreamer):
-    """A streamer that notes when the first and the last tokens of a call reach the host."""
+    """A streamer that records when the first and the last tokens of a call reach the host.
+
+    Attributes:
+        first, last: `time.perf_counter()` then; None before.
+    """
 
     def __init__(self) -> None:
-        self._prompt_is_past = False
+        self._has_prompt = False
         self.first: float | None = None
         self.last: float | None = None
 
     def put(self, value: Any) -> None:
-        if not self._prompt_is_past:
-            self._prompt_is_past = True
+        if not self._has_prompt:
+            self._has_prompt = True
             return
         self.last = time.perf_counter()
         if self.first is None:
@@ -36,21 +40,21 @@ class Clock(BaseStreamer):
             self.on_first()
 
     def on_first(self) -> None:
-        """Called when the first tokens have come, before any round but the first."""
+        """Called when the first tokens have arrived, before the second round."""
 
     def end(self) -> None:
         pass
 
 
-# Microseconds between kernels of one graph, or of a queue that is full, at most. Whatever the host makes the GPU wait
-# takes longer.
+# Microseconds; the longest gap between kernels of a CUDA graph, or of a stream whose queue is not empty. Gaps in which
+# the GPU waits for the host are longer.
 SHORT_GAP = 4.0
 
 
 class GpuClock(Clock):
-    """Also sums up how long the GPU computes after the first tokens, whatever launched it: eagerly or by a graph.
+    """Also measures how long the GPU computes after the first tokens, by the profiler, eagerly or in CUDA graphs.
 
-    Recording slows a call down, so this is for a call of its own, beside those that are timed.
+    Profiling slows a call down, so it is done in a separate call from those that are timed.
 
     Args:
         device: the GPU.
@@ -69,7 +73,7 @@ class GpuClock(Clock):
         self._runs = True
 
     def busy_seconds(self) -> float:
-        """Time of kernels and copies since the first tokens, and of the short gaps between them (`SHORT_GAP`).
+        """Seconds of kernels and copies since the first tokens, with the gaps of up to `SHORT_GAP` between them.
 
         To be called once, after `generate()`.
         """
@@ -77,7 +81,7 @@ class GpuClock(Clock):
             return 0.0
         self._profiler.stop()
         self._runs = False
-        # A launch, which is an event of the host, has the time of its kernel too.
+        # Launches are excluded: they are events of the host, but also report the time of their kernel.
         on_device = (event for event in self._profiler.events() if event.device_type == DeviceType.CUDA)
         return busy_time([(event.time_range.start, event.time_range.end) for event in on_device]) / 1e6
 

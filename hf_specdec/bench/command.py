@@ -20,33 +20,13 @@ from transformers import PreTrainedModel
 from ..config import check_num_assistant_tokens
 from ..drafters import Drafter
 from ..drafters.none import NoDrafter
+from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
 from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
-from .measure import (
-    Bench,
-    Case,
-    Setting,
-    compare,
-)
-from .models import (
-    GGUF_SUFFIX,
-    load_drafter,
-    load_target,
-    load_tokenizer,
-    settle_ends,
-)
-from .prompts import (
-    Batch,
-    load_prompts,
-    random_batches,
-    text_batches,
-)
-from .report import (
-    check_matplotlib,
-    draw,
-    environment,
-    short_name,
-    table,
-)
+from ..prompt_sources import load_prompts
+from .batches import Batch, random_batches, text_batches
+from .measure import Bench, Case, Setting, compare
+from .models import load_drafter, load_target
+from .report import check_matplotlib, draw, environment, short_name, table
 from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
 from .traffic import copy_bandwidth
 
@@ -114,7 +94,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
     """Measure every case and print the table.
 
     Raises:
-        OSError, ValueError: something is wrong with what was asked for, or no case could be measured.
+        OSError, ValueError: an argument is invalid, a file does not exist, or no case could be measured.
     """
     check_arguments(arguments)
     was_initialized = dist.is_initialized()
@@ -126,7 +106,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """`run_bench` in one of the processes that run it together; the first one alone writes and prints."""
+    """`run_bench` on one rank; rank 0 alone writes files and prints."""
     device = find_device(arguments.device, arguments.tensor_parallel)
     if not is_first_process():
         arguments.output = arguments.plots = None
@@ -134,7 +114,7 @@ def measure(arguments: argparse.Namespace) -> None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     prompts = None if arguments.random_weights else load_prompts(arguments.prompts, arguments.limit)
-    bandwidth = copy_bandwidth(device)  # before memory is full
+    bandwidth = copy_bandwidth(device)  # while there is memory for two large buffers
     target = load_target(arguments.target, dtype, device, arguments.random_weights, arguments.tensor_parallel)
     batches = batch_maker(arguments, prompts, target)
     with progress_bar(count_passes(arguments)) as progress:
@@ -157,7 +137,7 @@ def measure(arguments: argparse.Namespace) -> None:
         cases: list[Case] = []
         for case in measure_all(bench, arguments, batches):
             cases.append(case)
-            save(report, cases, arguments.output)  # What comes next may take the process down.
+            save(report, cases, arguments.output)  # Figures so far are kept if the next case crashes the process.
         report["drift"] = drift = measure_drift(bench, cases, arguments, batches)
     save(report, cases, arguments.output)
     if is_first_process():
@@ -168,7 +148,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def check_measured(cases: list[Case], arguments: argparse.Namespace) -> None:
-    """Raise `ValueError` if nothing that was asked about could be measured: no case, or none with a drafter."""
+    """Raise `ValueError` if no case could be measured, or none of those with a drafter."""
     if all(case.error is not None for case in cases):
         raise ValueError("No case could be measured.")
     drafted = [case for case in cases if case.name in arguments.drafter]
@@ -177,7 +157,7 @@ def check_measured(cases: list[Case], arguments: argparse.Namespace) -> None:
 
 
 def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None:
-    """Put `cases`, by setting and compared with each other, into `report`, and write that to `output`."""
+    """Put `cases`, sorted by setting and compared with the baselines, into `report`, and write that to `output`."""
     cases.sort(key=lambda case: case.setting)
     compare(cases)
     report["cases"] = [case.to_dict() for case in cases]
@@ -186,7 +166,7 @@ def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise `ValueError` if the arguments make no sense, before anything is loaded."""
+    """Raise `ValueError` if an argument is invalid, before anything is loaded."""
     for k in arguments.num_assistant_tokens or ():
         check_num_assistant_tokens(k)
     least = {"max_new_tokens": 2, "runs": 1, "prompt_length": 1, "batch_size": 1, "limit": 1}
@@ -209,7 +189,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def check_processes(arguments: argparse.Namespace) -> None:
-    """Raise `ValueError` unless there are several processes if and only if the target is split over them."""
+    """Raise `ValueError` unless `--tensor-parallel` is given if and only if torchrun has started several processes."""
     if arguments.tensor_parallel and num_processes() == 1:
         raise ValueError(
             "--tensor-parallel splits the target over processes, but this is the only one; expected several. Start it "
@@ -228,14 +208,14 @@ def check_processes(arguments: argparse.Namespace) -> None:
 
 
 def find_device(name: str | None, tensor_parallel: bool = False) -> torch.device:
-    """The device called `name`; a GPU if there is one and no name.
+    """The device to measure on.
 
     Args:
-        name: of a device.
-        tensor_parallel: whether each process has one of its own, chosen as transformers does.
+        name: of the device; None for a GPU if there is one, else the CPU.
+        tensor_parallel: whether each rank has its own device, the one that transformers chooses.
 
     Raises:
-        ValueError: there is no such device, or processes cannot have it.
+        ValueError: torch cannot use the device, or `tensor_parallel` and it is not of the type that transformers uses.
     """
     if tensor_parallel:
         kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -259,27 +239,27 @@ def find_device(name: str | None, tensor_parallel: bool = False) -> torch.device
 def batch_maker(
     arguments: argparse.Namespace, prompts: list[str] | None, target: PreTrainedModel
 ) -> Callable[[Case], list[Batch]]:
-    """A function from a case to its batches; also settles what ends a row of `target`."""
+    """A function that makes the batches of a case; also sets the end-of-sequence tokens of `target`."""
     ignore_eos = arguments.ignore_eos or arguments.random_weights or arguments.synthetic_acceptance is not None
     if prompts is None:
-        settle_ends(target, None, arguments.eos_token, ignore_eos)
+        set_end_tokens(target, None, arguments.eos_token, ignore_eos)
         vocab_size, limit = target.config.get_text_config().vocab_size, arguments.limit
         return lambda case: random_batches(
             vocab_size, case.prompt_length, limit or case.batch_size, case.batch_size, target.device
         )
     tokenizer = load_tokenizer(arguments.target)
-    settle_ends(target, tokenizer, arguments.eos_token, ignore_eos)
+    set_end_tokens(target, tokenizer, arguments.eos_token, ignore_eos)
     return lambda case: text_batches(tokenizer, prompts, case.batch_size, target.device)
 
 
 def settings(arguments: argparse.Namespace) -> list[Setting]:
-    """Of all cases; prompts have lengths if they are made up."""
+    """The settings to measure every drafter and baseline in; with a prompt length if prompts are random tokens."""
     lengths = arguments.prompt_length if arguments.random_weights else [None]
     return list(starmap(Setting, product(arguments.batch_size, arguments.temperature, lengths)))
 
 
 def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
-    """Every case of the drafter called `name`; K is None for the drafter's own."""
+    """The cases of the drafter called `name`; K is None where the drafter's own number is to be used."""
     return [
         Case(name, k, *setting, draft_probs)
         for setting in settings(arguments)
@@ -289,7 +269,7 @@ def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
 
 
 def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]) -> Iterator[Case]:
-    """Every case that was asked for, as it is measured."""
+    """Measure all cases, one after the other; each is yielded when it is measured."""
     for setting in settings(arguments):
         for name in BASELINES:
             if name in arguments.baselines:
@@ -314,10 +294,10 @@ def measure_baseline(
 def measure_drift(
     bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
 ) -> dict[str, Any] | None:
-    """A baseline once more, after everything else: how much slower the machine has become meanwhile.
+    """Measure the first baseline again at the end, and compare: how much slower the machine has become meanwhile.
 
-    Cases are measured one after the other, so their ratios are worth no more than this is near 1. None if there is no
-    baseline, or nothing came after it.
+    Cases are measured one after the other, so their ratios are only reliable if this ratio is near 1. None if there is
+    no baseline, or no other case was measured after it.
     """
     first = next((case for case in cases if case.name in BASELINES and case.ms_per_round is not None), None)
     if first is None or len(cases) == 1:
@@ -332,13 +312,13 @@ def measure_drift(
 def measure_drafter(
     bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
 ) -> Iterator[Case]:
-    """The drafter called `name` at every K and setting; it is in memory only meanwhile."""
+    """Measure the drafter called `name` at every K and setting; it is loaded before and freed afterwards."""
     try:
         drafter = load_drafter(name, bench.target, random_weights=arguments.random_weights)
         drafter.configure(compile_rounds=arguments.compile)
         if arguments.synthetic_acceptance is not None:
-            drafter.configure(engine="static")  # The other engine verifies by itself.
-    except Exception as error:  # As for any case that fails: the others go on.
+            drafter.configure(engine="static")  # In the stock engine transformers verifies.
+    except Exception as error:  # The cases of this drafter fail; the others are measured.
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield from (replace(case, error=message) for case in drafter_cases(name, arguments))
         return
@@ -355,17 +335,17 @@ def measure_drafter(
 
 
 def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int) -> AbstractContextManager:
-    """The context that a drafter's calls run in: scripted acceptance if it was asked for."""
+    """The context of a drafter's `generate()` calls: scripted acceptance with `--synthetic-acceptance`."""
     if arguments.synthetic_acceptance is None:
         return nullcontext()
     return scripted_acceptance(acceptance_rates(arguments.synthetic_acceptance, k), drafter.device)
 
 
 def caption(report: dict[str, Any]) -> str:
-    """What all pictures of a report say about it."""
+    """The title of the plots: target, dtype, whether weights or acceptance are synthetic, device."""
     stated, found = report["arguments"], report["environment"]
-    made_up = [name.replace("_", " ") for name in ("random_weights", "synthetic_acceptance") if stated[name]]
-    return ", ".join([short_name(stated["target"]), found["dtype"], *made_up]) + "\n" + found["device"]
+    synthetic = [name.replace("_", " ") for name in ("random_weights", "synthetic_acceptance") if stated[name]]
+    return ", ".join([short_name(stated["target"]), found["dtype"], *synthetic]) + "\n" + found["device"]
 
 
 def count_passes(arguments: argparse.Namespace) -> int:
@@ -376,7 +356,7 @@ def count_passes(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[], None]]:
-    """A function to call after every step of `total`; it moves a bar on a terminal if there is tqdm."""
+    """Context that gives a function to call after each of `total` steps; with tqdm it shows a progress bar."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,4 +1,4 @@
-"""Measuring one case: a way to generate, a number of drafts and a batch size."""
+"""Measuring one case: a baseline or a drafter, with its number of draft tokens, batch size and other settings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from ..drafters import Drafter
 from ..engine.equivalence import why_not_equivalent
 from ..stats import SpeculationStats
+from .batches import Batch
 from .clock import Clock, GpuClock, synchronize
-from .prompts import Batch
 from .traffic import round_bytes
 
-# New tokens of the call that `GpuClock` records; kernels by the thousand are slow to sum up.
+# New tokens of the call that `GpuClock` records; with more, summing up the profiler's events takes long.
 RECORDED_TOKENS = 32
 
 
@@ -40,7 +40,7 @@ class Spread:
 
 
 class Setting(NamedTuple):
-    """What cases have in common that are compared with each other; see `Case`."""
+    """The settings that cases must share to be compared with each other; see `Case`."""
 
     batch_size: int
     temperature: float
@@ -57,9 +57,10 @@ class Setting(NamedTuple):
 
 @dataclass
 class Case:
-    """What is measured, and what was found; figures are None where there are none, and all of them after an error.
+    """A case and its figures; figures that do not apply are None, and after an error all of them are.
 
-    A round is one pass of the target and, with a drafter, the drafting after it; without one it is a plain step.
+    A round is one pass of the target and, with a drafter, the drafting after it; without a drafter it is one decoding
+    step.
 
     Attributes:
         name: `"dynamic"` and `"static"` for plain `generate()` on those caches, `"engine"` for the static engine
@@ -71,23 +72,23 @@ class Case:
         draft_probs: of the drafter, `"on"`, `"off"` or `"auto"` (see `Drafter.configure`); None without a drafter, and
             in greedy decoding, where it changes nothing.
         error: why it could not be measured.
-        engine: of ours that ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
+        engine: which engine of hf_specdec ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
         tokens: new tokens of a run, of all rows, end-of-sequence tokens included and padding not.
         rounds: of a run, over all batches.
         same_texts: share of the rows whose text is that of plain `generate()` with the dynamic cache; only of greedy
-            decoding. In types narrower than float32 ties are decided by rounding, so that less than 1 is no error.
-        acceptance_length: tokens that a row commits a round.
+            decoding. In dtypes narrower than float32 rounding decides ties, so that less than 1 is no error.
+        acceptance_length: mean tokens that a row commits a round.
         acceptance_per_position: share of the drafts at each position that were accepted.
         ms_per_round: wall time from the first tokens of a call to its last, over the rounds after the first.
         ms_to_first_token: wall time from the call to its first tokens.
-        cold_ms_to_first_token: the same of the first call of all, which may compile, capture and allocate.
+        cold_ms_to_first_token: the same of the case's first call, which may compile, capture and allocate.
         tokens_per_second: new tokens of all rows over the wall time of whole calls.
         round_over_engine, round_over_dynamic: `ms_per_round` over that of the engine alone, of plain `generate()`.
         speedup: `tokens_per_second` over that of plain `generate()` with the dynamic cache.
-        gpu_ms_per_round: time that the GPU computes a round; what it waits for the host is left out.
+        gpu_ms_per_round: time that the GPU computes a round, without the time it waits for the host.
         peak_memory_bytes: the most that torch had allocated on a GPU, weights included.
         bytes_per_round: see `round_bytes`.
-        bandwidth_share: those bytes over the round's time over the measured bandwidth of a copy.
+        bandwidth_share: those bytes over the round's time, as a share of the measured bandwidth of a copy.
     """
 
     name: str
@@ -125,7 +126,7 @@ class Case:
 
 @dataclass
 class Run:
-    """One pass over all batches, added up."""
+    """Sums over one pass over all batches."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -140,17 +141,17 @@ class Run:
 
 @dataclass
 class Bench:
-    """What all cases share.
+    """Measures the cases of one target.
 
     Attributes:
-        target: generates.
+        target: the model that generates.
         options: of every `generate()` call; a case adds those of sampling.
-        runs: measured passes over the batches of a case; one more comes before them and is not counted.
+        runs: measured passes over the batches of a case, after one warm-up pass.
         bandwidth: bytes a second of a copy on the target's device.
-        gpu_time: whether the GPU's own time is recorded too, in a call of its own.
-        is_scripted: whether drafts are accepted by chance, so that texts mean nothing.
+        gpu_time: whether the GPU's own time is recorded too, in a separate call.
+        is_scripted: whether acceptance is scripted, so that texts are not compared.
         progress: called after every pass.
-        plain_texts: what plain `generate()` has said, by setting.
+        plain_texts: tokens generated by plain `generate()`, by setting.
     """
 
     target: PreTrainedModel
@@ -170,13 +171,13 @@ class Bench:
         context: Callable[[], AbstractContextManager] = nullcontext,
         **options: Any,
     ) -> Case:
-        """Fill in `case`; whatever goes wrong is noted in it.
+        """Measure `case` and fill in its figures, or `case.error` if an exception is raised.
 
         Args:
             case: to measure.
-            batches: makes what the target continues.
+            batches: makes the inputs of the `generate()` calls.
             drafter: of the case.
-            context: every call runs in one; errors in making it are the case's too.
+            context: makes the context of the calls.
             options: of the case's `generate()` calls.
         """
         options["do_sample"] = case.temperature > 0
@@ -186,19 +187,18 @@ class Bench:
             options |= {"assistant_model": drafter, "num_assistant_tokens": case.k or None}
         try:
             if drafter is not None:
-                why_not_equivalent(
-                    self.target, "static"
-                )  # The target is checked by true verification, not by scripted.
+                # Before the context, so that the check of the target runs with true verification.
+                why_not_equivalent(self.target, "static")
             with context():
                 self._measure(case, batches(), drafter, options)
-        except Exception as error:  # Out of memory, a drafter that does not fit: the other cases go on.
+        except Exception as error:  # Out of memory, or an unsuitable drafter: the other cases are measured.
             case.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        self._forget(drafter)
+        self._free_memory(drafter)
         return case
 
     def _measure(self, case: Case, batches: list[Batch], drafter: Drafter | None, options: dict[str, Any]) -> None:
         device = self.target.device
-        # On a GPU every shape is warmed up, since each may be compiled or tuned for.
+        # On a GPU every batch is warmed up, because kernels may be compiled or tuned for each shape.
         cold = self._run(batches if device.type != "cpu" else batches[:1], drafter, options)
         case.cold_ms_to_first_token = 1e3 * cold.to_first[0]
         self.progress()
@@ -277,10 +277,10 @@ class Bench:
         seconds = clock.busy_seconds()
         return 1e3 * seconds / (rounds - 1) if rounds > 1 else None
 
-    def _forget(self, drafter: Drafter | None) -> None:
-        """Give back the GPU memory that a case has left behind, its error's included."""
+    def _free_memory(self, drafter: Drafter | None) -> None:
+        """Free the GPU memory that a case still holds, also after an error."""
         if drafter is not None:
-            drafter.release()  # Captured rounds would be replayed in another case's context.
+            drafter.release()  # The next case must not replay CUDA graphs captured in this one's context.
         if self.target.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -301,7 +301,7 @@ def _shares(stats: list[SpeculationStats]) -> list[float]:
 
 
 def compare(cases: list[Case]) -> None:
-    """Fill in what compares a case with the baselines of its setting."""
+    """Fill in the figures that compare each case with the baselines of its setting."""
     plain = {(case.name, case.setting): case for case in cases if case.error is None}
     for case in cases:
         engine, dynamic = (plain.get((name, case.setting)) for name in ("engine", "dynamic"))

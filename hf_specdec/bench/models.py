@@ -7,22 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from .. import loading
 from ..auto import AutoDrafter, read_config
 from ..checkpoints.checkpoint import (
     Checkpoint,
     StoredTensor,
-    check_place,
     quiet_loading,
     read_config_file,
 )
@@ -36,99 +28,41 @@ from ..checkpoints.mtp_layouts import implied_names
 from ..drafters import Drafter
 from ..drafters.base import registered_drafters
 
-GGUF_SUFFIX = ".gguf"
-
 
 def load_target(
     name: str, dtype: torch.dtype, device: torch.device, random_weights: bool = False, tensor_parallel: bool = False
 ) -> PreTrainedModel:
-    """The target in evaluation mode; `name` is a folder, a Hub repository or a GGUF file.
-
-    Its generation settings are reduced to its special tokens, so that decoding is what the benchmark says it is.
+    """The target, prepared by `loading.prepare_target`.
 
     Args:
-        name: of the target.
+        name: folder, Hub repository or GGUF file.
         dtype, device: of its weights.
         random_weights: whether only its config.json is read.
-        tensor_parallel: whether it is split over the processes that torchrun has started, each of which reads or
-            draws its part only; `device` is then this process's own.
+        tensor_parallel: whether it is sharded over the ranks that torchrun has started, each of which reads or draws
+            its own shards only; `device` is then the device of this rank.
     """
     if tensor_parallel:
-        model = _split_target(name, dtype, random_weights)
-    elif random_weights:
-        config = AutoConfig.from_pretrained(**_located(name))
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    else:
-        options: dict[str, Any] = {"dtype": dtype}
-        if Path(name).suffix == GGUF_SUFFIX:
-            from transformers import GgufConfig
-
-            options["quantization_config"] = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(**_located(name), **options).to(device)
-    own = model.generation_config
-    model.generation_config = GenerationConfig(
-        eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id, pad_token_id=own.pad_token_id
-    )
-    return model.requires_grad_(False).eval()
-
-
-def _split_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreTrainedModel:
-    split = DistributedConfig(tp_plan="auto")
+        return loading.prepare_target(_sharded_target(name, dtype, random_weights))
     if not random_weights:
-        return AutoModelForCausalLM.from_pretrained(**_located(name), dtype=dtype, distributed_config=split)
-    config = AutoConfig.from_pretrained(**_located(name))
-    with torch.device("meta"):
-        family = type(AutoModelForCausalLM.from_config(config))
+        return loading.load_target(name, dtype, device)
+    config = AutoConfig.from_pretrained(**loading.from_pretrained_arguments(name))
     torch.manual_seed(0)
-    # A checkpoint of no tensors, all of which are then drawn as those are that a checkpoint lacks: in parts.
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return loading.prepare_target(model)
+
+
+def _sharded_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreTrainedModel:
+    located, sharding = loading.from_pretrained_arguments(name), DistributedConfig(tp_plan="auto")
+    if not random_weights:
+        return AutoModelForCausalLM.from_pretrained(**located, dtype=dtype, distributed_config=sharding)
+    config = AutoConfig.from_pretrained(**located)
+    with torch.device("meta"):
+        model_class = type(AutoModelForCausalLM.from_config(config))
+    torch.manual_seed(0)
+    # With an empty state dict transformers initializes all tensors at random, of sharded ones only the rank's shard.
     with quiet_loading():
-        return family.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=split)
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target called `name`."""
-    return AutoTokenizer.from_pretrained(**_located(name))
-
-
-def _located(name: str) -> dict[str, str]:
-    """What `from_pretrained` calls `name`."""
-    path = Path(name)
-    if path.suffix == GGUF_SUFFIX:
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no GGUF file at {path}.")
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    check_place(name)
-    return {"pretrained_model_name_or_path": name}
-
-
-def settle_ends(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, eos_token: str | None, ignore_eos: bool
-) -> None:
-    """Settle which tokens end a row of `model`, and what pads it afterwards.
-
-    Args:
-        model: whose generation settings are written.
-        tokenizer: of the model, if there is one.
-        eos_token: the one token that ends a row; None for those that the model names.
-        ignore_eos: no token does.
-
-    Raises:
-        ValueError: the tokenizer does not know `eos_token`.
-    """
-    settings = model.generation_config
-    if eos_token is not None:
-        known = {} if tokenizer is None else tokenizer.get_vocab()
-        if eos_token not in known:
-            raise ValueError(f"--eos-token is {eos_token!r}, which is no token of the target's tokenizer.")
-        tokenizer.eos_token = tokenizer.pad_token = eos_token
-        settings.eos_token_id = settings.pad_token_id = known[eos_token]
-    if settings.pad_token_id is None:
-        ends = settings.eos_token_id
-        settings.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
-    if ignore_eos:
-        settings.eos_token_id = None
+        return model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=sharding)
 
 
 def load_drafter(name: str, target: PreTrainedModel, *, random_weights: bool = False) -> Drafter:
@@ -149,9 +83,9 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     elif kind in (EAGLE3, P_EAGLE):
         tensors = _implied_tensors(settings, target.config.get_text_config())
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
-    torch.manual_seed(0)  # Of processes that run the target together, each draws the same.
+    torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same drafter.
     with torch.device(target.device):
-        # In the target's type from the start: stacked experts are gigabytes, and twice as many in float32.
+        # In the target's dtype from the start, since stacked experts take gigabytes, in float32 twice as many.
         drafter = found.family._from_config(found.config, dtype=target.dtype).to(target.dtype).eval()
     drafter.requires_grad_(False)
     drafter.bind(target)
@@ -159,9 +93,9 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
 
 
 def _implied_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dict[str, StoredTensor]:
-    """The tensors by which a published EAGLE-3 or P-EAGLE checkpoint tells what it has, as its config.json has it.
+    """Names and shapes, as far as the reader of EAGLE-3 and P-EAGLE checkpoints infers settings from them.
 
-    The draft head is taken to be its own and the embedding the target's, as in most of what is published.
+    The checkpoint is taken to have its own draft head and to share the target's embedding, as most published ones do.
     """
     speculators, nested = config.get("transformer_layer_config") or {}, config.get("eagle_config") or {}
     stated = {**config, **nested, **speculators}

@@ -1,4 +1,4 @@
-"""What a benchmark writes: a table, JSON, pictures."""
+"""The output of a benchmark: table, environment and plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISSING = "-"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on besides the arguments: device and versions."""
+    """Device and versions of Python and packages, on which the figures depend."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -59,7 +59,7 @@ def _stock_mark(case: Case) -> str:
     return " (stock engine)" if (case.engine or "").startswith("stock") else ""
 
 
-# What stands only where cases differ in it.
+# Titles of columns that are shown only if cases differ in them.
 VARIED = ("prompt", "T", "draft probs")
 
 COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
@@ -102,9 +102,9 @@ def short_name(name: str) -> str:
 
 
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
-    """The cases as aligned text, a line each, without columns that have no figure, or nothing that varies.
+    """The cases as aligned text, a line each, without empty columns and without `VARIED` ones that do not vary.
 
-    Below stand what failed, and how much slower the machine has become while measuring.
+    Below the cases follow the errors of those that failed, and the drift of the machine.
     """
     measured = [case for case in cases if case.error is None]
     rows = [[show(case) for _, show in COLUMNS] for case in measured]
@@ -137,7 +137,7 @@ def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
 
 
 def check_matplotlib() -> None:
-    """Raise `ValueError` if there is no matplotlib."""
+    """Raise `ValueError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "--plots draws with matplotlib, which is not installed. Install it (pip install 'hf-specdec[bench]'), or "
@@ -146,7 +146,7 @@ def check_matplotlib() -> None:
 
 
 def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
-    """Draw tokens a second, time a round and acceptance over K into `folder`; returns the pictures' paths."""
+    """Plot tokens a second, time a round and acceptance over K into `folder`; returns the paths of the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     measured = [case for case in cases if case.error is None]
     pictures = {
@@ -163,8 +163,8 @@ def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
 
 
 def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list[tuple[Setting, Any]]]:
-    """A figure with a panel a setting, those of a temperature side by side, and the settings with their panels."""
-    from matplotlib.figure import Figure  # pyplot would look for a display
+    """A figure with one panel for each setting, a row for each temperature; and pairs of setting and panel."""
+    from matplotlib.figure import Figure  # not pyplot, which chooses a backend by the display
     from matplotlib.ticker import MaxNLocator
 
     sizes = sorted({(case.batch_size, case.prompt_length) for case in cases})
@@ -184,7 +184,7 @@ def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list[t
 
 
 def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
-    """A line a drafter, with the spread of the runs, and a level a baseline."""
+    """A line for each drafter, with the spread of the runs, and a horizontal line for each baseline."""
     figure, panels = _panels(cases, ylabel, "K, draft tokens a round")
     for setting, panel in panels:
         here = [case for case in cases if case.setting == setting and getattr(case, figure_name) is not None]

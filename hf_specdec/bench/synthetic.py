@@ -1,4 +1,4 @@
-"""Scripted acceptance: how long a round takes hardly depends on weights, but how many rounds there are does."""
+"""Scripted acceptance, to time random weights: the time of a round hardly depends on weights, acceptance does."""
 
 from __future__ import annotations
 
@@ -10,46 +10,48 @@ import torch
 from .. import ops
 from ..engine import rounds
 from ..kernels.types import RandomStream, VerificationResult
+from ..patching.patch import replaced
 from ..state import DecodeState
 
-# A purpose of random numbers of its own.
+# A random stream of its own, independent of those of sampling.
 _STREAM = max(RandomStream) + 1
 
 
-def acceptance_rates(asked: Sequence[float], num_draft_tokens: int) -> list[float]:
-    """The share of rounds that accept the draft at each of K positions, which needs all before it to be accepted.
+def acceptance_rates(requested: Sequence[float], num_draft_tokens: int) -> list[float]:
+    """The share of rounds that accept the draft at each of K positions, and with it all drafts before it.
 
     Args:
-        asked: one number of at least 1, the mean acceptance length, which every draft contributes to alike: given
-            those before it, each is accepted as often. Or the shares themselves, of which the first K are taken.
+        requested: one number of at least 1, the mean acceptance length: then each draft is accepted with the same
+            probability, given that those before it are. Or the shares themselves, of which the first K are taken.
         num_draft_tokens: K.
 
     Raises:
-        ValueError: no such acceptance is possible with K drafts.
+        ValueError: `requested` is neither (see `check_acceptance`), the acceptance length is above K + 1, or there are
+            fewer than K shares.
     """
-    check_acceptance(asked)
-    if _is_length(asked):
-        return _constant_rates(asked[0], num_draft_tokens)
-    if len(asked) < num_draft_tokens:
+    check_acceptance(requested)
+    if _is_length(requested):
+        return _constant_rates(requested[0], num_draft_tokens)
+    if len(requested) < num_draft_tokens:
         raise ValueError(
-            f"The synthetic acceptance has shares for {len(asked)} positions, but K is {num_draft_tokens}; expected "
-            "at least as many."
+            f"The synthetic acceptance has shares for {len(requested)} positions, but K is {num_draft_tokens}; "
+            "expected at least as many."
         )
-    return list(asked[:num_draft_tokens])
+    return list(requested[:num_draft_tokens])
 
 
-def check_acceptance(asked: Sequence[float]) -> None:
-    """Raise `ValueError` if `asked` is neither a mean acceptance length nor shares by position."""
-    is_falling = all(before >= after for before, after in zip([1.0, *asked], [*asked, 0.0], strict=True))
-    if not asked or not (_is_length(asked) or is_falling):
+def check_acceptance(requested: Sequence[float]) -> None:
+    """Raise `ValueError` if `requested` is neither a mean acceptance length nor shares by position."""
+    is_falling = all(before >= after for before, after in zip([1.0, *requested], [*requested, 0.0], strict=True))
+    if not requested or not (_is_length(requested) or is_falling):
         raise ValueError(
-            f"The synthetic acceptance is {list(asked)}; expected one mean acceptance length of at least 1, or the "
+            f"The synthetic acceptance is {list(requested)}; expected one mean acceptance length of at least 1, or the "
             "shares of drafts accepted at each position, which never grow."
         )
 
 
-def _is_length(asked: Sequence[float]) -> bool:
-    return len(asked) == 1 and asked[0] >= 1.0
+def _is_length(requested: Sequence[float]) -> bool:
+    return len(requested) == 1 and requested[0] >= 1.0
 
 
 def _constant_rates(length: float, num_draft_tokens: int) -> list[float]:
@@ -68,27 +70,24 @@ def _constant_rates(length: float, num_draft_tokens: int) -> list[float]:
 
 @contextmanager
 def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterator[None]:
-    """Context in which the static engine accepts drafts by `rates` (see `acceptance_rates`), whatever they are.
+    """Context in which the static engine accepts drafts by `rates` (see `acceptance_rates`), whatever their tokens are.
 
-    Verification runs as it always does, and its outcome is then replaced: the first drafts stand as if they had been
-    right, and the token after them is one of its own. The numbers that decide are functions of row, position and first
-    draft. Nothing reads the device.
+    Verification runs as usual, and its result is then replaced: the first drafts count as accepted, and the token after
+    them is the one that verification gives at its position. How many are accepted is decided by random numbers that are
+    functions of row, position and first draft. Nothing synchronizes with the device.
     """
-    judge = rounds.verify
+    true_verify = rounds.verify
     shares = torch.tensor(rates, dtype=torch.float32, device=device)
 
     def verify(scores: torch.Tensor, state: DecodeState) -> VerificationResult:
-        result, drafts = judge(scores, state), state.proposal.tokens
+        result, drafts = true_verify(scores, state), state.proposal.tokens
         rows = torch.arange(len(drafts), device=drafts.device)
         number = ops.uniform(rows, state.lengths, drafts[:, 0], _STREAM)
         accepted = (number[:, None] < shares).sum(dim=1)
         steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-        standing = torch.cat([drafts, drafts[:, :1]], dim=1)
-        tokens = torch.where(steps < accepted[:, None], standing, result.tokens)
+        padded = torch.cat([drafts, drafts[:, :1]], dim=1)
+        tokens = torch.where(steps < accepted[:, None], padded, result.tokens)
         return VerificationResult(tokens, accepted, accepted + 1)
 
-    rounds.verify = verify
-    try:
+    with replaced("verify", [(rounds, verify)]):
         yield
-    finally:
-        rounds.verify = judge

@@ -1,6 +1,6 @@
-"""Bytes that a round reads at least, and how fast the device copies: the share of its memory bandwidth in use.
+"""The bytes that a round reads at least, and the copy bandwidth of the device, to tell the share of it in use.
 
-Of a target that is split over processes, that is what one of them reads.
+Of a tensor-parallel target, the bytes are those of one rank.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..drafters.cached import CachedDrafter
 from ..parallel.tensor_parallel import local_shard, tensor_parallel_group
 from .clock import synchronize
 
-# More than the caches of most devices hold.
+# More than the caches of most devices.
 COPY_BYTES = 2**28
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def copy_bandwidth(device: torch.device, groups: int = 4) -> float:
     """Bytes a second that a copy inside the device's memory reads and writes; the best of several groups of copies."""
-    copies = 1 if device.type == "cpu" else 16  # Launching a copy takes a GPU's host a while.
-    # Not zeros: on a CPU those are pages that no memory stands behind until they are written.
+    copies = 1 if device.type == "cpu" else 16  # Several, so that launch overhead does not count on a GPU.
+    # Not zeros: on a CPU the system allocates pages of zeros only when they are written.
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     copied = source.clone()
     best = float("inf")
@@ -46,9 +46,12 @@ def round_bytes(
 ) -> int | None:
     """Bytes of weights, keys and values that a round must read if `batch` rows are `length` tokens long on average.
 
-    The target's weights count once, the drafter's once a pass; embeddings do not, of which single rows are read. None
-    if that cannot be told: which experts a mixture of them reads is settled as it runs. Of a split target, this
-    process's parts of the weights count, and its share of the heads that have keys and values.
+    The target's weights count once, the drafter's once for each of its passes; embeddings do not count, since only a
+    few rows of them are read. Of a tensor-parallel target, the shards of this rank and its share of the KV heads count.
+
+    Returns:
+        None if the number is not known: of mixture-of-experts models, where it depends on the routing, and of drafters
+        other than EAGLE-3, P-EAGLE and draft models.
     """
     text = target.config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
@@ -80,13 +83,13 @@ def _parameters(*modules: torch.nn.Module | None) -> list[torch.Tensor]:
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that this process has of `tensors`, each storage counted once."""
+    """Bytes that this rank has of `tensors`; those that share their memory count once."""
     tensors = map(local_shard, tensors)
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def _model_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the decoder and the head, which may be the embedding; an embedding besides the head is left out."""
+    """Bytes of the decoder and the head; the embedding counts only if it is tied to the head."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     place = local_shard(embedding).data_ptr()
     others = [one for one in model.get_decoder().parameters() if local_shard(one).data_ptr() != place]

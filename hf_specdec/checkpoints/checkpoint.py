@@ -1,4 +1,4 @@
-"""The files of a drafter checkpoint: where they are, what `config.json` says, which tensors the weight files hold."""
+"""The files of a drafter checkpoint: where they are, the content of `config.json`, the tensors of the weight files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,8 +27,19 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 
-# How many tensors of one kind of trouble an error message names.
-NAMED_TENSORS = 16
+# How many missing tensors, unexpected ones, or wrong shapes an error message names.
+MAX_NAMED_TENSORS = 16
+
+
+class HubOptions(TypedDict, total=False):
+    """Where on the Hub a checkpoint is and how it is downloaded, as in `PreTrainedModel.from_pretrained`."""
+
+    revision: str | None
+    subfolder: str
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    force_download: bool
 
 
 class StoredTensor(NamedTuple):
@@ -41,13 +52,13 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter's checkpoint, all of it that a drafter needs on this machine, its weights not loaded.
+    """A drafter's checkpoint: the files that the drafter needs are on this machine, its weights are not loaded.
 
     Attributes:
         name: repository or folder as the user gave it, with the subfolder.
-        folder: where the files lie: the folder itself, or the Hub cache's snapshot of one commit.
+        folder: that holds the files: the one given, or the Hub cache's snapshot of one commit.
         config: content of `config.json`.
-        tensors: what the weight files hold that was asked for, by the names in the files.
+        tensors: the selected tensors of the weight files, by their names in the files.
     """
 
     name: str
@@ -64,7 +75,7 @@ class Checkpoint:
         return _load_pickle(file)[name]
 
     def read_all(self) -> dict[str, torch.Tensor]:
-        """Load all of `tensors`, and nothing else of their files."""
+        """Load all of `tensors`, and no other tensors of their files."""
         by_file: dict[Path, list[str]] = {}
         for name, tensor in self.tensors.items():
             by_file.setdefault(tensor.file, []).append(name)
@@ -78,28 +89,37 @@ class Checkpoint:
                 found |= {name: state[name] for name in names}
         return found
 
-    def building(self) -> AbstractContextManager[None]:
-        """Context for what is built as `config` says; see `reading`."""
-        return reading(self.name)
+    def config_errors(self) -> AbstractContextManager[None]:
+        """Context for code that depends on the values in `config`; see `config_errors`."""
+        return config_errors(self.name)
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if transformers' loading `info` speaks of anything that did not find its place."""
-        self.refuse_tensors(
+        """Raise `ValueError` if transformers' loading `info` lists a weight or tensor that was not loaded as it is."""
+        self.check_differences(
             missing=info["missing_keys"],
             unexpected=info["unexpected_keys"],
-            reshaped=info["mismatched_keys"],
+            mismatched=info["mismatched_keys"],
             errors=info["error_msgs"],
         )
 
-    def refuse_tensors(
+    def check_differences(
         self,
-        missing: Iterable[str],
-        unexpected: Iterable[str],
-        reshaped: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]] = (),
         errors: Iterable[str] = (),
     ) -> None:
-        """Raise `ValueError` if there is anything to name; `reshaped` are names, shapes found and shapes expected."""
-        shapes = [f"{name} is {list(found)}, expected {list(wanted)}" for name, found, wanted in sorted(reshaped)]
+        """Check that the tensors of the files do not differ from those that config.json asks for.
+
+        Args:
+            missing, unexpected: names of tensors.
+            mismatched: name, shape found and shape expected of tensors of another shape.
+            errors: messages of other problems.
+
+        Raises:
+            ValueError: expected no differences; names each of them.
+        """
+        shapes = [f"{name} is {list(found)}, expected {list(expected)}" for name, found, expected in sorted(mismatched)]
         found = (
             ("missing tensors", sorted(missing)),
             ("unexpected tensors", sorted(unexpected)),
@@ -112,14 +132,15 @@ class Checkpoint:
 
     @property
     def uses_safetensors(self) -> bool:
+        """Whether all weight files are safetensors files, not pickled ones."""
         return all(tensor.file.suffix == ".safetensors" for tensor in self.tensors.values())
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Context for what the config.json of `name` decides: what becomes of nonsense in it is a `ValueError` of one line.
+def config_errors(name: str) -> Iterator[None]:
+    """Context for code that depends on values in the config.json of `name`: its errors become one-line `ValueError`s.
 
-    Which exception transformers and torch raise for it depends on where they meet it.
+    transformers and torch raise various exceptions for invalid values, depending on where these are used first.
     """
     try:
         yield
@@ -141,7 +162,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Context without transformers' progress bar and report on loading: what they say becomes one error here."""
+    """Context without transformers' progress bar and loading report; `Checkpoint.check_loaded` raises what it lists."""
     was_shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
@@ -153,7 +174,7 @@ def quiet_loading() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-# Which tensors are wanted, given config.json and all names.
+# Selects the names of the tensors to read, given config.json and the names of all tensors.
 Selection = Callable[[Mapping[str, Any], Collection[str]], Collection[str]]
 
 
@@ -163,8 +184,8 @@ def all_tensors(config: Mapping[str, Any], names: Collection[str]) -> Collection
 
 
 def _enumerate(names: Sequence[str]) -> str:
-    more = len(names) - NAMED_TENSORS
-    return ", ".join(names[:NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMED_TENSORS
+    return ", ".join(names[:MAX_NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
 
 
 def open_checkpoint(
@@ -174,44 +195,43 @@ def open_checkpoint(
     select: Selection = all_tensors,
     **hub: Any,
 ) -> Checkpoint:
-    """Find, and download where needed, the files of the checkpoint that hold what is wanted, and read their headers.
+    """Find the files of a checkpoint, downloading those that are needed, and read the headers of its weight files.
 
     Args:
         repo: folder, or repository on the Hub.
         subfolder: folder inside it that holds the checkpoint.
         revision: branch, tag or commit. All files are taken from the one commit that it stands for.
-        select: which tensors are wanted. Shards without any of them are not looked for.
-        hub: `token`, `cache_dir`, `local_files_only`, `force_download`, as in `PreTrainedModel.from_pretrained`.
+        select: which tensors are needed. Shards that hold none of them are not fetched.
+        hub: the other `HubOptions`.
 
     Raises:
-        OSError: no such folder or repository, no access, no `config.json`, no weight file, a shard or a download is
-            missing.
-        ValueError: a file is not what its name says, or lies outside of the checkpoint.
+        OSError: expected an existing folder or an accessible repository with a `config.json` and all weight files.
+        ValueError: expected valid JSON and weight files, inside of the checkpoint's folder.
     """
     name = _name(repo, subfolder)
     config_file, config = read_config_file(repo, subfolder, revision, **hub)
     commit = extract_commit_hash(str(config_file), None)
 
-    def wanted(names: Collection[str]) -> Collection[str]:
-        with reading(name):
+    def selected(names: Collection[str]) -> Collection[str]:
+        with config_errors(name):
             return select(config, names)
 
-    tensors = _headers(_fetch_weights(name, repo, subfolder, commit or revision, wanted, hub))
-    kept = set(wanted(tensors.keys()))
+    tensors = _headers(_fetch_weights(name, repo, subfolder, commit or revision, selected, hub))
+    kept = set(selected(tensors.keys()))
     return Checkpoint(name, config_file.parent, config, {key: tensors[key] for key in tensors if key in kept})
 
 
 def read_config_file(
     repo: str | Path, subfolder: str = "", revision: str | None = None, **hub: Any
 ) -> tuple[Path, dict[str, Any]]:
-    """Find, and download where needed, `config.json` alone: its path and content; arguments as for `open_checkpoint`.
+    """Find `config.json` alone, downloading it if needed; arguments as of `open_checkpoint`. Returns path and content.
 
     Raises:
-        OSError: no such folder or repository, no access, no `config.json`.
-        ValueError: it is not a JSON file, or says what no model can have.
+        OSError: expected an existing folder or an accessible repository with a `config.json`.
+        ValueError: expected a JSON object whose values pass `check_settings`.
     """
     name = _name(repo, subfolder)
-    check_place(repo)
+    check_folder(repo)
     if not isinstance(subfolder, str) or not _is_inside(subfolder):
         raise ValueError(f"subfolder is {subfolder!r}; expected a folder inside {repo}.")
     config_file = _fetch(repo, CONFIG_FILE, subfolder, revision, hub)
@@ -225,8 +245,8 @@ def read_config_file(
     return config_file, config
 
 
-def check_place(repo: str | Path) -> None:
-    """Raise `FileNotFoundError` if `repo` names a folder that does not exist, rather than a repository on the Hub."""
+def check_folder(repo: str | Path) -> None:
+    """Raise `FileNotFoundError` if `repo` is the path of a folder that does not exist, not a repository on the Hub."""
     path = Path(repo)
     is_path = isinstance(repo, Path) or path.is_absolute() or len(path.parts) > 2 or str(repo).startswith((".", "~"))
     if is_path and not path.exists():
@@ -238,15 +258,15 @@ def _name(repo: str | Path, subfolder: str) -> str:
 
 
 def _is_inside(path: str) -> bool:
-    """Whether a relative `path` stays below where it starts, on any system."""
-    kinds = (PurePosixPath(path), PureWindowsPath(path))
-    return not any(kind.is_absolute() or kind.drive or kind.root or ".." in kind.parts for kind in kinds)
+    """Whether a relative `path` stays inside of the folder that it is relative to, on any operating system."""
+    flavours = (PurePosixPath(path), PureWindowsPath(path))
+    return not any(one.is_absolute() or one.drive or one.root or ".." in one.parts for one in flavours)
 
 
 def _fetch(
     repo: str | Path, filename: str, subfolder: str, revision: str | None, hub: Mapping[str, Any]
 ) -> Path | None:
-    """The file on this machine, or None if the repository has none of that name."""
+    """Path of the file on this machine; None if the repository has none of that name."""
     try:
         found = cached_file(
             repo, filename, subfolder=subfolder, revision=revision, _raise_exceptions_for_missing_entries=False, **hub
@@ -263,9 +283,10 @@ def _fetch_weights(
     repo: str | Path,
     subfolder: str,
     revision: str | None,
-    wanted: Callable[[Collection[str]], Collection[str]],
+    select: Callable[[Collection[str]], Collection[str]],
     hub: Mapping[str, Any],
 ) -> list[Path]:
+    """Paths of the weight files on this machine; of a sharded checkpoint, the shards that hold selected tensors."""
     for candidate in WEIGHT_FILES:
         file = _fetch(repo, candidate, subfolder, revision, hub)
         if file is not None:
@@ -274,11 +295,12 @@ def _fetch_weights(
         raise OSError(f"{name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}.")
     if file.suffix != ".json":
         return [file]
-    places = _read_index(file)
-    # An index without what is wanted is for the reader of the checkpoint to judge; one without anything is damaged.
-    if places and not (wanted_names := wanted(places.keys())):
+    weight_map = _read_index(file)
+    # If none of the tensors is selected, the reader of the checkpoint reports it. An empty index is damaged.
+    selected = select(weight_map.keys()) if weight_map else ()
+    if weight_map and not selected:
         return []
-    shards = sorted({places[tensor] for tensor in wanted_names}) if places else []
+    shards = sorted({weight_map[tensor] for tensor in selected})
     files = [_fetch(repo, shard, subfolder, revision, hub) for shard in shards]
     missing = [shard for shard, found in zip(shards, files, strict=True) if found is None]
     if missing or not shards:
@@ -287,25 +309,25 @@ def _fetch_weights(
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Which shard holds each tensor."""
+    """The shard of each tensor, by the tensor's name."""
     index = _read_json(file)
-    places = index.get("weight_map", {})
-    if not isinstance(places, dict):
-        raise ValueError(f"{file} has a weight_map that is a {type(places).__name__}; expected an object.")
-    for tensor, shard in places.items():
+    weight_map = index.get("weight_map", {})
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{file} has a weight_map that is a {type(weight_map).__name__}; expected an object.")
+    for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or not _is_inside(shard):
             raise ValueError(
                 f"{file} has {tensor} in the shard {shard!r}; expected the name of a file in the same folder."
             )
     if not isinstance(index.get("metadata"), dict):
         raise ValueError(f'{file} has no object "metadata", without which transformers loads no shards; {{}} will do.')
-    return places
+    return weight_map
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # Of levels inside each other there may be too many.
+    except (ValueError, RecursionError) as error:  # RecursionError: too many nested levels.
         raise ValueError(f"{file} is not a JSON file ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a JSON {type(content).__name__}; expected an object.")
@@ -342,7 +364,7 @@ def _pickle_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """A PyTorch state dict, mapped into memory where the file allows it; never runs code of the file."""
+    """A PyTorch state dict, memory-mapped where the file allows it; code in the file is never run."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:

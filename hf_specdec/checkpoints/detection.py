@@ -1,4 +1,4 @@
-"""Which family of drafter a published checkpoint is: found, or refused by name."""
+"""Detects the drafter family of a published checkpoint, or refuses it and names the family."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from .mtp_layouts import (
     holds_modules,
     is_speculators_mtp,
     module_names,
+    mtp_names,
     needed_tensors,
-    telling_names,
 )
+from .overrides import MTP_ONLY, without_none
 
 EAGLE3, P_EAGLE, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "MTP", "draft model"
-_NOT_YET = "this version does not run that family yet"
+_NOT_YET = "this version does not support that family yet"
 
-# Values of `speculators_model_type` that are told apart; all but the last few are run.
+# Values of `speculators_model_type` that are known; the first three are supported.
 _SPECULATORS_TYPES = ("eagle3", "peagle", "mtp", "eagle", "dflash", "dflash2", "dspark")
-
-# Keywords of `AutoDrafter.from_pretrained` that only MTP modules have.
-_MTP_KEYWORDS = frozenset({"chaining", "hidden_first", "norm_offset", "zero_first_embedding"})
 
 
 class Refusal(NamedTuple):
     """A known family that this version cannot load.
 
-    `matches` is called with config.json, its architectures in lower case, and the tensors' names.
+    Attributes:
+        family: its name.
+        advice: why not, or what to use instead.
+        matches: whether a checkpoint is of the family, given config.json, its architectures in lower case, and the
+            tensors' names.
     """
 
     family: str
@@ -42,7 +44,7 @@ class Refusal(NamedTuple):
 
 
 def architectures(config: Mapping[str, Any]) -> str:
-    """The architectures a config names, in lower case, separated by blanks."""
+    """The `architectures` of config.json, in lower case, separated by spaces."""
     return " ".join(config.get("architectures") or []).lower()
 
 
@@ -53,12 +55,12 @@ def eagle_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def speculators_type(config: Mapping[str, Any]) -> str | None:
-    """What vllm-project/speculators calls the family of its checkpoint; None for a checkpoint of others."""
+    """`speculators_model_type`, the family by vllm-project/speculators' name; None for a checkpoint of others."""
     return config.get("speculators_model_type")
 
 
 def is_eagle3(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
-    """Whether anything but the absence of other marks says EAGLE-3."""
+    """Whether config.json or a tensor's name shows that the checkpoint is an EAGLE-3 drafter."""
     if speculators_type(config) is not None:
         return speculators_type(config) == "eagle3"
     return (
@@ -73,8 +75,8 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any], str, Collection[str]], bool
     return lambda config, names, tensors: any(config.get(key) is not None for key in keys)
 
 
-def says_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    """Whether a checkpoint can be nothing but P-EAGLE: by its name, or by the hidden state of its masks."""
+def is_certainly_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    """Whether a checkpoint can only be P-EAGLE: by its architecture, or because it has a tensor `mask_hidden`."""
     if speculators_type(config) is not None:
         return speculators_type(config) == "peagle"
     return "peagle" in names or any(name.rpartition(".")[2] == "mask_hidden" for name in tensors)
@@ -103,7 +105,7 @@ def _is_dspark(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
         speculators_type(config) == "dspark"
         or "dspark" in names
         or (
-            not says_peagle(config, names, tensors)
+            not is_certainly_peagle(config, names, tensors)
             and any(key in source for source in (config, nested) for key in ("dspark_noise_token_id", "markov_rank"))
         )
     )
@@ -114,14 +116,14 @@ def _is_dflash(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
         speculators_type(config) in ("dflash", "dflash2")
         or "dflash" in names
         or (
-            not says_peagle(config, names, tensors)
+            not is_certainly_peagle(config, names, tensors)
             and (config.get("dflash_config") is not None or _drafts_blocks(config, tensors))
         )
     )
 
 
 def _drafts_blocks(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
-    """Whether `block_size` is that of DFlash. Language models with sparse attention have one, too."""
+    """Whether config.json has a `block_size` that is DFlash's, not that of a language model with sparse attention."""
     stems = {name.removeprefix("model.").removesuffix(".weight") for name in tensors}
     return config.get("block_size") is not None and (
         any(config.get(key) is not None for key in ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids"))
@@ -130,16 +132,16 @@ def _drafts_blocks(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
 
 
 def _is_peagle(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    if says_peagle(config, names, tensors):
+    if is_certainly_peagle(config, names, tensors):
         return True
-    if speculators_type(config) is not None or not _reads_taps(config, tensors):
+    if speculators_type(config) is not None or not _reads_hidden_states(config, tensors):
         return False
     if config.get("parallel_drafting") is not None:
         return bool(config["parallel_drafting"])
     return any(config.get(key) is not None for key in ("ptd_token_id", "mask_token_id", "pard_token"))
 
 
-def _reads_taps(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def _reads_hidden_states(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
     return is_eagle3(config, tensors) or "transformer_layer_config" in config
 
 
@@ -153,19 +155,19 @@ def _is_mtp(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> 
     return is_speculators_mtp(config) or (not is_eagle and holds_modules(config, tensors))
 
 
-def _drafts_as_a_whole(
+def _is_whole_draft_model(
     config: Mapping[str, Any],
     tensors: Collection[str],
     target: PreTrainedConfig | None,
     overrides: Mapping[str, Any],
 ) -> bool:
-    """Whether a language model that may have MTP modules is a draft model, instead of the target that they are for.
+    """Whether a language model that may have MTP modules is used as a draft model, and not for these modules.
 
-    Without a target, a checkpoint that holds modules is taken for the target's.
+    It is, if the target is another model. Without a target, a checkpoint that holds modules is used for them.
     """
     if is_speculators_mtp(config) or not _is_language_model(config, architectures(config)):
         return False
-    if config.get("model_type") not in CONFIG_MAPPING or _MTP_KEYWORDS & overrides.keys():
+    if config.get("model_type") not in CONFIG_MAPPING or MTP_ONLY & overrides.keys():
         return False
     if target is None:
         return not module_names(config, tensors)
@@ -184,13 +186,13 @@ def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
 
 
 def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
-    """Whether config.json describes a model that writes text; `read_draft_model` tells which of those can draft."""
+    """Whether config.json describes a language model; `read_draft_model` checks whether it can draft."""
     return any(head in names for head in ("forcausallm", "lmhead", "forconditionalgeneration")) or (
         "AutoModelForCausalLM" in (config.get("auto_map") or {})
     )
 
 
-# The first that matches names the checkpoint.
+# In the order in which they are tried.
 REFUSALS = (
     Refusal("PARD-2", "it is not supported; use an EAGLE-3 drafter for the same target", _is_pard2),
     Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
@@ -209,18 +211,18 @@ def check_family(
     target: PreTrainedConfig | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return `EAGLE3`, `P_EAGLE`, `MTP` or `DRAFT_MODEL`.
+    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `MTP` or `DRAFT_MODEL`.
 
     Args:
         name: of the checkpoint.
         config: content of its config.json.
         tensors: names of its tensors.
-        target: the target's text configuration, if there is a target: a language model with MTP modules is a draft
-            model for any other target than its own.
-        overrides: what the caller gave, by its keywords in `AutoDrafter.from_pretrained`.
+        target: the target's text configuration, if there is a target. A language model with MTP modules is a draft
+            model for any target but the one that the modules belong to.
+        overrides: see `Overrides`.
 
     Raises:
-        ValueError: another family, named, or none; then with what was looked for.
+        ValueError: expected a supported family; names the family found, or what was looked for.
     """
     names, model_type = architectures(config), config.get("model_type") or ""
     if model_type.startswith(DrafterConfig.model_type):
@@ -240,7 +242,7 @@ def check_family(
         return P_EAGLE
     if is_eagle3(config, tensors):
         return EAGLE3
-    if _is_mtp(config, names, tensors) and not _drafts_as_a_whole(config, tensors, target, overrides or {}):
+    if _is_mtp(config, names, tensors) and not _is_whole_draft_model(config, tensors, target, overrides or {}):
         if find_family(config) is None:
             raise ValueError(
                 f"{name} is a checkpoint with MTP modules (multi-token prediction) of a model type that is not "
@@ -261,22 +263,22 @@ def check_family(
 
 
 def drafter_tensors(overrides: Mapping[str, Any], target: PreTrainedConfig | None = None) -> Selection:
-    """Which tensors of a checkpoint a drafter needs: those of the MTP modules if it drafts with such, otherwise all.
+    """Selects the tensors that a drafter needs: those of the MTP modules if it drafts with them, otherwise all.
 
     Args:
-        overrides: by their keywords in `AutoDrafter.from_pretrained`; they may ask for tensors that would be borrowed.
+        overrides: see `Overrides`; `share_head` and `share_embedding` decide whether copies are needed.
         target: the target's text configuration, if there is a target.
     """
-    given = {name: value for name, value in overrides.items() if value is not None}
+    given = without_none(overrides)
 
     def select(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
         model_type = config.get("model_type") or ""
         if model_type.startswith(DrafterConfig.model_type) or not _is_mtp(config, architectures(config), names):
             return names
-        if _drafts_as_a_whole(config, names, target, given):
+        if _is_whole_draft_model(config, names, target, given):
             return names
         if find_family(config) is None:
-            return telling_names(names)
+            return mtp_names(names)
         return [tensor.published for tensor in needed_tensors(config, names, given)]
 
     return select

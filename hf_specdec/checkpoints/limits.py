@@ -1,4 +1,4 @@
-"""Bounds on what a `config.json` may say, so that nonsense in it is refused before anything of its size is built."""
+"""Bounds on the values of a `config.json`: out-of-range values are refused before anything of their size is built."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# No published model comes near these; a value beyond them is a damaged file. Lists and loops of that length, and a
-# few tables of that width, are built before any shape can be compared with a tensor's.
-MOST_LAYERS = 1024
-MOST_PARTS = 8192
-LARGEST_SIZE = 2**24
+# Far above every published model; a larger value means a damaged file. Lists and loops of that length, and a few tables
+# of that width, are built before any shape can be compared with a tensor's.
+MAX_LAYERS = 1024
+MAX_PARTS = 8192  # heads, experts, groups, states
+MAX_SIZE = 2**24
 
-# What tells the family of a checkpoint, by the kind of value that it is wherever it is stated.
-_KINDS: dict[type, tuple[tuple[str, ...], str]] = {
+# Levels of nesting. Published configurations have a few.
+MAX_DEPTH = 32
+
+# Keys that the family of a checkpoint is detected by, by the type that their value must have.
+_TYPES: dict[type, tuple[tuple[str, ...], str]] = {
     str: (("model_type", "speculators_model_type", "spd_type"), "a string"),
     list: (("architectures",), "a list"),
     bool: (("parallel_drafting",), "true or false"),
@@ -31,17 +34,14 @@ _KINDS: dict[type, tuple[tuple[str, ...], str]] = {
     ),
 }
 
-# Configurations are a few levels deep.
-DEEPEST = 32
-
 _BOUNDS = (
-    (re.compile(r"(^|_)(layers?|modules|depths|steps)$"), MOST_LAYERS),
-    (re.compile(r"(^|_)(heads?|experts|groups?|states|per_tok)$"), MOST_PARTS),
+    (re.compile(r"(^|_)(layers?|modules|depths|steps)$"), MAX_LAYERS),
+    (re.compile(r"(^|_)(heads?|experts|groups?|states|per_tok)$"), MAX_PARTS),
     (
         re.compile(
             r"(^|_)(dims?|embd|inner|rank|width|channels)$|(hidden|intermediate|vocab|ffn|mlp|state|embed\w*)_size$"
         ),
-        LARGEST_SIZE,
+        MAX_SIZE,
     ),
 )
 _FINITE = re.compile(r"(^|_)(eps|epsilon|theta|factor|base|scale|scaling|multiplier|range|std)$")
@@ -49,17 +49,17 @@ _EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 
 
 def check_settings(config: Mapping[str, Any], name: str) -> None:
-    """Check that no value of the `config.json` of `name` is beyond what a model can have.
+    """Check each value of the `config.json` of `name` on its own.
 
-    What the values mean together is for the reader of the checkpoint; a string where a number belongs is for the
-    configuration's class.
+    The reader of the checkpoint checks whether values agree with each other; the configuration's class, whether numbers
+    are numbers.
 
     Raises:
-        ValueError: naming the key, its value and the bound.
+        ValueError: expected a value of another type or within a bound; names the key, its value and the bound.
     """
-    for kind, (keys, expected) in _KINDS.items():
+    for value_type, (keys, expected) in _TYPES.items():
         for key in keys:
-            if not isinstance(config.get(key), kind | None):
+            if not isinstance(config.get(key), value_type | None):
                 raise ValueError(f"{name} has {key} {config[key]!r} in its config.json; expected {expected}.")
     architectures = config.get("architectures") or []
     if not all(isinstance(one, str) for one in architectures):
@@ -68,15 +68,15 @@ def check_settings(config: Mapping[str, Any], name: str) -> None:
 
 
 def _check_values(value: Any, path: tuple[str, ...], name: str) -> None:
-    if len(path) > DEEPEST:
-        raise ValueError(f"{name} has a config.json of more than {DEEPEST} levels inside each other.")
+    if len(path) > MAX_DEPTH:
+        raise ValueError(f"{name} has a config.json of more than {MAX_DEPTH} levels of nesting; expected fewer.")
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_values(inner, (*path, key), name)
     elif isinstance(value, list):
         key = path[-1] if path else ""
         for inner in value:
-            # An element of a list is a value of its key; the level counts, so that lists of lists end, too.
+            # Elements of a list are checked as values of its key. The level counts, so that nested lists end, too.
             _check_values(inner, (*path, key), name)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         problem = _problem(path[-1], value)
@@ -85,12 +85,12 @@ def _check_values(value: Any, path: tuple[str, ...], name: str) -> None:
 
 
 def _problem(key: str, value: float) -> str | None:
-    """What was expected of the number `value` at `key`; None if it can be."""
+    """What was expected of the number `value` at `key`; None if it is within its bounds."""
     if math.isnan(value):
         return "a number"
-    for pattern, most in _BOUNDS:
-        if pattern.search(key) and abs(value) > most:
-            return f"at most {most}"
+    for pattern, bound in _BOUNDS:
+        if pattern.search(key) and abs(value) > bound:
+            return f"at most {bound}"
     if math.isinf(value) and _FINITE.search(key):
         return "a finite number"
     if _EPSILON.search(key) and not 0 <= value <= 1:
@@ -98,3 +98,18 @@ def _problem(key: str, value: float) -> str | None:
     if key.endswith("theta") and value <= 0:
         return "more than 0"
     return None
+
+
+def check_mask_token(token: Any, num_embeddings: int, name: str) -> int:
+    """Return the mask token of the drafter called `name` as an integer.
+
+    Raises:
+        ValueError: expected the id of one of the `num_embeddings` tokens that the drafter embeds.
+    """
+    number = int(token) if str(token).lstrip("-").isdigit() else None
+    if number is None or not 0 <= number < num_embeddings:
+        raise ValueError(
+            f"{name} has the mask token {token!r}; expected one of the {num_embeddings} tokens that it embeds. Pass "
+            "`mask_token_id=` with the id that it was trained with."
+        )
+    return number

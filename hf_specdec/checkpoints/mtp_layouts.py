@@ -1,4 +1,4 @@
-"""Published forms of MTP modules: which tensors of a target's checkpoint are theirs, and how each family runs them.
+"""Published layouts of MTP modules: which tensors of a target's checkpoint belong to them, and how a family runs them.
 
 Names and wiring follow the publishers' checkpoints and vLLM's readers of them (deepseek_mtp.py, glm4_moe_mtp.py,
 step3p5_mtp.py, mimo_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py) and vllm-project/speculators (models/mtp).
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-# Where a configuration says how many modules there are, in the order in which they are asked.
+# Keys of config.json that state the number of modules, in the order in which they are looked up.
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 
-# Names around a module's decoder layer, as published, and in the normal form.
+# Names of what a module has around its decoder layer: as published, and in the normal form.
 _FRAME_NAMES = {
     "enorm": "embedding_norm",
     "hnorm": "hidden_norm",
@@ -36,14 +36,14 @@ _FRAME_NAMES = {
 
 
 class MtpLayout(NamedTuple):
-    """What the tensors of MTP modules are called.
+    """Names of the tensors of MTP modules.
 
     Attributes:
-        where: for messages.
-        pattern: of their names; `index` is a module's number and `part` its tensor. Without an index, the tensor is
-            shared by all modules.
-        example: name of a tensor that every module has, for an `index`.
-        is_appended: whether modules are numbered as layers behind the target's last.
+        where: where the modules are, for messages.
+        pattern: of the names; group `index` is a module's number and `part` the name inside the module. A tensor
+            without an index is shared by all modules.
+        example: format string with `{index}`: the name of a tensor that every module has.
+        is_appended: whether modules are numbered as layers after the target's last.
     """
 
     where: str
@@ -53,7 +53,7 @@ class MtpLayout(NamedTuple):
 
 
 APPENDED = MtpLayout(
-    "layers behind the last of num_hidden_layers",
+    "layers after the last of num_hidden_layers",
     re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?:transformer\.)?(?P<part>.+)"),
     "model.layers.{index}.eh_proj.weight",
     is_appended=True,
@@ -70,20 +70,21 @@ QWEN = MtpLayout(
 )
 
 
-# A tensor of one expert, where they are not stacked.
+# Name of one expert's tensor, where experts are not stacked in one tensor.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(.+)$")
 
-# Names that tell of MTP modules whatever the model is.
+# Names that only tensors of MTP modules have, whatever the model is.
 _MODULE_NAME = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 
 class MtpFamily(NamedTuple):
-    """How a family publishes and runs its modules; see `MtpConfig` for the switches.
+    """How a family publishes and runs its modules.
 
     Attributes:
         title: the family's name.
-        layout: what its tensors are called.
+        layout: names of its tensors.
         block: transformers' model type of the decoder layers.
+        hidden_first, norm_offset, norm_output, own_head: fields of `MtpConfig`.
     """
 
     title: str
@@ -105,7 +106,7 @@ FAMILIES = {
     "glm4_moe": MtpFamily("GLM-4.5", APPENDED, "glm4_moe"),
     "step3p5": _STEP,
     "step3p7": _STEP,
-    # Its own code builds Qwen2's layers under another name; transformers has no model of that name.
+    # Its remote code subclasses Qwen2; transformers has no model type mimo.
     "mimo": MtpFamily("MiMo-7B", MTP_LAYERS, "qwen2", hidden_first=True),
     "qwen3_next": MtpFamily("Qwen3-Next", QWEN, "qwen3_next", norm_offset=True),
     "qwen3_5": _QWEN35,
@@ -118,7 +119,7 @@ _SPECULATORS_BLOCKS = {"qwen3": False, "qwen3_next": True, "qwen3_5_text": True,
 
 
 def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json, or the tensors called `names`, tell of MTP modules, of a supported family or of another."""
+    """Whether config.json, or one of the tensor `names`, shows that there are MTP modules, of any family."""
     return (
         is_speculators_mtp(config)
         or stated_count(config) is not None
@@ -127,12 +128,12 @@ def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def module_names(config: Mapping[str, Any], names: Collection[str]) -> set[str]:
-    """Those of the tensors called `names` that belong to MTP modules, of a supported family or of another."""
-    return {tensor.published for tensor in module_tensors(config, names)} | set(telling_names(names))
+    """Those of the tensor `names` that belong to MTP modules, of any family."""
+    return {tensor.published for tensor in module_tensors(config, names)} | set(mtp_names(names))
 
 
 def has_shape_of(config: Mapping[str, Any], target: PreTrainedConfig) -> bool:
-    """Whether config.json is, as far as it says, of a model like the one whose text configuration `target` is."""
+    """Whether no model type or size that config.json states differs from the target's text configuration `target`."""
     own, family = text_settings(config), find_family(config)
     types = {own.get("model_type"), config.get("model_type")} | ({family.block} if family is not None else set())
     is_known = target.model_type in types or (family is not None and FAMILIES.get(target.model_type) is family)
@@ -141,7 +142,7 @@ def has_shape_of(config: Mapping[str, Any], target: PreTrainedConfig) -> bool:
 
 
 def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
-    """Published names that tensors of other experts of the same layers give reason to expect."""
+    """Published names that are missing: every expert must have the tensors that any expert of `tensors` has."""
     known = {tensor.published for tensor in tensors}
     parts = [(tensor.published, _EXPERT.search(tensor.part)) for tensor in tensors]
     experts = [(name.removesuffix(match[0]), int(match[1]), match[2]) for name, match in parts if match]
@@ -152,8 +153,8 @@ def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
     return [name for name in names if name not in known]
 
 
-def telling_names(names: Collection[str]) -> list[str]:
-    """Those of `names` that are names of MTP modules' tensors whatever the model is."""
+def mtp_names(names: Collection[str]) -> list[str]:
+    """Those of the tensor `names` that only MTP modules have, whatever the model is."""
     return [name for name in names if _MODULE_NAME.match(name)]
 
 
@@ -168,7 +169,7 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stated_count(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The key of config.json that says how many modules there are, and their number; None if there is none."""
+    """The key of config.json that states the number of modules, and the number; None if there is none."""
     for source in (config, text_settings(config)):
         for key in COUNT_KEYS:
             if source.get(key):
@@ -177,7 +178,7 @@ def stated_count(config: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def find_family(config: Mapping[str, Any]) -> MtpFamily | None:
-    """The family whose modules config.json may describe; None if it is not known."""
+    """The family of the modules that a checkpoint with this config.json may have; None if it is not supported."""
     model_type = text_settings(config).get("model_type", config.get("model_type"))
     if is_speculators_mtp(config):
         if model_type not in _SPECULATORS_BLOCKS:
@@ -209,43 +210,44 @@ class ModuleTensor(NamedTuple):
                 yield f"decoder.layers.{index}.{self.part}"
 
     @property
-    def is_copy(self) -> str | None:
-        """`"lm_head"` or `"embed_tokens"` for a tensor that may be a copy of the target's; else None."""
+    def copied_from(self) -> str | None:
+        """`"lm_head"` or `"embed_tokens"` if the tensor may be a copy of that one of the target's; else None."""
         name = _FRAME_NAMES.get(self.part.rpartition(".")[0])
         return name if name in ("lm_head", "embed_tokens") else None
 
 
-def copies_kept(family: MtpFamily, overrides: Mapping[str, Any]) -> set[str]:
-    """Which of `"lm_head"` and `"embed_tokens"` modules have of their own.
+def own_copies(family: MtpFamily, overrides: Mapping[str, Any]) -> set[str]:
+    """Which of `"lm_head"` and `"embed_tokens"` each module has of its own, instead of the target's.
 
     Args:
-        overrides: `share_head` and `share_embedding` of `AutoDrafter.from_pretrained`; None or absent for the family's.
+        family: of the modules; decides on the head where `overrides` do not.
+        overrides: see `Overrides`; `share_head` and `share_embedding` are used.
     """
     share_head, share_embedding = overrides.get("share_head"), overrides.get("share_embedding")
-    keeps_head = family.own_head if share_head is None else not share_head
-    return {name for name, kept in (("lm_head", keeps_head), ("embed_tokens", share_embedding is False)) if kept}
+    own_head = family.own_head if share_head is None else not share_head
+    return {name for name, own in (("lm_head", own_head), ("embed_tokens", share_embedding is False)) if own}
 
 
 def needed_tensors(
     config: Mapping[str, Any], names: Collection[str], overrides: Mapping[str, Any]
 ) -> list[ModuleTensor]:
-    """`module_tensors` without those for which the target's are used."""
+    """`module_tensors` without copies in whose place the target's tensors are used."""
     family = find_family(config)
     if family is None:
         return []
-    kept = copies_kept(family, overrides)
-    return [tensor for tensor in module_tensors(config, names) if tensor.is_copy is None or tensor.is_copy in kept]
+    used = {None} | own_copies(family, overrides)
+    return [tensor for tensor in module_tensors(config, names) if tensor.copied_from in used]
 
 
 def implied_names(config: Mapping[str, Any]) -> list[str]:
-    """One tensor's name for each module that config.json of a supported family says there is."""
+    """The name of one tensor of each module that config.json, of a supported family, states."""
     layout, (_, count) = find_family(config).layout, stated_count(config) or (None, 1)
     first = text_settings(config)["num_hidden_layers"] if layout.is_appended else 0
     return [layout.example.format(index=first + index) for index in range(count)]
 
 
 def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[ModuleTensor]:
-    """Those of the tensors called `names` that belong to MTP modules, as config.json describes them."""
+    """Those of the tensor `names` that belong to MTP modules of a supported family."""
     family = find_family(config)
     if family is None:
         return []

@@ -17,26 +17,26 @@ logger = logging.getLogger(__name__)
 # `midlayer.` is SafeAILab's and SpecForge's name of the first layer, `model.` a prefix that NeMo writes.
 KEY_MAPPING = {r"^model\.": "", r"^midlayer\.": "layers.0."}
 
-# Never read when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target.
+# Not used when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target.
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*")
 
 
 def rename(name: str) -> str:
-    """The normal form's name of a tensor."""
+    """The name that a tensor has in the normal form."""
     for pattern, replacement in KEY_MAPPING.items():
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def is_plain(weight: torch.Tensor) -> bool:
-    """Whether all values of `weight` are in its own memory: it is neither split over processes nor quantised."""
+    """Whether the memory of `weight` holds all its values: it is neither sharded (`DTensor`) nor quantised."""
     return not isinstance(weight, DTensor) and type(weight).dequantize is torch.Tensor.dequantize
 
 
 def plain_weight(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` for others than the module that it belongs to: gathered if processes share it, dequantised if quantised.
+    """`weight` as a plain tensor: gathered if it is sharded, dequantised if it is quantised, else `weight` itself.
 
-    That is `weight` itself, no copy, where it is ordinary. Gathering is a collective: all processes must call this.
+    Gathering is a collective operation: all ranks must call this.
     """
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
@@ -44,18 +44,20 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: DrafterConfig) -> None:
-    """Compare names and shapes of the files with those of a `family` model of this `config`, loading no weights.
+    """Compare names and shapes of the files' tensors with those of a `family` model of this `config`; loads no weights.
 
     Raises:
-        ValueError: naming every tensor that is missing, unexpected or of another shape, or a wrong `d2t`.
+        ValueError: expected exactly the model's tensors, and offsets in `d2t`; names each difference.
     """
-    with checkpoint.building(), torch.device("meta"):
+    with checkpoint.config_errors(), torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}
     stored = {rename(name): tensor.shape for name, tensor in checkpoint.tensors.items()}
-    checkpoint.refuse_tensors(
+    checkpoint.check_differences(
         missing=expected.keys() - stored.keys(),
         unexpected=[name for name in stored.keys() - expected.keys() if not _is_ignored(name, config)],
-        reshaped=[(name, stored[name], shape) for name, shape in expected.items() if stored.get(name, shape) != shape],
+        mismatched=[
+            (name, stored[name], shape) for name, shape in expected.items() if stored.get(name, shape) != shape
+        ],
     )
     if "d2t" in stored:
         _check_draft_vocabulary(checkpoint, config)
@@ -83,7 +85,7 @@ def _check_draft_vocabulary(checkpoint: Checkpoint, config: DrafterConfig) -> No
     if not bool(table.any()):
         logger.warning(
             f"d2t of {checkpoint.name} is all zero, so its draft vocabulary is the first {len(table)} tokens of the "
-            f"target's {config.vocab_size}. If that was not meant, the table was forgotten when it was exported."
+            f"target's {config.vocab_size}. If that is not intended, the table was left out when it was exported."
         )
     tokens = own + table
     if _is_vocabulary(tokens, config.vocab_size):

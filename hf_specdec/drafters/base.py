@@ -1,4 +1,4 @@
-"""What a drafter is: the contract of a family, and the registry of families."""
+"""Base class of drafters, and the registry of drafter families."""
 
 from __future__ import annotations
 
@@ -28,28 +28,30 @@ VERIFICATIONS = ("token", "block")
 class Drafter(PreTrainedModel):
     """A model that proposes draft tokens for a target.
 
-    A family subclasses it, names its config class and implements four verbs. A drafter holds weights and settings,
-    never the state of a generation: that lives in `DecodeState`, so one drafter serves several calls and threads.
+    A family subclasses it, sets `config_class` and implements four methods. A drafter holds weights and settings, never
+    the state of a generation: that is in `DecodeState`, so one drafter serves several calls and threads.
 
-        bind(target)                    check that the drafter fits, borrow what the checkpoint lacks, settle the taps
-        new_memory(state)               allocate what must live through one generation (the drafter's cache)
-        prefill(state, taps, positions) consume a chunk of the prompt
-        propose(state, taps, verdict)   draft K tokens after the committed ones
+        bind(target)                                  check that the drafter fits; share the target's embedding and
+                                                      head where it has none; choose the default layer ids
+        new_memory(state)                             allocate what is kept through one generation (a KV cache)
+        prefill(state, aux_hidden_states, positions)  process a chunk of the prompt
+        propose(state, aux_hidden_states, result)     draft K tokens after the committed ones
 
-    A family without weights also says where it computes, by overriding `device`.
+    A family without weights also overrides `device`, the device that it runs on.
 
-    `propose` runs inside the round: no host read, fixed shapes. There is no separate verb for the first round: after
-    prefill the state is as if a round had just committed the last token of the prompt.
+    `propose` runs inside the round, which may be captured in a CUDA graph: no value is copied to the CPU, and shapes
+    are fixed. It is the same in the first round: after prefill the state is as if a round had just committed the last
+    token of the prompt.
     """
 
     config_class = DrafterConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
-    # Whether it is run to find out if its target can be believed, and not by a user.
+    # Whether its calls are not a user's but check that an engine is equivalent to transformers on the target.
     is_equivalence_check = False
 
-    # Attributes that calls read by themselves, and what they leave: captured rounds do not depend on them.
+    # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
     unread_attributes = frozenset(
         {
             "_last_stats",
@@ -65,11 +67,11 @@ class Drafter(PreTrainedModel):
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self._target_config: Any = None
-        # Size of the target's vocabulary when the drafter was bound; None if its family notes no binding.
-        self._bound_vocabulary: int | None = None
-        # What the drafter has of the target, by "embedding" and "head"; set by `bind`.
+        # Size of the target's vocabulary when the drafter was bound; None if `bind` does not call `_record_binding`.
+        self._bound_vocab_size: int | None = None
+        # The target's weights that the drafter uses, by "embedding" and "head"; set by `bind`.
         self._shared_weights: dict[str, SharedWeight] = {}
-        # Set by engines: what they keep for further calls, see `release`.
+        # Set by engines: buffers and CUDA graphs for further calls, see `release`.
         self.sessions: Any = None
         self._last_stats: Any = None
         self.num_assistant_tokens = config.num_assistant_tokens
@@ -84,35 +86,36 @@ class Drafter(PreTrainedModel):
         return self._last_stats
 
     def release(self) -> None:
-        """Free the buffers and graphs that are kept for further `generate()` calls on a GPU."""
+        """Free the buffers and CUDA graphs that are kept for further `generate()` calls on a GPU."""
         if self.sessions is not None:
             self.sessions.clear()
 
     @property
     def aux_hidden_state_layer_ids(self) -> list[int]:
-        """Boundaries of the target that this drafter reads (see `TapRecorder`)."""
+        """Layer ids of the auxiliary hidden states that the drafter reads (see `AuxHiddenStateRecorder`), ascending."""
         return []
 
     @property
     def reads_last_hidden_state(self) -> bool:
-        """Whether the drafter reads the target's last hidden state, after the final norm, instead of boundaries."""
+        """Whether the drafter reads the target's last hidden state, after the final norm, instead of auxiliary ones."""
         return False
 
     @property
     def sharing_modules(self) -> list[nn.Module]:
-        """The modules that may have an `embed_tokens` and an `lm_head` in place of the target's."""
+        """The modules that may have an `embed_tokens` and an `lm_head` of their own instead of the target's."""
         return [self]
 
     @property
     def is_bound(self) -> bool:
+        """Whether the drafter was bound to a target."""
         return self._target_config is not None
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig) -> None:
-        """Compare what the files hold with what `config` asks for, loading no weights.
+        """Compare the tensors of the files with those that `config` asks for, loading no weights.
 
         Raises:
-            ValueError: naming every tensor that is missing, unexpected or of another shape.
+            ValueError: expected exactly these tensors; names each that is missing, unexpected or of another shape.
         """
         check_tensors(checkpoint, cls, config)
 
@@ -121,12 +124,12 @@ class Drafter(PreTrainedModel):
         """A drafter with the checkpoint's weights.
 
         Args:
-            checkpoint: that passed `check_checkpoint`.
-            config: its normal form.
+            checkpoint: one that passed `check_checkpoint`.
+            config: its configuration in normal form.
             options: `dtype`, `device_map`, `use_safetensors` of `PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: a weight was not loaded, or a tensor of the files found no place.
+            ValueError: expected every weight to be loaded, and every tensor of the files to be used.
         """
         drafter, info = cls.from_pretrained(
             checkpoint.folder, config=config, key_mapping=KEY_MAPPING, output_loading_info=True, **options
@@ -145,16 +148,19 @@ class Drafter(PreTrainedModel):
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
         Args:
-            num_assistant_tokens: draft tokens a round, at least 1.
-            draft_probs: True to draw drafts from the drafter's distribution when sampling, False for its most likely
-                tokens, `"auto"` to decide by temperature (see `hf_specdec.decoding.DRAFT_PROBS_TEMPERATURE`).
-            engine: `"auto"`, `"static"` or `"stock"`.
-            verification: how sampling judges drafts that were drawn from the drafter's distribution: `"token"`, each
-                given those before it (arXiv 2211.17192), or `"block"`, all of a round together (arXiv 2403.10444).
-                Both are lossless; the second never accepts fewer in expectation, and reads the drafter's
-                distributions once more. The stock engine has the first only.
-            compile_rounds: whether rounds on a GPU are compiled before they are captured. That takes some seconds for
-                every shape of call, and makes rounds faster.
+            num_assistant_tokens: draft tokens a round (K), at least 1.
+            draft_probs: True to draw draft tokens from the drafter's distribution when sampling, False for its most
+                likely tokens, `"auto"` to decide by temperature (see `engine.request.DRAFT_PROBS_TEMPERATURE`).
+            engine: `"static"`, `"stock"`, or `"auto"` for the static engine where it supports the target and the call.
+            verification: how draft tokens that were drawn from the drafter's distribution are verified when sampling:
+                `"token"`, one after the other (arXiv 2211.17192), or `"block"`, all of a round jointly (arXiv
+                2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
+                the drafter's distributions once more. The stock engine supports `"token"` only.
+            compile_rounds: whether rounds on a GPU are compiled before they are captured as CUDA graphs. Compiling
+                takes some seconds for every shape of call, and makes rounds faster.
+
+        Raises:
+            ValueError: expected one of the values above.
         """
         if num_assistant_tokens is not None:
             self.num_assistant_tokens = check_num_assistant_tokens(num_assistant_tokens)
@@ -176,48 +182,50 @@ class Drafter(PreTrainedModel):
             self.compile_rounds = compile_rounds
         return self
 
-    def num_draft_tokens(self, asked: int | None) -> int:
-        """K of a call that asks for `asked` draft tokens a round, or for none in particular.
+    def num_draft_tokens(self, requested: int | None) -> int:
+        """K of a call with `num_assistant_tokens=requested`, or, if that is None, of a call that does not set it.
 
         Raises:
-            ValueError: it cannot be that many.
+            ValueError: expected 1 to `MAX_ASSISTANT_TOKENS`.
         """
-        return check_num_assistant_tokens(self.num_assistant_tokens if asked is None else asked)
+        return check_num_assistant_tokens(self.num_assistant_tokens if requested is None else requested)
 
     def bind(self, target: PreTrainedModel) -> None:
-        """Tie the drafter to `target`: check that it fits, borrow what the checkpoint lacks.
+        """Bind the drafter to `target`: check that it fits, share the target's embedding and head where it has none.
 
-        Either binds completely or raises `ValueError` and leaves drafter and target as they were. Tensors that it
-        makes are made outside of inference mode, which the caller may be in.
+        Tensors that are kept are created outside of inference mode, even if the caller is in it.
+
+        Raises:
+            ValueError: expected a target that the drafter was made for; drafter and target are left as they were.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement bind().")
 
-    def _note_binding(self, target: PreTrainedModel) -> None:
-        """The end of every `bind` that succeeds: rounds captured before may read what was borrowed then."""
+    def _record_binding(self, target: PreTrainedModel) -> None:
+        """Last step of `bind`. Releases captured rounds, which may read the weights that were shared before."""
         self._target_config = self.config.target = target.config
-        self._bound_vocabulary = target.config.get_text_config().vocab_size
+        self._bound_vocab_size = target.config.get_text_config().vocab_size
         self.release()
 
-    def follow(self, target: PreTrainedModel) -> None:
-        """Keep up with what the owner of `target` did to it since `bind`; called at the start of every generation.
+    def sync_with(self, target: PreTrainedModel) -> None:
+        """Update what the drafter shares with `target` if the target was changed since `bind`; every call begins so.
 
-        What was written into its weights is copied to where the drafter has copies. A target whose embedding or head
-        was replaced, moved, cast or resized is bound again.
+        Copies of shared weights are updated if the target's weights were written to. If the target's embedding or head
+        was replaced, moved, cast or resized, the drafter is bound again.
 
         Raises:
-            ValueError: the drafter does not fit what the target is now.
+            ValueError: expected a target that the drafter still fits.
         """
-        if self._bound_vocabulary is None:
+        if self._bound_vocab_size is None:
             return
-        lenders = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
-        changes = [loan.how_changed(lenders[what]) for what, loan in self._shared_weights.items()]
-        vocabulary = target.config.get_text_config().vocab_size
-        if vocabulary != self._bound_vocabulary:
-            changes.append(f"its vocabulary had {self._bound_vocabulary} tokens and has {vocabulary}")
+        modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
+        changes = [shared.how_changed(modules[what]) for what, shared in self._shared_weights.items()]
+        vocab_size = target.config.get_text_config().vocab_size
+        if vocab_size != self._bound_vocab_size:
+            changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
         changes = [change for change in changes if change is not None]
         if not changes:
-            for what, loan in self._shared_weights.items():
-                loan.refresh(lenders[what])
+            for what, shared in self._shared_weights.items():
+                shared.refresh(modules[what])
             return
         found = f"{type(target).__name__} has changed since the drafter was bound to it: {', '.join(changes)}"
         try:
@@ -243,29 +251,30 @@ class Drafter(PreTrainedModel):
             )
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Write the normal form, whatever dialect the drafter was read from; `push_to_hub` uploads the same.
+        """Save the drafter in normal form, whatever dialect it was read from; `push_to_hub` uploads the same files.
 
-        Arguments as in `PreTrainedModel.save_pretrained`, without `save_original_format`.
+        Arguments as of `PreTrainedModel.save_pretrained`, without `save_original_format`.
         """
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
 
     def new_state(self, shape: Shape, num_layers: int, device: torch.device) -> DecodeState:
-        """Buffers of a generation with this drafter, its own included; arguments as of `DecodeState.allocate`."""
+        """Buffers of a generation, with the drafter's memory; arguments as of `DecodeState.allocate`."""
         state = DecodeState.allocate(shape, num_layers, device)
         state.memory = self.new_memory(state)
         return state
 
     def new_memory(self, state: DecodeState) -> Any:
-        """What the drafter keeps through one generation; stored as `state.memory`."""
+        """Allocate what the drafter keeps through one generation; stored as `state.memory`."""
         return None
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
-        """Consume one chunk of the prompt.
+        """Process one chunk of the prompt.
 
         Args:
             state: holds the committed tokens.
-            taps: `[B, n, width]` hidden states of the target at `positions`, or None.
-            positions: `[B, n]` int64; `state.scrap` where a row has no token in this chunk.
+            aux_hidden_states: `[B, n, width]` hidden states of the target at `positions`, those of several layers
+                concatenated; None for a drafter that reads none.
+            positions: `[B, n]` int64; `state.dummy_slot` where a row has no token in this chunk.
         """
 
     def propose(
@@ -274,18 +283,19 @@ class Drafter(PreTrainedModel):
         """Draft `state.num_draft_tokens` tokens after the last committed token of each row.
 
         Args:
-            state: after `commit`; `state.lengths` counts the new tokens already.
-            taps: `[B, K + 1, width]` hidden states of the round's verified block, or None.
-            verdict: of the round; the first `verdict.committed[b]` rows of the block are valid.
+            state: after `commit`: `state.lengths` counts the tokens that the round committed.
+            aux_hidden_states: `[B, K + 1, width]` hidden states of the target at the tokens that the round verified, or
+                None.
+            result: of the round's verification; the first `result.committed[b]` hidden states of row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
 
 
 def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, name: str) -> None:
-    """Check that a drafter called `name` reads hidden states and writes tokens of the size that `target` has.
+    """Check that a drafter called `name` was made for the hidden size and the vocabulary size of `target`.
 
     Raises:
-        ValueError: it was made for another hidden size or vocabulary.
+        ValueError: expected a target with `hidden_size` and `vocab_size`.
     """
     text, target_name = target.get_text_config(), target.name_or_path or target.model_type
     if text.hidden_size != hidden_size:
@@ -301,13 +311,13 @@ def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, nam
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `tokens` `[...]` int64 of an embedding `weight` `[V, H]`, where the tokens are."""
-    # A target that is spread over devices has its embedding on another one than its last layer.
+    """Embeddings `[..., H]` of `tokens` `[...]` int64 by `weight` `[V, H]`, on the tokens' device."""
+    # The embedding of a target that is split over devices may be on another device than its last layer.
     return F.embedding(tokens.to(weight.device), weight).to(tokens.device, dtype)
 
 
 def score(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Logits `[..., V]` of `normed` `[..., H]` by a head `weight` `[V, H]`, where `normed` is."""
+    """Logits `[..., V]` of `normed` `[..., H]` by a head `weight` `[V, H]`, on the device of `normed`."""
     return linear(normed.to(weight.device), weight.to(normed.dtype)).to(normed.device)
 
 
@@ -315,11 +325,11 @@ _FAMILIES: dict[str, type[Drafter]] = {}
 
 
 def register_drafter(cls: type[Drafter]) -> type[Drafter]:
-    """Class decorator: make a `Drafter` subclass known to `AutoDrafter` under its config's `model_type`.
+    """Class decorator: register a `Drafter` subclass for `AutoDrafter`, under the `model_type` of its config class.
 
     Raises:
-        TypeError: not a `Drafter` subclass with a `DrafterConfig` subclass as `config_class`.
-        ValueError: the model type is taken by another class.
+        TypeError: expected a `Drafter` subclass with a `DrafterConfig` subclass as `config_class`.
+        ValueError: expected a model type that no other class is registered for.
     """
     config_class = getattr(cls, "config_class", None)
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):

@@ -1,4 +1,4 @@
-"""Drafting with a cache: one pass over what a round kept, and one step for every draft token that is then missing."""
+"""Drafting with a KV cache: one pass over the tokens that a round committed, then one step for each further token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DraftMemory:
     Attributes:
         cache: its keys and values.
         inputs: buffers of a round's first pass.
-        draft_ids: `[vocab_size]` int64, where the target's tokens are in the draft vocabulary; None where the two
-            agree or nobody asks.
+        draft_ids: `[vocab_size]` int64, the id of each target token in the draft vocabulary (see `Proposal.draft_ids`);
+            None if the vocabularies agree or drafts are not drawn.
     """
 
     cache: RaggedCache
@@ -33,44 +33,45 @@ class DraftMemory:
 
 
 class CachedDrafter(Drafter):
-    """A drafter that extends a cache of its own.
+    """A drafter with a KV cache of its own.
 
-    The first pass of a round runs the tokens that the round kept and, when drafting in parallel, K - 1 mask tokens
-    after them; its last columns draft 1 or K tokens. Every token that is then missing takes a step that reads the one
-    before it. What a draft or a mask wrote into the cache is overwritten with what was kept in the next round.
+    The first pass of a round runs the tokens that the round committed and, when drafting in parallel, K - 1 mask tokens
+    after them; its last columns draft 1 or K tokens. Each further draft token takes a step that reads the draft token
+    before it. Slots that were written for draft or mask tokens are overwritten by the first pass of the next round.
 
-    A family implements `extend`, `num_cached_layers` and, if it reads hidden states, `spread`; and says its `shift`.
-    MTP modules, each of which runs the first pass, have another loop than `propose` over the same inputs and draws.
-    To be trained it implements `unroll` and `head_weight`.
+    A family sets `shift` and implements `extend_cache`, `num_cached_layers` and, if it reads hidden states,
+    `combine_hidden_states` and `gather_hidden_states`. To be trained it also implements `unroll` and `head_weight`.
+    `MtpDrafter` overrides `propose`, since each of its modules runs a first pass.
     """
 
-    # Places between a slot and the token in it: 1 for drafters that pair a token with the hidden state before it.
+    # Position of a slot's token minus the slot: 1 for drafters that pair a token with the hidden state before it.
     shift = 0
-    # Factor on the products of `unroll`'s outputs and `head_weight`.
+    # Factor on the logits, the products of `unroll`'s outputs with `head_weight`.
     logit_scale = 1.0
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        # `[V_d]` int64: what the head scores, in the vocabulary of the target; None if they agree. Set by `bind`.
+        # `[V_d]` int64: target token of each draft token; None if the vocabularies agree. Set by `bind`.
         self.register_buffer("target_ids", None, persistent=False)
 
     @property
     def num_cached_layers(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__} does not say how many layers its cache has.")
+        """Number of layers of the cache."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement num_cached_layers.")
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
         return num_draft_tokens - 1 if self.config.parallel_drafting else 0
 
-    def combine(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
-        """What `extend` reads of `[B, n, width]` taps, `[B, n, H]`; None for a drafter that reads none."""
+    def combine_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
+        """`[B, n, width]` hidden states of the target to `[B, n, H]`; None for a drafter that reads none."""
         return None
 
-    def spread(self, hidden: torch.Tensor | None, sources: torch.Tensor) -> torch.Tensor | None:
-        """Rows `sources` `[B, W]` of `hidden` `[B, n, H]`, and the mask's hidden state where a source is -1."""
+    def gather_hidden_states(self, hidden: torch.Tensor | None, sources: torch.Tensor) -> torch.Tensor | None:
+        """Hidden states `[B, W, H]`: `hidden` `[B, n, H]` at `sources` `[B, W]`, those of mask tokens at -1."""
         return None
 
-    def extend(
+    def extend_cache(
         self,
         state: DecodeState,
         tokens: torch.Tensor,
@@ -79,22 +80,25 @@ class CachedDrafter(Drafter):
         hidden: torch.Tensor | None,
         num_logits: int,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run `[B, n]` `tokens` at `[B, n]` `slots` of the cache, with RoPE `positions`.
+        """Run tokens through the layers, writing their keys and values into the cache.
 
         Args:
-            state: its memory's cache is told where to write.
-            tokens, slots, positions: int64.
-            hidden: `[B, n, H]`, from `combine` or `spread`, or what the step before fed back; or None.
-            num_logits: how many of the last columns to score; 0 for none.
+            state: `state.memory.cache` is written.
+            tokens: `[B, n]` int64 to embed.
+            slots: `[B, n]` int64 of the cache to write.
+            positions: `[B, n]` int64 for RoPE.
+            hidden: `[B, n, H]` from `combine_hidden_states`, `gather_hidden_states` or the step before; or None.
+            num_logits: how many of the last columns to compute logits for; 0 for none.
 
         Returns:
-            logits `[B, num_logits, V_d]`, or None; and what the next step reads, `[B, 1, H]`, or None.
+            logits `[B, num_logits, V_d]`, None for 0; and the hidden state that the next step reads, `[B, 1, H]`, or
+            None.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement extend().")
+        raise NotImplementedError(f"{type(self).__name__} does not implement extend_cache().")
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """`[V_d, H]` of the draft head."""
+        """Weight `[V_d, H]` of the draft head."""
         raise NotImplementedError(f"{type(self).__name__} does not implement head_weight.")
 
     def unroll(
@@ -104,21 +108,21 @@ class CachedDrafter(Drafter):
         num_steps: int,
         rows: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
-        """Draft from every slot of whole sequences at once: training-time test.
+        """Training-time test (EAGLE-3, arXiv 2503.01840): draft from every slot of whole sequences at once.
 
         Step s at slot p drafts the token at position p + shift + s + 1 from the tokens up to p + shift and, unless
-        drafting in parallel, the s tokens after them as committed. It is to be compared with the target's
+        drafting in parallel, the s tokens after them of the sequence. It is to be compared with the target's
         distribution at position p + shift + s.
 
         Args:
-            input_ids: `[B, S]` int64, without padding inside a row; a padded tail is harmless to what precedes it.
-            taps: `[B, S, tap_width]` hidden states of the target; None for a drafter that reads none.
-            num_steps: depth of the unrolled chains.
-            rows: how many leading rows of the batch each step runs, never growing; all if None.
+            input_ids: `[B, S]` int64, padded at most at the end of a row; padding does not affect slots before it.
+            aux_hidden_states: `[B, S, width]` hidden states of the target; None for a drafter that reads none.
+            num_steps: draft steps.
+            rows: how many leading rows of the batch each step runs, never increasing; all if None.
 
         Returns:
-            what the head reads in each step: `num_steps` tensors `[rows[s], S, H]`, after the final norm. Slots whose
-            tokens would lie beyond the row are meaningless.
+            the draft head's inputs of each step: `num_steps` tensors `[rows[s], S, H]`, after the final norm. Slots
+            whose tokens are beyond the end of the row are undefined.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement unroll().")
 
@@ -135,9 +139,8 @@ class CachedDrafter(Drafter):
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))
-        self.extend(
-            state, tokens, positions, state.position_ids(positions), self.combine(aux_hidden_states), num_logits=0
-        )
+        hidden = self.combine_hidden_states(aux_hidden_states)
+        self.extend_cache(state, tokens, positions, state.position_ids(positions), hidden, num_logits=0)
 
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
@@ -155,27 +158,27 @@ class CachedDrafter(Drafter):
             mask_token=self.config.mask_token_id or 0,
             shift=self.shift,
         )
-        hidden = self.spread(self.combine(aux_hidden_states), inputs.sources)
-        logits, feedback = self.extend(
+        hidden = self.gather_hidden_states(self.combine_hidden_states(aux_hidden_states), inputs.sources)
+        logits, feedback = self.extend_cache(
             state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits=1 + num_masks
         )
         drafts = [self.draw(state, logits, first=0)]
         for step in range(1 + num_masks, state.num_draft_tokens):
             slots = state.slot_of(state.lengths - 1 - self.shift + step)[:, None]
             last = drafts[-1].tokens
-            logits, feedback = self.extend(state, last, slots, state.position_ids(slots), feedback, num_logits=1)
+            logits, feedback = self.extend_cache(state, last, slots, state.position_ids(slots), feedback, num_logits=1)
             drafts.append(self.draw(state, logits, first=step))
         return self.join(state, drafts)
 
     def join(self, state: DecodeState, drafts: Sequence[Proposal]) -> Proposal:
-        """What the steps of a round drew, one after the other, as the round's proposal."""
+        """The draft tokens of a round's steps, in order, as one proposal."""
         tokens, probs, _ = zip(*drafts, strict=True)
         return Proposal(
             torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None, state.memory.draft_ids
         )
 
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
-        """Draft tokens number `first` and following from their logits `[B, n, V_d]`."""
+        """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`."""
         target_ids = self.target_ids
         if not state.draft_probs:
             return Proposal(ops.best_draft(logits, target_ids), None)

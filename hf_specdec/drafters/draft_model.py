@@ -7,128 +7,52 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.dialects import CheckpointReader, Decisions, check_mask_token
-from ..checkpoints.mtp_layouts import holds_modules, module_names
+from ..checkpoints.draft_model import auto_class
+from ..checkpoints.mtp_layouts import module_names
 from ..config import DraftModelConfig
 from ..patching.attention import ATTENTION_NAME, registered_attention
 from ..patching.support import num_cache_layers, num_positions, why_not_supported
 from ..state import DecodeState
-from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, following
+from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import register_drafter
 from .cached import CachedDrafter
 
-# Families of checkpoints pad one vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that are
-# farther apart than any such padding are those of different tokenizers.
-LARGEST_PADDING = 1024
-
-# Trained depth of the published PARD drafters (AMD-AIG-AIMA/PARD, `para_num` of its example configurations).
-PARD_DEPTH = 8
+# Models of one family may pad the same vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that
+# differ by this much or more belong to different tokenizers.
+MAX_PADDING = 1024
 
 
 def check_vocabulary(own: int, target: PreTrainedConfig, name: str) -> int:
     """Check that a draft model called `name` with `own` tokens has the vocabulary of `target`.
 
     Returns:
-        how many tokens both can say.
+        the number of tokens that both have.
 
     Raises:
-        ValueError: the sizes differ by more than padding.
+        ValueError: expected sizes that differ by padding only.
     """
     size = target.get_text_config().vocab_size
-    if abs(size - own) >= LARGEST_PADDING:
+    if abs(size - own) >= MAX_PADDING:
         raise ValueError(
             f"{name} has a vocabulary of {own} tokens, but {target.name_or_path or target.model_type} has {size}; "
-            f"expected sizes that differ by padding only (less than {LARGEST_PADDING}): it was made for another "
+            f"expected sizes that differ by padding only (less than {MAX_PADDING}): it was made for another "
             "tokenizer."
         )
     return min(size, own)
 
 
-def read_draft_model(
-    checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]
-) -> CheckpointReader:
-    """Read the config.json of a causal language model: PARD if it names a mask token.
-
-    Args:
-        checkpoint: what was published.
-        target: the target's configuration, if there is a target. Whether the vocabularies fit is for `bind` to say.
-        overrides: by their keywords in `AutoDrafter.from_pretrained`.
-
-    Raises:
-        ValueError: not a model that can draft, a configuration that contradicts itself, or an override that does not
-            apply.
-    """
-    own, decisions = checkpoint.config, Decisions(overrides)
-    settle = decisions.settle
-    unknown = overrides.keys() - {"mask_token_id", "parallel_drafting"}
-    if unknown:
-        raise ValueError(
-            f"{checkpoint.name} is a draft model, which reads tokens only: it has no {', '.join(sorted(unknown))}."
-        )
-
-    if holds_modules(own, checkpoint.tensors):
-        settle("family", DraftModelConfig.family, _why_as_a_whole(checkpoint))
-    model = read_language_model(checkpoint)
-    size = model.get_text_config().vocab_size
-    token = own.get("pard_token")
-    is_pard, stated = own.get("spd_type") == "pard" or token is not None, own.get("parallel_drafting")
-    rule = "config.json says PARD (pard_token, spd_type)" if is_pard else "config.json has no pard_token"
-    rule = rule if stated is None else "config.json"
-    parallel = settle("parallel_drafting", is_pard if stated is None else bool(stated), rule)
-    # -1 is what PARD's trainer writes if it was told of no token.
-    token = None if token == -1 else token
-    if token is not None or "mask_token_id" in overrides:
-        token = settle("mask_token_id", token, "pard_token of config.json")
-    if parallel and token is None:
-        raise ValueError(
-            f"{checkpoint.name} is to draft in parallel, but its config.json names no mask token: pard_token is "
-            f"{own.get('pard_token')!r}. Pass `mask_token_id=` with the id that it was trained with, or "
-            "`parallel_drafting=False`."
-        )
-    if not parallel and "mask_token_id" in overrides:
-        raise ValueError(
-            f"{checkpoint.name} was given mask_token_id {token}, but it drafts token by token, where no mask token "
-            "stands. Pass `parallel_drafting=True` too, if it was trained for that."
-        )
-    config = DraftModelConfig(
-        model=model.to_dict(),
-        vocab_size=size if target is None else target.vocab_size,
-        draft_vocab_size=size if target is None else min(size, target.vocab_size),
-        parallel_drafting=parallel,
-        mask_token_id=None if token is None else check_mask_token(token, size, checkpoint.name),
-        num_assistant_tokens=PARD_DEPTH if parallel else DraftModelConfig.num_assistant_tokens,
-        dialect="PARD" if is_pard else "transformers",
-    )
-    return CheckpointReader(config, tuple(decisions.made))
-
-
-def _why_as_a_whole(checkpoint: Checkpoint) -> str:
-    if module_names(checkpoint.config, checkpoint.tensors):
-        return "the target is another model than the one that the MTP modules in its weights are for; they are left out"
-    return "its config.json speaks of MTP modules, but its weights hold none, and the target is another model"
-
-
 def _check_loaded(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
-    """`Checkpoint.check_loaded`, but for MTP modules, which a draft model has no use for."""
+    """`Checkpoint.check_loaded`, which ignores tensors of MTP modules: a draft model does not use them."""
     unexpected = set(info["unexpected_keys"])
-    left_out = module_names(checkpoint.config, unexpected)
-    checkpoint.check_loaded({**info, "unexpected_keys": unexpected - left_out})
+    ignored = module_names(checkpoint.config, unexpected)
+    checkpoint.check_loaded({**info, "unexpected_keys": unexpected - ignored})
 
 
-def _check_hosted(model: PreTrainedModel, name: str) -> None:
+def _check_supported(model: PreTrainedModel, name: str) -> None:
+    """Raise `ValueError` unless the model called `name` can run on a `RaggedCache`."""
     obstacle = why_not_supported(model, role="the draft model")
     if obstacle is not None:
         raise ValueError(
@@ -137,48 +61,16 @@ def _check_hosted(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def read_language_model(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """transformers' configuration of the causal language model in `checkpoint`.
-
-    Raises:
-        ValueError: it is another kind of model, or one that transformers does not have.
-    """
-    model_type = checkpoint.config.get("model_type")
-    found = f"{checkpoint.name} is a checkpoint of model_type {model_type!r}"
-    if model_type not in CONFIG_MAPPING:
-        if checkpoint.config.get("auto_map"):
-            raise ValueError(
-                f"{found}, which runs on code of its own ({checkpoint.config['auto_map']}). Such code is not run here; "
-                "expected a model that is part of transformers."
-            )
-        raise ValueError(f"{found}, which transformers {transformers.__version__} does not know; a newer one may.")
-    config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    if config.is_encoder_decoder:
-        raise ValueError(f"{found}, an encoder-decoder; expected a decoder-only model, which continues a text.")
-    if _auto_class(config) is None:
-        raise ValueError(f"{found}, of which transformers has no causal language model; a draft model must be one.")
-    return config
-
-
-def _auto_class(config: PreTrainedConfig) -> type | None:
-    """transformers' class that builds the model of `config`: a causal one, or one that also sees; None if none does."""
-    mappings = (
-        (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
-        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
-    )
-    return next((auto_class for mapping, auto_class in mappings if type(config) in mapping), None)
-
-
 @register_drafter
 class DraftModelDrafter(CachedDrafter):
     """An `AutoModelForCausalLM` checkpoint that drafts from tokens alone.
 
-    Slot p holds token p and predicts token p + 1. With `config.parallel_drafting` (PARD) the K - 1 places after the
+    Slot p holds token p and predicts token p + 1. With `config.parallel_drafting` (PARD) the K - 1 slots after the
     newest token hold the mask token, and one pass drafts K tokens.
 
     Args:
-        config: holds the model's own configuration.
-        model: the model, which from now on runs on the drafter's cache only; None for one with random weights.
+        config: with the settings of the model's own configuration.
+        model: the model, whose attention is replaced by one over the drafter's cache; None for random weights.
     """
 
     config_class = DraftModelConfig
@@ -186,18 +78,19 @@ class DraftModelDrafter(CachedDrafter):
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
         if model is None:
-            model = _auto_class(config.own).from_config(config.own)
+            own = config.model_config
+            model = auto_class(own).from_config(own)
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model
         self._num_embeddings = model.config.get_text_config().vocab_size
         self._num_positions = num_positions(model)
-        _check_hosted(model, type(model).__name__)
+        _check_supported(model, type(model).__name__)
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
-        """As for every family; how such files' names become those of a model is transformers' to know, so it loads."""
+        """As of every family. transformers loads the model on the meta device, since it maps names of tensors."""
         with quiet_loading():
-            model, info = _auto_class(config.own).from_pretrained(
+            model, info = auto_class(config.model_config).from_pretrained(
                 checkpoint.folder,
                 device_map="meta",
                 use_safetensors=checkpoint.uses_safetensors,
@@ -205,12 +98,12 @@ class DraftModelDrafter(CachedDrafter):
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        _check_hosted(model, f"{checkpoint.name} ({type(model).__name__})")
+        _check_supported(model, f"{checkpoint.name} ({type(model).__name__})")
         _check_loaded(checkpoint, info)
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig, **options: Any) -> DraftModelDrafter:
-        model, info = _auto_class(config.own).from_pretrained(
+        model, info = auto_class(config.model_config).from_pretrained(
             checkpoint.folder, output_loading_info=True, trust_remote_code=False, **options
         )
         _check_loaded(checkpoint, info)
@@ -225,9 +118,9 @@ class DraftModelDrafter(CachedDrafter):
         shared = check_vocabulary(self._num_embeddings, target.config, name)
         self.config.vocab_size = target.config.get_text_config().vocab_size
         self.config.draft_vocab_size = shared
-        self._note_binding(target)
+        self._record_binding(target)
 
-    def extend(
+    def extend_cache(
         self,
         state: DecodeState,
         tokens: torch.Tensor,
@@ -238,10 +131,10 @@ class DraftModelDrafter(CachedDrafter):
     ) -> tuple[torch.Tensor | None, None]:
         cache = state.memory.cache
         cache.advance(slots, state.live)
-        if self._num_positions is not None:  # the target's texts may be longer than this model's; drafts get worse then
+        if self._num_positions is not None:  # the target may support more positions; draft tokens beyond are worse
             positions = positions.clamp(max=self._num_positions - 1)
         logits = self.model(
-            # The target may know tokens that this model cannot embed; any other drafts as badly after them.
+            # The target may have tokens that this model cannot embed; which one stands in for them does not matter.
             input_ids=tokens.clamp(max=self._num_embeddings - 1),
             attention_mask=cache.attention_mask(slots),
             position_ids=positions,
@@ -254,10 +147,10 @@ class DraftModelDrafter(CachedDrafter):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """`[V_d, H]`.
+        """Weight `[V_d, H]` of the model's head.
 
         Raises:
-            ValueError: the model's logits are more than products with it.
+            ValueError: expected logits that are products with it, without bias, scale or soft-capping.
         """
         head, text = self.model.get_output_embeddings(), self.model.config.get_text_config()
         factors = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -278,18 +171,18 @@ class DraftModelDrafter(CachedDrafter):
             for step in range(num_steps):
                 if rows is not None:
                     tokens = tokens[: rows[step]]
-                read = decoder(input_ids=tokens, position_ids=positions + step, use_cache=False, attend=attend)
-                outputs.append(read.last_hidden_state)
+                output = decoder(input_ids=tokens, position_ids=positions + step, use_cache=False, attend=attend)
+                outputs.append(output.last_hidden_state)
                 if not self.config.parallel_drafting:
-                    tokens = following(tokens)
+                    tokens = shift_left(tokens)
                 elif step == 0:
                     tokens = torch.full_like(tokens, self.config.mask_token_id)
         return outputs
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Write an ordinary checkpoint of the model, which AutoModelForCausalLM loads too.
+        """Save the model as transformers does, so that AutoModelForCausalLM loads it, too.
 
-        With a mask token its config.json names it as PARD's does; `parallel_drafting` says whether it is used.
+        If there is a mask token, config.json has PARD's keys, and `parallel_drafting` states whether it is used.
         """
         own = self.model.config
         if self.config.mask_token_id is not None:

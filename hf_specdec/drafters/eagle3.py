@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv 2503.01840): one or more decoder layers over tapped hidden states of the target."""
+"""EAGLE-3 (arXiv 2503.01840): one or more decoder layers that read auxiliary hidden states of the target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..config import Eagle3Config, default_aux_layer_ids
 from ..patching.attention import cached_attend
 from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
 from ..state import DecodeState
-from ..training.unrolled import UnrolledAttention, following
+from ..training.unrolled import UnrolledAttention, shift_left
 from .base import (
     check_sizes,
     embed,
@@ -27,10 +27,13 @@ from .shared_weights import SharedWeight
 
 
 def check_fit(config: Eagle3Config, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
-    """Check that a drafter called `name` fits a target with `num_layers` layers; return the boundaries it taps.
+    """Check that a drafter called `name` fits a target with `num_layers` layers.
+
+    Returns:
+        layer ids of the auxiliary hidden states that it reads, ascending.
 
     Raises:
-        ValueError: it was made for another hidden size, vocabulary or number of layers.
+        ValueError: expected a target of the hidden size, vocabulary size and layers that the drafter was made for.
     """
     check_sizes(config.target_hidden_size, config.vocab_size, target, name)
     target_name = target.name_or_path or target.model_type
@@ -55,15 +58,15 @@ def check_fit(config: Eagle3Config, target: PreTrainedConfig, num_layers: int, n
 class Eagle3Drafter(CachedDrafter):
     """EAGLE-3 drafter.
 
-    Slot p pairs the embedding of the token at position p + 1 with the target's taps at position p, has RoPE position
-    p, and predicts the token at position p + 2. After the slots whose taps the target has computed, every draft token
-    adds a slot that reads the drafter's own previous output in place of taps. Such slots are overwritten with true
-    ones in the next round.
+    Slot p pairs the embedding of the token at position p + 1 with the target's hidden states at position p, has RoPE
+    position p, and predicts the token at position p + 2. After the slots whose hidden states the target has computed,
+    every draft token adds a slot that reads the drafter's own previous output instead. The next round overwrites such
+    slots with the target's hidden states.
     """
 
     config_class = Eagle3Config
     shift = 1
-    # Training leftovers that published files carry; `check_tensors` decides what else a file may hold.
+    # Tensors of published files that are used in training only; `check_tensors` checks what else a file may hold.
     _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"rotary_emb\.", r"^verifier_", r"^norm\.weight$"]
 
     def __init__(self, config: Eagle3Config):
@@ -87,7 +90,7 @@ class Eagle3Drafter(CachedDrafter):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         else:
             self.d2t = None
-        # `[H]`, what columns without a hidden state read; None if all of those are inert.
+        # `[H]` hidden state of columns without one of the target: mask tokens. None for zeros, as they are inert.
         self.register_buffer("mask_state", None, persistent=False)
         self._layer_ids = config.aux_hidden_state_layer_ids
         self.post_init()
@@ -118,31 +121,31 @@ class Eagle3Drafter(CachedDrafter):
     def reads_last_hidden_state(self) -> bool:
         return not self.config.use_aux_hidden_state
 
-    @torch.inference_mode(False)  # what it makes of weights is kept
+    @torch.inference_mode(False)  # it keeps tensors that it creates
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         layer_ids = check_fit(config, target.config, len(decoder_layers(target)), name)
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-        loans = {}
+        shared = {}
         if self.embed_tokens is None:
-            loans["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
+            shared["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
         if self.lm_head is None:
-            loans["head"] = SharedWeight(
+            shared["head"] = SharedWeight(
                 target.get_output_embeddings(), "head", config.hidden_size, name, rows=target_ids
             )
         check_aux_hidden_states(target, layer_ids, self.reads_last_hidden_state, config.target_hidden_size, name)
-        self._shared_weights = loans
+        self._shared_weights = shared
         self.target_ids = target_ids
         self._layer_ids = layer_ids
-        self._note_binding(target)
+        self._record_binding(target)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`[...]` int64 target tokens to `[..., H]`."""
+        """Embeddings `[..., H]` of `[...]` int64 target tokens."""
         weight = self.embed_tokens.weight if self.embed_tokens is not None else self._shared_weights["embedding"].weight
         return embed(tokens, weight, self.dtype)
 
-    def combine(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., tap_width]` taps of the target, ascending boundaries side by side, to `[..., H]`."""
+    def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to `[..., H]`."""
         aux_hidden_states = aux_hidden_states.to(self.dtype)
         if self.fc is None:
             return aux_hidden_states
@@ -167,21 +170,21 @@ class Eagle3Drafter(CachedDrafter):
 
         Args:
             tokens: `[B, n]` int64, the token after each slot's position.
-            hidden: `[B, n, H]`, combined taps or the previous step's feedback.
-            positions: `[B, n]` or `[1, n]` int64 RoPE positions.
-            attend: where keys and values go and come from.
-            num_outputs: how many of the last slots somebody reads; all if None. The last layer computes the others'
-                keys and values only.
+            hidden: `[B, n, H]` from `combine_hidden_states`, or the previous step's feedback.
+            positions: `[B, n]` or `[1, n]` int64 for RoPE.
+            attend: attention, which stores keys and values.
+            num_outputs: how many of the last slots' outputs are needed; all if None. Of other slots, the last layer
+                computes keys and values only.
 
         Returns:
-            what the head reads and what the next draft step reads, both `[B, num_outputs, H]`.
+            inputs of the head and of the next draft step (feedback), both `[B, num_outputs, H]`.
         """
         embeds = self.embed(tokens)
         rotary = self.rotary_emb(embeds, positions)
         for index, layer in enumerate(self.layers, start=1):
             is_last = index == len(self.layers)
-            wanted = num_outputs if is_last and num_outputs is not None else tokens.shape[1]
-            hidden = layer(embeds, hidden, rotary, attend, wanted)
+            layer_outputs = num_outputs if is_last and num_outputs is not None else tokens.shape[1]
+            hidden = layer(embeds, hidden, rotary, attend, layer_outputs)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
@@ -191,11 +194,11 @@ class Eagle3Drafter(CachedDrafter):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """`[V_d, H]`, its own or the target's rows."""
+        """Weight `[V_d, H]` of the draft head: its own or rows of the target's."""
         return self.lm_head.weight if self.lm_head is not None else self._shared_weights["head"].weight
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """`[..., H]` after the final norm to `[..., V_d]`."""
+        """Logits `[..., V_d]` of `[..., H]` after the final norm."""
         logits = score(normed, self.head_weight)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
@@ -203,11 +206,11 @@ class Eagle3Drafter(CachedDrafter):
     def num_cached_layers(self) -> int:
         return len(self.layers)
 
-    def spread(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        picked = hidden.gather(1, sources.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
-        return torch.where(sources[..., None] < 0, 0.0 if self.mask_state is None else self.mask_state, picked)
+    def gather_hidden_states(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        gathered = hidden.gather(1, sources.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+        return torch.where(sources[..., None] < 0, 0.0 if self.mask_state is None else self.mask_state, gathered)
 
-    def extend(
+    def extend_cache(
         self,
         state: DecodeState,
         tokens: torch.Tensor,
@@ -237,26 +240,26 @@ class Eagle3Drafter(CachedDrafter):
         rows: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
         attend = UnrolledAttention()
-        hidden = self.combine(aux_hidden_states)
+        hidden = self.combine_hidden_states(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        tokens, outputs = following(input_ids), []
+        tokens, outputs = shift_left(input_ids), []
         for step in range(num_steps):
             if rows is not None:
                 tokens, hidden = tokens[: rows[step]], hidden[: rows[step]]
             normed, feedback = self.run(tokens, hidden, positions + step, attend)
             outputs.append(normed)
-            tokens, hidden = self.continue_chains(step, tokens, hidden, feedback)
+            tokens, hidden = self.next_unroll_inputs(step, tokens, hidden, feedback)
         return outputs
 
-    def continue_chains(
+    def next_unroll_inputs(
         self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the next step of `unroll` reads.
+        """Tokens `[B, S]` and hidden states `[B, S, H]` that step `step + 1` of `unroll` reads.
 
         Args:
-            step: that has run.
-            tokens: `[B, S]` int64 that it read.
-            hidden: `[B, S, H]` that it read.
-            feedback: `[B, S, H]` that it fed back.
+            step: the step that has run.
+            tokens: `[B, S]` int64, its tokens.
+            hidden: `[B, S, H]`, its hidden states.
+            feedback: `[B, S, H]`, its feedback, as `run` returns it.
         """
-        return following(tokens), feedback
+        return shift_left(tokens), feedback

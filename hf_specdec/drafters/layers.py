@@ -1,4 +1,4 @@
-"""The decoder layer that drafters share."""
+"""The decoder layer of EAGLE-3 and P-EAGLE drafters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..config import Eagle3Config
 
 
 class Attend(Protocol):
-    """How a layer's queries meet its keys: through a cache when drafting, over a whole sequence when training.
+    """Attention of a layer: over a KV cache when drafting, over a whole sequence when training.
 
-    Called with the layer's index and its new query, key and value states, `[B, heads, n, head_dim]` after RoPE, and
-    the layer's sliding window or None. There may be fewer queries than keys: those of the last ones. Returns
-    `[B, n, heads, head_dim]` for them.
+    Called with the layer's index, its new query, key and value states, `[B, heads, n, head_dim]` after RoPE, and the
+    layer's sliding window or None. There may be fewer queries than keys; they are those of the last positions. Returns
+    the queries' outputs, `[B, n, heads, head_dim]`.
     """
 
     def __call__(
@@ -27,7 +27,7 @@ class Attend(Protocol):
 
 
 def rotary_embedding(config: Eagle3Config) -> LlamaRotaryEmbedding:
-    """transformers' rotary embedding for the draft layers, of any RoPE type that it knows."""
+    """transformers' rotary embedding for the draft layers, of any of its RoPE types."""
     return LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=config.num_attention_heads * config.head_dim,
@@ -68,6 +68,8 @@ class DraftAttention(nn.Module):
 
 
 class DraftMLP(nn.Module):
+    """Gated MLP, as Llama's."""
+
     def __init__(self, config: Eagle3Config):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
@@ -105,13 +107,14 @@ class DraftDecoderLayer(nn.Module):
         attend: Attend,
         num_outputs: int,
     ) -> torch.Tensor:
-        """What leaves the layer in the last `num_outputs` of n columns, `[B, num_outputs, H]`.
+        """Output of the layer at the last `num_outputs` of n columns, `[B, num_outputs, H]`.
 
         Args:
-            embeds: `[B, n, H]` embeddings of the tokens.
-            hidden: `[B, n, H]`, what enters the layer.
+            embeds: `[B, n, H]` embeddings of the tokens; read by the first layer only.
+            hidden: `[B, n, H]` input of the layer.
             rotary: cosines and sines of the columns' positions.
-            attend: where keys and values go and come from.
+            attend: attention, which stores keys and values.
+            num_outputs: columns whose output is needed; keys and values are computed for all.
         """
         if self.is_first:
             normed = self.hidden_norm(hidden)

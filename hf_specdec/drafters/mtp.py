@@ -1,41 +1,30 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): modules of a target's own checkpoint, or trained for it."""
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): modules of the target's own checkpoint, or trained for it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from .. import ops
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.dialects import CheckpointReader, Decisions, rope_by_layer_type
-from ..checkpoints.mtp_layouts import (
-    MtpFamily,
-    copies_kept,
-    find_family,
-    is_speculators_mtp,
-    missing_experts,
-    module_tensors,
-    needed_tensors,
-    stated_count,
-    text_settings,
-)
-from ..config import MtpConfig, default_chaining
+from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
+from ..config import MtpConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import ATTENTION_NAME, registered_attention
 from ..patching.cache import RaggedCache
 from ..patching.experts import original_experts_implementation
 from ..patching.hidden_states import check_aux_hidden_states
 from ..state import DecodeState
-from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, following
+from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import (
     check_sizes,
     embed,
@@ -45,183 +34,12 @@ from .base import (
 from .cached import CachedDrafter, DraftMemory
 from .shared_weights import SharedWeight
 
-# Draft tokens a round of a single module that does not say for how many it was trained.
-SINGLE_MODULE_DEPTH = 3
-
-_OVERRIDES = {
-    "chaining",
-    "hidden_first",
-    "norm_offset",
-    "norm_output",
-    "parallel_drafting",
-    "share_embedding",
-    "share_head",
-    "zero_first_embedding",
-}
-
-
-def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> CheckpointReader:
-    """Read the MTP modules of a checkpoint of any supported family.
-
-    Args:
-        checkpoint: of a target, or of a module published on its own.
-        target: the target's text configuration, if there is a target. Whether it fits is for `bind` to say.
-        overrides: by their keywords in `AutoDrafter.from_pretrained`.
-
-    Raises:
-        ValueError: config.json contradicts itself or the tensors, or an override does not apply.
-    """
-    name, config, decisions = checkpoint.name, checkpoint.config, Decisions(overrides)
-    settle = decisions.settle
-    unknown = overrides.keys() - _OVERRIDES
-    if unknown or overrides.get("parallel_drafting"):
-        wrong = ", ".join(sorted(unknown)) or "parallel drafting"
-        raise ValueError(f"{name} holds MTP modules, which draft token by token from one hidden state: no {wrong}.")
-    family, num_modules = find_family(config), _count_modules(checkpoint)
-    text = _text_config(checkpoint, family, settle)
-    own, rule = copies_kept(family, {}), f"as {family.title} publishes and runs them"
-    output_rule = rule if family.norm_output else "as vLLM; transformers hands on the stream after the final norm"
-    hidden_first = settle("hidden_first", family.hidden_first, rule)
-    norm_offset = settle("norm_offset", family.norm_offset, rule)
-    norm_output = settle("norm_output", family.norm_output, output_rule)
-    share_embedding = settle("share_embedding", "embed_tokens" not in own, "the modules have copies of the target's")
-    heads = "each module has a trained head" if "lm_head" in own else "the modules have copies of the target's, or none"
-    share_head = settle("share_head", "lm_head" not in own, heads)
-    chaining = settle("chaining", default_chaining(num_modules), f"{num_modules} module(s)")
-    zero_first_embedding = settle("zero_first_embedding", False, "as in training; vLLM zeroes it for some families")
-    return CheckpointReader(
-        config_for(
-            text,
-            _block(text, text_settings(config), num_modules),
-            hidden_first=hidden_first,
-            norm_offset=norm_offset,
-            norm_output=norm_output,
-            own_embedding=not share_embedding,
-            own_head=not share_head,
-            chaining=chaining,
-            zero_first_embedding=zero_first_embedding,
-            num_assistant_tokens=_depth(config, num_modules),
-            dialect=family.title,
-            target_name_or_path=(config.get("speculators_config") or {}).get("verifier", {}).get("name_or_path"),
-        ),
-        tuple(decisions.made),
-    )
-
-
-def _count_modules(checkpoint: Checkpoint) -> int:
-    """How many modules the checkpoint holds; config.json and tensors must agree."""
-    config, family = checkpoint.config, find_family(checkpoint.config)
-    stated = stated_count(config)
-    key, count = stated or ("no key", None)
-    found = {tensor.index for tensor in module_tensors(config, checkpoint.tensors)} - {None}
-    if not found:
-        raise ValueError(
-            f"{checkpoint.name} has {count or 'some'} MTP module(s) by its config.json ({key}), but its weights hold "
-            f"no tensors of them ({family.layout.where}): they were left out when it was exported. Use the original "
-            f"checkpoint; or, if it is to draft as a whole model, set {key} to 0 in its config.json."
-        )
-    if found != set(range(count or len(found))):
-        raise ValueError(
-            f"{checkpoint.name} contradicts itself: it has {count or 'no stated number of'} MTP module(s) by its "
-            f"config.json ({key}), but its weights hold the modules {sorted(found)} ({family.layout.where})."
-        )
-    if is_speculators_mtp(config) and len(found) != 1:
-        raise ValueError(f"{checkpoint.name} holds {len(found)} MTP modules; expected 1 in speculators' form.")
-    return len(found)
-
-
-def _depth(config: Mapping[str, Any], num_modules: int) -> int:
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    default = num_modules if num_modules > 1 else SINGLE_MODULE_DEPTH
-    return methods[0].get("speculative_tokens") or default
-
-
-def _text_config(checkpoint: Checkpoint, family: MtpFamily, settle: Callable[..., Any]) -> PreTrainedConfig:
-    """transformers' configuration of the layers that a checkpoint's modules are made of; `settle` notes decisions."""
-    settings = dict(checkpoint.config)
-    if is_speculators_mtp(settings):
-        settings = dict(text_settings(settings))
-        rope = rope_by_layer_type(settings.get("rope_parameters") or {}).get("sliding_attention")
-        if rope is not None:
-            settings["rope_parameters"] = rope
-            settle("rope_parameters", rope, "speculators' layers all have the RoPE of the target's sliding ones")
-    model_type = settings.pop("model_type", None)
-    # Each is known to transformers under one of the two: MiMo-7B not under its own name.
-    known = model_type if model_type in CONFIG_MAPPING else family.block
-    if known not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{checkpoint.name} has MTP modules of model_type {model_type!r}, whose decoder layers ({family.block}) "
-            f"transformers {transformers.__version__} does not have; a newer one may."
-        )
-    return CONFIG_MAPPING[known].from_dict(settings).get_text_config()
-
-
-def _block(text: PreTrainedConfig, published: Mapping[str, Any], num_modules: int) -> dict[str, Any]:
-    """`block_settings`, with what a published configuration lists for the modules behind the target's layers."""
-    block, num_layers = block_settings(text, num_modules), text.num_hidden_layers
-    lists = {name: value for name, value in published.items() if name in block and isinstance(value, list)}
-    longer = {name: value[num_layers:] for name, value in lists.items() if len(value) == num_layers + num_modules}
-    return block | longer
-
-
-def block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, Any]:
-    """The settings of a decoder that has one layer for each of `num_modules` modules and is otherwise like `text`.
-
-    A module's layer is a full-attention one with experts where the target has any, unless the configuration says
-    otherwise (`mtp_layer_types`, `mtp_mlp_layer_types`).
-
-    Raises:
-        ValueError: `text` does not say how many layers there are under the usual name.
-    """
-    settings = text.to_dict()
-    if "num_hidden_layers" not in settings:
-        raise ValueError(
-            f"Layers of model_type {text.model_type!r} cannot be those of MTP modules: its configuration has no "
-            "num_hidden_layers."
-        )
-    kinds = getattr(text, "mtp_layer_types", None) or ["full_attention"] * num_modules
-    changes: dict[str, Any] = {
-        "num_hidden_layers": num_modules,
-        "layer_types": kinds,
-        "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or ["sparse"] * num_modules,
-        "first_k_dense_replace": 0,
-        "mlp_only_layers": [],
-        # Neither an embedding nor a head is built.
-        "vocab_size": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    # What it holds for each layer is derived anew from the layers' types.
-    for name in ("per_layer_config", "num_nextn_predict_layers", "num_mtp_layers", "architectures", "auto_map"):
-        settings.pop(name, None)
-    return settings | {name: value for name, value in changes.items() if name in settings}
-
-
-def config_for(text: PreTrainedConfig, block: dict[str, Any], **settings: Any) -> MtpConfig:
-    """The configuration of modules for a target.
-
-    Args:
-        text: the target's text configuration.
-        block: of the modules' decoder layers, from `block_settings` of the target, or like it with other MLPs.
-        settings: further fields of `MtpConfig`.
-    """
-    return MtpConfig(
-        block=block,
-        num_modules=block["num_hidden_layers"],
-        hidden_size=text.hidden_size,
-        rms_norm_eps=getattr(text, "rms_norm_eps", MtpConfig.rms_norm_eps),
-        initializer_range=getattr(text, "initializer_range", MtpConfig.initializer_range),
-        vocab_size=text.vocab_size,
-        **settings,
-    )
-
 
 def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
-    """transformers' model of the layers that `block` describes, without embedding and final norm.
+    """transformers' model of the decoder layers that `block` describes, without embedding and final norm.
 
     Raises:
-        ValueError: transformers has none, or one whose layers are not handed their RoPE.
+        ValueError: expected a model of transformers that computes the RoPE of its layers.
     """
     if type(block) in MODEL_MAPPING:
         decoder_class = MODEL_MAPPING[type(block)]
@@ -243,7 +61,7 @@ def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
 
 
 class MtpFrame(nn.Module):
-    """What a module has around its decoder layer."""
+    """Norms and projection of a module around its decoder layer, and its embedding and head if it has its own."""
 
     def __init__(self, config: MtpConfig):
         super().__init__()
@@ -257,7 +75,7 @@ class MtpFrame(nn.Module):
         self.lm_head = nn.Linear(width, config.vocab_size, bias=False) if config.own_head else None
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """What the decoder layer reads, `[B, n, H]`."""
+        """Input of the decoder layer, `[B, n, H]`, from embeddings and hidden states `[B, n, H]`."""
         pair = [self.embedding_norm(embeds), self.hidden_norm(hidden)]
         return self.projection(torch.cat(pair[::-1] if self.hidden_first else pair, dim=-1))
 
@@ -267,20 +85,20 @@ class MtpMemory(DraftMemory):
     """What MTP modules keep through a generation.
 
     Attributes:
-        later_caches: of modules that are applied again, see `MtpDrafter`.
-        hidden: `[B, K + 1, H]`, the target's hidden states of each row's last slots, the newest last.
-        whole: `[B]` int64, K + 1: how many columns of a round's first pass hold a token.
+        later_caches: for modules that run more than once in a round, see `MtpDrafter`.
+        hidden: `[B, K + 1, H]`, the target's hidden states at each row's last slots, the newest last.
+        num_columns: `[B]` int64, K + 1: the number of a row's columns in a round's first pass.
     """
 
     later_caches: list[RaggedCache]
     hidden: torch.Tensor
-    whole: torch.Tensor
+    num_columns: torch.Tensor
 
-    def remember(self, hidden: torch.Tensor, count: torch.Tensor) -> None:
-        """Append the first `count` `[B]` of each row's `[B, n, H]` hidden states."""
-        known = torch.cat([self.hidden, hidden.to(self.hidden.dtype)], dim=1)
+    def append(self, hidden: torch.Tensor, count: torch.Tensor) -> None:
+        """Append the first `count` `[B]` of each row's `[B, n, H]` hidden states, dropping as many of the oldest."""
+        all_hidden = torch.cat([self.hidden, hidden.to(self.hidden.dtype)], dim=1)
         columns = count[:, None] + torch.arange(self.hidden.shape[1], device=count.device)
-        self.hidden.copy_(known.gather(1, columns[..., None].expand(-1, -1, known.shape[2])))
+        self.hidden.copy_(all_hidden.gather(1, columns[..., None].expand(-1, -1, all_hidden.shape[2])))
 
 
 @register_drafter
@@ -289,23 +107,24 @@ class MtpDrafter(CachedDrafter):
 
     Module k at slot p pairs a hidden state with the embedding of the token at position p + k + 1, has RoPE position p,
     and predicts the token at position p + k + 2. Module 0 reads the target's hidden state at p, after its final norm.
-    Step k of a round runs module k % n of n. What the others read is `config.chaining`:
+    Step k of a round runs module k % n of n. `config.chaining` decides which hidden states the other modules read:
 
-    * `"modules"`: module k reads what module k - 1 made of slot p, as in training. All steps of a round end at the slot
-      before the newest token. A module that is applied again in a round is another module with the same weights: it has
-      a cache of its own. vLLM runs several modules so, and transformers' `use_mtp=True`.
-    * `"target"`: every module is run as module 0 on the tokens that are committed, so its cache is refreshed with the
-      target's hidden states. Behind these a draft counts as a committed token, and what a module made of the slot that
-      it was drafted from as the hidden state there. So step k ends k slots further. vLLM and SGLang run a single module
-      so.
+    * `"modules"`: module k reads the output of module k - 1 at slot p, as in training. All steps of a round end at the
+      slot before the newest token. A module that runs more than once in a round has a KV cache for each time, as if it
+      were another module with the same weights. vLLM runs several modules this way, and so does transformers'
+      `use_mtp=True`.
+    * `"target"`: every module runs as module 0 does on committed tokens, so its cache holds keys and values of the
+      target's hidden states. After these, draft tokens are treated as committed tokens, and the output of a module at
+      the slot that a token was drafted from as the hidden state there. So step k ends k slots further. vLLM and SGLang
+      run a single module this way.
 
     With one module and K = 1 the two are the same.
 
-    With `"modules"`, slots of module k that read a draft are wrong once it is rejected. They begin at most K slots
-    before the newest token, and the slots that a round adds at most K + 1 before it. So every round runs the last K + 1
-    slots again, with the committed tokens and the target's hidden states, which the memory keeps for as many slots:
-    mending makes no pass wider. vLLM packs the slots to be mended into those that a rejection left unused; here the
-    window is the same whatever was accepted, and with `"target"`, too.
+    With `"modules"`, slots of module k that read a draft token are invalid once it is rejected. They begin at most K
+    slots before the newest token, and the slots that a round adds at most K + 1 before it. So every round runs the last
+    K + 1 slots again, with the committed tokens and the target's hidden states, which the memory keeps for as many
+    slots; recomputing does not make a pass wider. vLLM packs the slots to recompute into those that a rejection left
+    unused; here the window is the same whatever was accepted, also with `"target"`.
     """
 
     config_class = MtpConfig
@@ -321,7 +140,7 @@ class MtpDrafter(CachedDrafter):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: MtpConfig) -> None:
-        if _is_own(checkpoint):
+        if _is_normal_form(checkpoint):
             super().check_checkpoint(checkpoint, config)
             return
         scales = [name for name in checkpoint.tensors if "scale" in name.rpartition(".")[2]]
@@ -331,18 +150,18 @@ class MtpDrafter(CachedDrafter):
                 "bfloat16, float16 or float32. Use a checkpoint whose modules are not quantised."
             )
         experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
-        checkpoint.refuse_tensors(missing=experts, unexpected=(), reshaped=())
-        blanks = {
+        checkpoint.check_differences(missing=experts)
+        weights = {
             name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta")
             for name, tensor in checkpoint.tensors.items()
         }
-        with checkpoint.building():
-            _, info = cls._load(checkpoint, config, blanks, device_map="meta", ignore_mismatched_sizes=True)
+        with checkpoint.config_errors():
+            _, info = cls._load(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
         checkpoint.check_loaded(info)
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: MtpConfig, **options: Any) -> MtpDrafter:
-        if _is_own(checkpoint):
+        if _is_normal_form(checkpoint):
             return super().load_checkpoint(checkpoint, config, **options)
         options.pop("use_safetensors", None)
         drafter, info = cls._load(checkpoint, config, checkpoint.read_all(), **options)
@@ -355,7 +174,7 @@ class MtpDrafter(CachedDrafter):
     ) -> tuple[MtpDrafter, Mapping[str, Any]]:
         """A drafter with `weights` under their published names, and transformers' loading info."""
         shared = {"share_head": not config.own_head, "share_embedding": not config.own_embedding}
-        # What all modules share becomes each one's own, as a saved checkpoint must have it.
+        # Each module gets a copy of tensors that all modules share, since saved tensors must not share memory.
         state = {
             name: weights[tensor.published] if tensor.index is not None else weights[tensor.published].clone()
             for tensor in needed_tensors(checkpoint.config, weights, shared)
@@ -380,20 +199,20 @@ class MtpDrafter(CachedDrafter):
     def _chains_modules(self) -> bool:
         return self.config.chaining == "modules"
 
-    @torch.inference_mode(False)  # a gathered or dequantised weight is kept
+    @torch.inference_mode(False)  # it keeps gathered and dequantised weights
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         check_sizes(config.hidden_size, config.vocab_size, target.config, name)
-        loans = {}
+        shared = {}
         if not config.own_embedding:
-            loans["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
+            shared["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
         if not config.own_head:
-            loans["head"] = SharedWeight(target.get_output_embeddings(), "head", config.hidden_size, name)
+            shared["head"] = SharedWeight(target.get_output_embeddings(), "head", config.hidden_size, name)
         check_aux_hidden_states(target, [], True, config.hidden_size, name)
         if self.decoder._can_set_experts_implementation():
             self.decoder.set_experts_implementation(original_experts_implementation(target))
-        self._shared_weights = loans
-        self._note_binding(target)
+        self._shared_weights = shared
+        self._record_binding(target)
 
     def new_memory(self, state: DecodeState) -> MtpMemory:
         memory = super().new_memory(state)
@@ -412,17 +231,17 @@ class MtpDrafter(CachedDrafter):
     def run(
         self, state: DecodeState, step: int, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass of the module of `step` over `[B, n]` slots.
+        """Run the module of `step` over `[B, n]` slots.
 
         Args:
-            state: its memory's caches are told where to write.
+            state: a cache of `state.memory` is written.
             step: of the round, 0 to K - 1.
             tokens: `[B, n]` int64 to embed.
-            slots: `[B, n]` int64.
-            hidden: `[B, n, H]` beside the embeddings.
+            slots: `[B, n]` int64 of the cache to write.
+            hidden: `[B, n, H]` hidden states at the slots.
 
         Returns:
-            what the head reads and what is handed on, both `[B, n, H]`.
+            inputs of the head and of the next module (feedback), both `[B, n, H]`.
         """
         cycle, index = divmod(step, self.config.num_modules)
         memory = state.memory
@@ -448,7 +267,7 @@ class MtpDrafter(CachedDrafter):
         hidden: torch.Tensor,
         **attention: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Module `index` over `[B, n]` slots, as for `run`; `attention` is what its attention is called with."""
+        """Run module `index` over `[B, n]` slots, see `run`; `attention` are arguments of its decoder layer."""
         frame = self.frames[index]
         weight = self._shared_weights["embedding"].weight if frame.embed_tokens is None else frame.embed_tokens.weight
         embeds = embed(tokens, weight, self.dtype)
@@ -469,21 +288,21 @@ class MtpDrafter(CachedDrafter):
         rotary = self.decoder.rotary_emb
         if self._layer_types is not None:
             return rotary(inputs, positions, layer_type=self._layer_types[index])
-        # M-RoPE: a text's tokens have the same position in all three rows.
+        # M-RoPE: tokens of text have the same position in all three sections.
         return rotary(inputs, positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions)
 
     def logits(self, step: int, normed: torch.Tensor) -> torch.Tensor:
-        """`[..., H]` after the final norm to `[..., V]`, by the head of the module of `step`."""
+        """Logits `[..., V]` of `[..., H]` after the final norm, by the head of the module of `step`."""
         head = self.frames[step % self.config.num_modules].lm_head
         weight = self._shared_weights["head"].weight if head is None else head.weight
         return score(normed, weight)
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """`[V, H]`, the target's, or the head of a single module.
+        """Weight `[V, H]` of the target's head, or of a single module's own.
 
         Raises:
-            ValueError: there are several modules, and each has a head of its own.
+            ValueError: expected a shared head, or a single module.
         """
         if not self.config.own_head:
             return self._shared_weights["head"].weight
@@ -507,25 +326,25 @@ class MtpDrafter(CachedDrafter):
             return unrolled(input_ids, aux_hidden_states.to(self.dtype), rows[:num_steps])
 
     def _unroll_by_modules(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """`unroll`: a step runs all slots once, with what the step before made of them, in a cache of its own."""
+        """`unroll` with `chaining="modules"`: a step reads the output of the step before at each slot."""
         slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
         for step, count in enumerate(rows):
-            tokens, hidden, index = following(tokens[:count]), hidden[:count], step % self.config.num_modules
+            tokens, hidden, index = shift_left(tokens[:count]), hidden[:count], step % self.config.num_modules
             normed, hidden = self._unroll_module(index, tokens, slots, hidden, UnrolledAttention())
             outputs.append(normed)
         return outputs
 
     def _unroll_by_target(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """`unroll`: a step's module first reads what chains of it lack, from the target's hidden states onwards."""
+        """`unroll` with `chaining="target"`: a step's module first runs the steps whose slots its keys still lack."""
         slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
-        attend, chains = UnrolledAttention(), []
+        attend, inputs = UnrolledAttention(), []  # tokens and hidden states of each step
         for step, count in enumerate(rows):
-            tokens = following(tokens[:count])
-            chains = [(read[:count], beside[:count]) for read, beside in (*chains, (tokens, hidden))]
+            tokens = shift_left(tokens[:count])
+            inputs = [(ids[:count], states[:count]) for ids, states in (*inputs, (tokens, hidden))]
             for ahead in range(max(step - self.config.num_modules + 1, 0), step + 1):
-                read, beside = chains[ahead]
+                ids, states = inputs[ahead]
                 index = step % self.config.num_modules
-                normed, hidden = self._unroll_module(index, read, slots + ahead, beside, attend)
+                normed, hidden = self._unroll_module(index, ids, slots + ahead, states, attend)
             outputs.append(normed)
         return outputs
 
@@ -539,19 +358,19 @@ class MtpDrafter(CachedDrafter):
         for step in range(num_drafts if self._chains_modules else min(num_drafts, self.config.num_modules)):
             ahead = step if self._chains_modules else 0
             tokens = state.tokens.gather(1, (positions + self.shift + ahead).clamp(max=state.dummy_slot))
-            _, handed_on = self.run(state, step, tokens, positions, hidden)
+            _, feedback = self.run(state, step, tokens, positions, hidden)
             if self._chains_modules:
-                hidden = handed_on
-        # The last of them comes once more, with the round that prefill makes of the prompt's last token.
-        state.memory.remember(aux_hidden_states, (positions < state.lengths[:, None] - 2).sum(dim=1))
+                hidden = feedback
+        # The hidden state before the prompt's last token is left out: the first `propose` appends it.
+        state.memory.append(aux_hidden_states, (positions < state.lengths[:, None] - 2).sum(dim=1))
 
     def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
         memory = state.memory
-        memory.remember(aux_hidden_states, result.committed)
+        memory.append(aux_hidden_states, result.committed)
         ops.prepare_inputs(
             state.tokens,
             state.lengths,
-            memory.whole,
+            memory.num_columns,
             state.limits,
             state.finished,
             memory.inputs,
@@ -576,16 +395,16 @@ class MtpDrafter(CachedDrafter):
         width, num_modules = tokens.shape[1], self.config.num_modules
         drafts = []
         for step in range(state.num_draft_tokens):
-            # A module that ran before in this round lacks the slots since then, the others all.
+            # A module that has run in this round runs only the slots that were added since, other modules run all.
             new = slice(0 if step < num_modules else width + step - num_modules, None)
-            normed, handed_on = self.run(state, step, tokens[:, new], slots[:, new], hidden[:, new])
+            normed, feedback = self.run(state, step, tokens[:, new], slots[:, new], hidden[:, new])
             drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
             tokens = torch.cat([tokens, drafts[-1].tokens], dim=1)
             slots = torch.cat([slots, state.slot_of(state.lengths - self.shift + step)[:, None]], dim=1)
-            hidden = torch.cat([hidden, handed_on[:, -1:]], dim=1)
+            hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
         return drafts
 
 
-def _is_own(checkpoint: Checkpoint) -> bool:
+def _is_normal_form(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is in the normal form that `save_pretrained` writes."""
     return checkpoint.config.get("model_type") == MtpConfig.model_type

@@ -1,4 +1,4 @@
-"""No drafter at all: the static engine with blocks of one token."""
+"""The static engine without a drafter: each round generates one token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .base import Drafter
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing: K is 0, and a round is a plain step of `target` on the static engine. For measuring.
+    """Drafts nothing: K is 0, and a round is one decoding step of `target` on the static engine. For benchmarks.
 
-    It is not registered: nothing is saved of it or loaded.
+    It is not registered, since it is neither saved nor loaded.
     """
 
     def __init__(self, target: PreTrainedModel):
@@ -26,7 +26,7 @@ class NoDrafter(Drafter):
     def device(self) -> torch.device:
         return self._device
 
-    def num_draft_tokens(self, asked: int | None) -> int:
+    def num_draft_tokens(self, requested: int | None) -> int:
         return 0
 
     def bind(self, target: PreTrainedModel) -> None:

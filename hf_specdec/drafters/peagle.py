@@ -15,9 +15,10 @@ from .eagle3 import Eagle3Drafter
 class PEagleDrafter(Eagle3Drafter):
     """P-EAGLE drafter.
 
-    The first pass of a round is EAGLE-3's, with K - 1 more slots that have no token and no taps yet: they embed the
-    mask token and read a learned hidden state, `mask_hidden`, which takes the taps' way through `fc`. With
-    `config.parallel_drafting` False the same weights draft token by token, as EAGLE-3 does.
+    The first pass of a round is EAGLE-3's, with K - 1 more slots that have no token and no hidden states of the target
+    yet: they embed the mask token and read a learned hidden state, `mask_hidden`, which passes through `fc` as
+    auxiliary hidden states do. With `config.parallel_drafting` False the same weights draft token by token, as EAGLE-3
+    does.
     """
 
     config_class = PEagleConfig
@@ -32,15 +33,15 @@ class PEagleDrafter(Eagle3Drafter):
             self.mask_state = self.project_mask()
 
     def project_mask(self) -> torch.Tensor:
-        """`[H]`: `mask_hidden` on the taps' way into the drafter."""
-        return self.combine(self.mask_hidden.view(-1))
+        """`mask_hidden` as the layers read it, `[H]`."""
+        return self.combine_hidden_states(self.mask_hidden.view(-1))
 
-    def continue_chains(
+    def next_unroll_inputs(
         self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.config.parallel_drafting:
-            return super().continue_chains(step, tokens, hidden, feedback)
-        if step > 0:  # It read masks already.
+            return super().next_unroll_inputs(step, tokens, hidden, feedback)
+        if step > 0:  # These are mask tokens already.
             return tokens, hidden
         # Compiled layers compute wrong gradients of inputs that overlap in memory (seen with torch 2.13).
         mask_state = self.project_mask().expand_as(feedback).contiguous()

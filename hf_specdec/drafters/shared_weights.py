@@ -1,4 +1,4 @@
-"""Weights of a target that a drafter reads in place of some of its own."""
+"""Embedding and head of the target that a drafter without its own uses: shared weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from ..checkpoints.tensors import is_plain, plain_weight
 from ..parallel.tensor_parallel import local_shard
 
-# Rows of a copy that are compared with what they were copied from. Writing through `.data` leaves no other trace.
+# Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
 _NUM_SAMPLES = 32
 
 
@@ -18,99 +18,101 @@ def readable_weight(module: nn.Module | None, what: str, width: int, name: str) 
     """The weight `[V, width]` of the target's `module`, its embedding or head, for a drafter called `name`.
 
     Raises:
-        ValueError: it has none that can be read, or one of another width.
+        ValueError: expected a floating-point matrix of that width, in memory.
     """
     weight = getattr(module, "weight", None)
     if weight is None or not weight.is_floating_point():
         raise ValueError(
-            f"{name} has no {what} of its own and must borrow the target's, but the target's is "
+            f"{name} has no {what} of its own and must share the target's, but the target's is "
             f"{type(module).__name__}; expected a module with a floating-point `weight`."
         )
     if weight.device.type == "meta":
         raise ValueError(
-            f"{name} has no {what} of its own and must borrow the target's, but that is offloaded and not in "
+            f"{name} has no {what} of its own and must share the target's, but that is offloaded and not in "
             f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
         )
     if weight.dim() != 2:
         raise ValueError(
-            f"{name} has no {what} of its own and must borrow the target's, but that has shape "
+            f"{name} has no {what} of its own and must share the target's, but that has shape "
             f"{list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, FSDP): load "
             "all of the target in every process, or use a drafter that has its own."
         )
     if weight.shape[1] != width:
         raise ValueError(
             f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
-            f"{width}, so it cannot be borrowed."
+            f"{width}, so it cannot be shared."
         )
     return plain_weight(weight)
 
 
 class SharedWeight:
-    """The embedding or head of a target, lent to a drafter that has none.
+    """The embedding or head of a target, used by a drafter that has none.
 
     Args:
         module: the target's.
         what: `"embedding"` or `"head"`.
-        width, name: as for `borrow_weight`, whose errors are raised.
-        rows: `[n]` int64, those that the drafter wants; all if None.
+        width, name: as of `readable_weight`, whose errors are raised.
+        rows: `[n]` int64, the rows that the drafter needs; all if None.
 
     Attributes:
-        weight: `[V or n, width]`. The target's own parameter where all of it is wanted and it is ordinary, so that
-            what its owner writes is read at once; otherwise a copy, which `refresh` keeps right.
+        weight: `[V or n, width]`. The target's own parameter if all rows are needed and it is plain (see `is_plain`),
+            so that the drafter sees every write to it; otherwise a copy, which `refresh` updates.
     """
 
     def __init__(self, module: nn.Module | None, what: str, width: int, name: str, rows: torch.Tensor | None = None):
         self.what = what
         weight = readable_weight(module, what, width, name)
-        # It outlives the call, so it must not be a tensor of inference mode, which nobody could write to outside.
+        # `refresh` writes to it in later calls; a tensor of inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._rows = None if rows is None else rows.to(weight.device)
             self.weight = weight if rows is None else weight.detach()[self._rows]
-        self._place, self._version = _place(module.weight), _version(module.weight)
+        self._storage, self._version = _storage(module.weight), _version(module.weight)
 
     def how_changed(self, module: nn.Module) -> str | None:
-        """What the owner has done to the weight of `module` besides writing into it; None if nothing."""
-        place = _place(module.weight)
-        if place == self._place:
+        """How the weight of `module` was replaced, moved, cast or resized, for a message; None if it was not."""
+        storage = _storage(module.weight)
+        if storage == self._storage:
             return None
-        (*before, _), (*now, _) = self._place, place
+        (*before, _), (*now, _) = self._storage, storage
         if before == now:
             return f"its {self.what} is another tensor"
-        return f"its {self.what} was {_words(*before)} and is {_words(*now)}"
+        return f"its {self.what} was {_describe(*before)} and is {_describe(*now)}"
 
     def refresh(self, module: nn.Module) -> None:
-        """Write what `module` holds now into the copy, if this is one. Its place stays, so captured rounds do too."""
-        lender = module.weight
-        shares_memory = self._rows is None and is_plain(lender)
-        if shares_memory or not self._is_stale(lender):
+        """Update `weight`, if it is a copy, from `module`. It keeps its memory, so captured rounds stay valid."""
+        source = module.weight
+        shares_memory = self._rows is None and is_plain(source)
+        if shares_memory or not self._is_stale(source):
             return
-        weight = plain_weight(lender).detach()
+        weight = plain_weight(source).detach()
         with torch.no_grad():
             if self._rows is None:
                 self.weight.copy_(weight)
             else:
                 torch.index_select(weight, 0, self._rows, out=self.weight)
-        self._version = _version(lender)
+        self._version = _version(source)
 
-    def _is_stale(self, lender: torch.Tensor) -> bool:
-        version = _version(lender)
+    def _is_stale(self, source: torch.Tensor) -> bool:
+        """Whether `source` was written to since it was copied."""
+        version = _version(source)
         if version is None or version != self._version:
             return True
-        if not is_plain(lender):  # To gather or dequantise it is too much for every call.
+        if not is_plain(source):  # Gathering or dequantising it in every call would cost too much.
             return False
         step = max(len(self._rows) // _NUM_SAMPLES, 1)
-        return not torch.equal(self.weight[::step], lender.detach()[self._rows[::step]])
+        return not torch.equal(self.weight[::step], source.detach()[self._rows[::step]])
 
 
-def _place(weight: torch.Tensor) -> tuple[Any, ...]:
-    # A quantised weight has no memory but that of its parts.
+def _storage(weight: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, data type, device and address of a weight."""
+    # A quantised weight has no address of its own, only its parts have.
     return weight.shape, weight.dtype, weight.device, local_shard(weight).data_ptr() or id(weight)
 
 
 def _version(weight: torch.Tensor) -> int | None:
-    """How often `weight` was written to in place; None if nobody counts."""
+    """How often `weight` was written to in place; None for tensors of inference mode, which do not count it."""
     return None if weight.is_inference() else weight._version
 
 
-def _words(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{list(shape)} in {str(dtype).removeprefix('torch.')} on {device}"

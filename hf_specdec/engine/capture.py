@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -28,11 +28,16 @@ from .rounds import prefill, run_round, target_forward, verify_and_draft
 from .sessions import Session
 from .target import Target
 
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
 
 def has_hooks(modules: list[nn.Module]) -> bool:
-    """Whether somebody listens to `modules`, or to all that there are, who would hear nothing of a replay.
+    """Whether `modules` have forward hooks, of their own or global ones, which a replayed graph would not call.
 
-    transformers' own hooks, which stay once a call has asked for hidden states, sleep until the next that does.
+    Hooks that transformers installs for good when a call asks for hidden states do not count: they do nothing in
+    others.
     """
     return bool(all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks) or any(
         getattr(hook, "__module__", None) != output_capturing.__name__
@@ -42,20 +47,15 @@ def has_hooks(modules: list[nn.Module]) -> bool:
     )
 
 
-logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
-
 class CapturedRound:
-    """`step`, captured: in one piece if the logits are processed without looking at the text, otherwise in two.
+    """`run_round` as one CUDA graph; as two, where logits processors read the text on the host in between.
 
     Args:
         capture: makes graphs.
-        state, target, drafter, process: of `step`.
+        state, target, drafter, process: of `run_round`.
 
     Attributes:
-        execution: how rounds are run, in words.
+        execution: how rounds are run, for `SpeculationStats.execution`.
     """
 
     def __init__(
@@ -67,45 +67,44 @@ class CapturedRound:
         process: BlockProcessor,
     ):
         self._state = state
-        # What a graph returns stays in memory: nobody reads the scores and logits of a round in one piece. It is plain:
-        # torch 2.11 cannot compile functions that return named tuples of their own making.
+        # What a graph returns is never freed, so scores and logits are not returned. The result is a plain tuple:
+        # torch 2.11 cannot compile functions that return named tuples.
         with state.idle():
             if process.key is not None:
-                self._whole = capture(lambda: tuple(run_round(state, target, drafter, process)[0]))
+                self._round = capture(lambda: tuple(run_round(state, target, drafter, process)[0]))
             else:
-                self._whole = None
-                self._read = capture(lambda: target_forward(state, target))
-                _, logits, aux_hidden_states = self._read.result
+                self._round = None
+                self._target_forward = capture(lambda: target_forward(state, target))
+                _, logits, aux_hidden_states = self._target_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
-                self._settle = capture(lambda: tuple(verify_and_draft(state, drafter, self._scores, aux_hidden_states)))
-        graphs = "one graph" if self._whole is not None else "two graphs, processors between"
+                self._verify_and_draft = capture(
+                    lambda: tuple(verify_and_draft(state, drafter, self._scores, aux_hidden_states))
+                )
+        graphs = "one graph" if self._round is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'compiled' if capture.has_compiled else 'not compiled'}"
 
     def __call__(self, process: BlockProcessor) -> tuple[VerificationResult, None, None]:
-        if self._whole is not None:
-            return VerificationResult(*self._whole()), None, None
-        block, logits, _ = self._read()
+        if self._round is not None:
+            return VerificationResult(*self._round()), None, None
+        block, logits, _ = self._target_forward()
         self._scores.copy_(process(logits, block, self._state))
-        return VerificationResult(*self._settle()), None, None
+        return VerificationResult(*self._verify_and_draft()), None, None
 
 
-def why_not_captured(model: PreTrainedModel, modules: list[nn.Module], wants: dict[str, bool]) -> str | None:
-    """The reason why rounds are not captured, so that their buffers need not be kept either; None if they are.
-
-    A warning for what the caller may not know of.
+def why_not_captured(model: PreTrainedModel, modules: list[nn.Module], kept: Sequence[str]) -> str | None:
+    """The reason why the rounds of a call run eagerly, so that its buffers need not be kept; None if they are captured.
 
     Args:
         model: the target.
         modules: its own and the drafter's.
-        wants: by the names of what a round gives, whether it is kept for the caller.
+        kept: names of what the caller gets of every step, such as scores.
     """
     if not policy_of(model.device).cuda_graphs:
-        return f"nothing is captured on a device of type {model.device.type}"
-    wanted = [name for name, is_wanted in wants.items() if is_wanted]
-    if wanted:
-        return f"{', '.join(wanted)} of every round are kept for the caller"
+        return f"there are no CUDA graphs on a device of type {model.device.type}"
+    if kept:
+        return f"{', '.join(kept)} of every round are kept for the caller"
     if has_hooks(modules):
-        reason = "modules have hooks, which would hear nothing of a replay"
+        reason = "modules have hooks, which a replayed CUDA graph does not call"
         _warn_once(f"Rounds of {type(model).__name__} run eagerly: {reason}. Remove the hooks to have rounds captured.")
         return reason
     return None
@@ -117,7 +116,7 @@ def _warn_once(message: str) -> None:
 
 
 def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
-    """`step`, captured; None, and a warning, if it does something that cannot be."""
+    """`run_round` as CUDA graphs; None, and a warning, if it does something that cannot be captured."""
     is_shared = tensor_parallel_group(target.model) is not None
     capture = Capture(target.model.device, session.graph_pool, drafter.compile_rounds, same_everywhere=is_shared)
     return _if_possible(
@@ -126,10 +125,11 @@ def capture_round(session: Session, target: Target, drafter: Drafter, process: B
 
 
 def capture_prefill(session: Session, target: Target, drafter: Drafter, width: int) -> Callable[[], None] | None:
-    """`prefill` of `width` columns, captured and not compiled, which would take as long for each width as for a round.
+    """`prefill` of `width` columns as a CUDA graph, not compiled: compiling takes as long for each width as for a
+    round.
 
     None, and a warning, if it does something that cannot be captured; None also for mixtures of experts that would
-    copy weights for every token. Afterwards the session is to be prefilled again: an attempt may stop half way.
+    copy weights for every token. Afterwards the session must be prefilled again: a failed capture may stop half way.
     """
     if copies_experts(target.model, drafter):
         return None

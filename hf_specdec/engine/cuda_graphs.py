@@ -1,4 +1,4 @@
-"""Work compiled and captured once, then replayed: CUDA graphs."""
+"""CUDA graphs: functions compiled, captured once and replayed."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from .piecewise import piecewise_backend
 
 logger = logging.getLogger(__name__)
 
+# Runs of a function before it is captured.
 WARM_UPS = 2
 
-# Options of torch's compiler. The few rows of a round are not worth padding, and kernels that do not depend on each
-# other, such as those of queries and keys, are worth launching together (one H200, EAGLE-3 on an 8B target, K = 3: 5.50
-# ms a round without either, 5.45 without padding, 5.39 with both).
+# Options of torch's compiler. Padding the few rows of a round costs time; launching independent kernels together, such
+# as those of queries and keys, saves it (one H200, EAGLE-3 on an 8B target, K = 3: 5.50 ms a round with the defaults,
+# 5.45 without padding, 5.39 with combined kernels, too).
 _OPTIONS = {"inductor": {"shape_padding": False, "combo_kernels": True, "benchmark_combo_kernel": False}}
 
-# Settings of the compiler, and filters of warnings, belong to all threads.
+# Settings of the compiler, and filters of warnings, are shared by all threads.
 _COMPILING = threading.RLock()
 
-# Every shape is compiled for itself; torch gives up after so many of one function.
+# Every shape is compiled separately; torch stops compiling a function after so many.
 _MOST_COMPILATIONS = 4096
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which `device` is the current one, on which Triton launches, and torch makes streams and events."""
+    """Context in which `device` is the current one, where Triton launches and torch creates streams and events."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Fence:
-    """A point in the work of a device that work on other streams of it can wait for; on a CPU there is nothing to do.
+    """A point in the work of a device for which other streams can wait: a CUDA event; on a CPU nothing.
 
     Args:
-        device: that works.
+        device: whose work it is.
     """
 
     def __init__(self, device: torch.device):
@@ -50,12 +51,12 @@ class Fence:
         self._event: torch.cuda.Event | None = None
 
     def set(self) -> None:
-        """Put it behind all that the current stream was given."""
+        """Record it after all work submitted to the current stream."""
         if self._device.type == "cuda":
             self._event = torch.cuda.current_stream(self._device).record_event()
 
     def wait(self) -> None:
-        """Let the current stream go on after it."""
+        """Let the current stream wait for it."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
@@ -66,17 +67,17 @@ class Fence:
 
 
 class _Streams:
-    """The streams on which functions run before they are captured, and are captured.
+    """The streams of a device for warm-up runs and for captures.
 
-    One of each for a device: torch's libraries keep a workspace for every stream that they ever ran on, and torch has
-    32 streams. The one that torch captures on by itself belongs to the device that was first captured on.
+    One of each: cuBLAS keeps a workspace for every stream that it ever ran on, and torch has a pool of 32 streams. The
+    default capture stream of `torch.cuda.graph` belongs to the device of the first capture.
 
     Args:
         device: index of a GPU.
 
     Attributes:
         warm_up, capture: the streams.
-        lock: of the capture, during which no other thread may use its stream.
+        lock: held during a capture, when no other thread may use its stream.
     """
 
     def __init__(self, device: int):
@@ -89,29 +90,28 @@ _streams = functools.cache(_Streams)
 
 @dataclass
 class GraphPool:
-    """Memory that several graphs use, one after the other: what one of them needs in passing the next may have, too.
+    """A CUDA-graph memory pool that several graphs share: temporary tensors of one are overwritten by the next.
 
-    They must not run at the same time, and what a replay returns must have been read when another graph is replayed.
-    What is to last longer is written to tensors that were there before the capture.
+    The graphs must not run at the same time, and what a replay returns must have been read when another graph is
+    replayed. Results that live longer are written to tensors allocated before the capture.
 
     Attributes:
-        owner: the last graph that was captured in it, and keeps it; None before the first.
+        owner: the graph captured last, which keeps the pool alive; None before the first.
     """
 
     owner: torch.cuda.CUDAGraph | None = None
 
 
 class CudaGraph:
-    """A function of no arguments as a CUDA graph of the current device, which launches on the stream that is current.
+    """A function of no arguments as a CUDA graph of the current device; a replay is launched on the current stream.
 
-    It must read and write tensors that stay where they are.
-
-    The function is run a few times before it is captured, so that kernels are built and libraries have their
-    workspaces; the caller sees to it that this does no harm.
+    The function must read and write tensors at fixed addresses, and read nothing on the host. It is run `WARM_UPS`
+    times before it is captured, so that kernels are built and libraries allocate their workspaces; the caller makes
+    sure that these runs have no effect.
 
     Args:
-        function: reads nothing on the host.
-        memory: that it shares with others; its own if None.
+        function: to capture.
+        memory: pool that it shares with other graphs; one of its own if None.
 
     Attributes:
         result: what the function returned when it was captured; every replay overwrites its tensors.
@@ -126,11 +126,11 @@ class CudaGraph:
                 function()
         current.wait_stream(streams.warm_up)
         self._graph = torch.cuda.CUDAGraph()
-        # torch takes the memory of a capture that failed to be in use for good: the next one begins with its own.
+        # torch counts the pool of a failed capture as in use for good: the next capture starts a new one.
         owner, memory.owner = memory.owner, None
         pool = None if owner is None else owner.pool()
-        # Other threads may go on allocating and synchronising while this one captures. torch stays on the stream of a
-        # capture that failed.
+        # Other threads may allocate and synchronise during the capture. After a failed capture torch would leave its
+        # stream current.
         with (
             streams.lock,
             torch.cuda.stream(current),
@@ -145,10 +145,10 @@ class CudaGraph:
 
 
 def start_compiler(device: torch.device) -> None:
-    """Start the processes in which torch builds kernels on `device`, so that they are there when it compiles.
+    """Start the worker processes of torch's compiler for `device` before they are needed.
 
-    They take some seconds to start. torch starts them when it has traced a function, and builds in this process until
-    they are there.
+    They take some seconds to start. torch would start them after tracing a function, and compile in this process until
+    they are ready.
     """
     if policy_of(device).compiler == "inductor":
         from torch._inductor.async_compile import maybe_warm_pool
@@ -162,12 +162,12 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
     Args:
         function: to compile.
         backend: of `torch.compile`.
-        same_everywhere: whether other processes must come to the same kernels.
+        same_everywhere: whether the ranks of a split target must compile to the same kernels.
     """
     options = dict(_OPTIONS.get(backend, {}))
     if same_everywhere and backend == "inductor" and "deterministic" in torch._inductor.list_options():  # not in 2.9
-        # Sums are not tuned by measuring: another order of summation could draft another token. Combined kernels have
-        # not been tried under this option.
+        # No autotuning of reductions: another order of summation could draft another token. Combined kernels have not
+        # been tried with this option.
         options |= {"deterministic": True, "combo_kernels": False}
     compiler = torch._dynamo.lookup_backend(backend)
     if options:
@@ -177,9 +177,9 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
     def run() -> Any:
         limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}
         with _COMPILING, torch._dynamo.config.patch(limits), warnings.catch_warnings():
-            # Of products in float32 a round has those that make rotary embeddings, which should stay exact.
+            # The float32 matmuls of a round are those of rotary embeddings, which should stay exact.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-            # What the compiler makes of a softmax is for its developers to know.
+            # A note for the compiler's developers.
             warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
             return optimized()
 
@@ -188,10 +188,7 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
 
 @contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """Context in which autocast keeps no casts of weights, which would outlive neither it nor a change of the weights.
-
-    Those that it has kept are not used either.
-    """
+    """Context in which autocast caches no casts of weights, which a graph would go on reading when outdated."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -201,16 +198,16 @@ def _without_autocast_cache() -> Iterator[None]:
 
 
 class Capture:
-    """How functions become graphs on a device: compiled first, if that is wanted and can be done, then captured.
+    """Compiles functions, if wanted and possible, and captures them as CUDA graphs.
 
     Args:
         device: that they run on.
-        memory: of the graphs.
+        memory: pool of the graphs.
         is_compiled: whether to compile the functions.
-        same_everywhere: whether other processes must come to the same kernels.
+        same_everywhere: whether the ranks of a split target must compile to the same kernels.
 
     Attributes:
-        has_compiled: whether everything so far was compiled.
+        has_compiled: whether every function so far was compiled.
     """
 
     def __init__(self, device: torch.device, memory: GraphPool, is_compiled: bool, same_everywhere: bool = False):
@@ -220,7 +217,7 @@ class Capture:
         self.has_compiled = self._backend is not None
 
     def __call__(self, function: Callable[[], Any]) -> Any:
-        """`function` as a graph: called, it is replayed; `result` is what every replay overwrites."""
+        """`function` as a graph; calling it replays it, and every replay overwrites its `result`."""
         with on_device(self._device), _without_autocast_cache():
             return self._graph_of(function)
 
@@ -230,7 +227,7 @@ class Capture:
                 return CudaGraph(compiled(function, self._backend, self._same_everywhere), self._memory)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever a compiler may raise; what is wrong with the function shows below
+            except Exception as error:  # compilers raise anything; an error of the function is raised again below
                 self._backend, self.has_compiled = None, False
                 logger.warning(
                     f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "

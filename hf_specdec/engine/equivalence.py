@@ -1,7 +1,8 @@
-"""Checks of a target by running it: what a class of models does with masks, caches and windows is not to be believed.
+"""The equivalence check: whether an engine generates what plain `generate()` does, found by running the target.
 
-A target is checked when an engine first runs it, over a few tokens: what it says with drafts of which some are wrong is
-compared, by logits, with what plain `generate()` says. The outcome is kept for its class and configuration.
+What a class does with masks, caches and windows cannot be told from its configuration. So when an engine first runs a
+target, it generates a few tokens with drafts of which some are wrong, and the logits are compared with those of plain
+`generate()`. The outcome is kept for the class and its configuration.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from ..patching.attention import registered_attention
 from ..patching.support import settings_of
 from ..state import DecodeState
 
-# The tokens of the prompts; rows of unequal length show whether padding is left out. And those of each answer: two
-# rounds show all that a static cache is used for, while the caches of the stock engine are cropped after every one.
+# Lengths of the prompts, unequal so that wrong treatment of padding shows, and numbers of new tokens: two rounds cover
+# everything on a static cache; caches of the stock engine are cropped after every round, which takes more.
 PROMPT_LENGTHS = (7, 4)
 NUM_NEW_TOKENS = {"static": 5, "stock": 8}
 NUM_DRAFT_TOKENS = 3
 # Of five drafts the second and the fifth are wrong: rounds accept none, some and all of them.
 WRONG_DRAFTS, PERIOD = (1, 4), 5
 
-# How far logits may be apart, as a share of their spread: what rounding makes of them is less, and what a wrong mask
-# makes of them is more. Where the target's own logits differ by rounding, ten times that; at most the third.
+# Largest difference of logits, relative to their spread: rounding errors are below, the effect of a wrong mask is
+# above. In reduced precision ten times the target's own difference between batch sizes is allowed, but at most the
+# third number.
 EXACT_LIMIT, ROUNDED_LIMIT, LARGEST_LIMIT = 1e-3, 0.05, 0.25
 
 PROBE_NAME = "hf_specdec_probe"
-# A position beyond all windows.
+# A position beyond every sliding window.
 _FAR = 1 << 30
 
 _outcomes: dict[Hashable, str | None] = {}
@@ -46,9 +48,10 @@ _outcomes_lock = threading.Lock()
 
 
 def why_not_equivalent(model: PreTrainedModel, engine: str) -> str | None:
-    """The reason why `engine`, `"static"` or `"stock"`, does not say what plain `generate()` of `model` does, or None.
+    """The reason why `engine`, `"static"` or `"stock"`, does not generate what plain `generate()` does; None if it
+    does.
 
-    The first call for a class and configuration runs the model, on a few tokens.
+    The first call for a class and configuration runs the model on a few tokens.
     """
     key = (engine, *_kind_of(model))
     if key not in _outcomes:
@@ -60,18 +63,18 @@ def why_not_equivalent(model: PreTrainedModel, engine: str) -> str | None:
 
 
 def _kind_of(model: PreTrainedModel) -> tuple[Hashable, ...]:
-    """What an outcome is kept for: the class, its configurations, data type and device, how its inputs are prepared."""
+    """The key of an outcome: class, configurations, dtype, kind of device, and how inputs are prepared."""
     prepare = model.prepare_inputs_for_generation
     return type(model), getattr(prepare, "__func__", prepare), model.dtype, model.device.type, settings_of(model.config)
 
 
 class _ScriptedDrafter(Drafter):
-    """Drafts what rows continue with, wrong at known places.
+    """Drafts the known continuations of the prompts, with wrong tokens at known positions.
 
     Args:
         target: to bind to.
         engine: to run.
-        answers: `[B, n]` int64.
+        answers: `[B, n]` int64, the continuations.
         lengths: tokens of each prompt.
     """
 
@@ -100,32 +103,32 @@ class _ScriptedDrafter(Drafter):
 
 
 def _compare(model: PreTrainedModel, engine: str) -> str | None:
-    """Compare `engine` with plain `generate()`: a row alone, and where the engine takes batches a padded one."""
+    """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine takes batches."""
     inputs = _prompts(model)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     count = NUM_NEW_TOKENS[engine]
     try:
-        plain_alone = _say(model, alone, count)
-        plain = _say(model, inputs, count)
+        plain_alone = _generate(model, alone, count)
+        plain = _generate(model, inputs, count)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model may raise
+    except Exception as error:  # a model may raise anything
         return f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})"
     is_exact = model.dtype == torch.float32 and not (
         model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     )
-    noise = _difference(plain_alone, _Said(plain.tokens[:1], plain.logits[:, :1]), is_exact)
+    noise = _difference(plain_alone, _Generated(plain.tokens[:1], plain.logits[:, :1]), is_exact)
     limit = max(EXACT_LIMIT if is_exact else ROUNDED_LIMIT, min(10 * noise, LARGEST_LIMIT))
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
         lengths = PROMPT_LENGTHS[: len(expected.tokens)]
         drafter = _ScriptedDrafter(model, engine, expected.tokens, lengths)
         try:
-            said = _say(model, given, count, assistant_model=drafter)
+            generated = _generate(model, given, count, assistant_model=drafter)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             return f"it fails there on a few tokens ({type(error).__name__}: {first_line(error)})"
-        difference = _difference(said, expected, is_exact)
+        difference = _difference(generated, expected, is_exact)
         if not difference <= limit:
             what = "a padded batch" if len(lengths) > 1 else "one row"
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
@@ -152,15 +155,15 @@ def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 
 
-class _Said(NamedTuple):
-    """New tokens `[B, n]` int64 and the logits `[n, B, V]` that they were chosen by."""
+class _Generated(NamedTuple):
+    """New tokens `[B, n]` int64 and the logits `[n, B, V]` that they were chosen from."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
 
 
-def _say(model: PreTrainedModel, inputs: dict[str, torch.Tensor], count: int, **options: Any) -> _Said:
-    """The `count` tokens that `model` says greedily, whatever its own generation settings are."""
+def _generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], count: int, **options: Any) -> _Generated:
+    """`count` greedy tokens of `model`, whatever its own generation settings are."""
     names = [name for name in vars(model.generation_config) if not name.startswith("_")]
     names = [name for name in names if "assistant" not in name and "lookbehind" not in name]
     settings = dict.fromkeys(names) | {
@@ -177,20 +180,20 @@ def _say(model: PreTrainedModel, inputs: dict[str, torch.Tensor], count: int, **
     }
     settings.pop("transformers_version", None)
     out = GenerationMixin.generate(model, **inputs, **settings, **options)
-    return _Said(out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits))
+    return _Generated(out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits))
 
 
-def _difference(said: _Said, expected: _Said, is_exact: bool) -> float:
-    """How far logits are apart as a share of their spread, where they follow the same tokens.
+def _difference(generated: _Generated, expected: _Generated, is_exact: bool) -> float:
+    """Difference of logits relative to their spread, over the steps that follow the same tokens.
 
-    It is the largest of all steps and rows if computing `is_exact`; otherwise, where rounding may send a token to other
-    experts, the median.
+    The maximum over steps and rows if arithmetic `is_exact`; otherwise the median, as rounding may route a token to
+    other experts.
     """
-    # Logits count up to the first token of a row that differs, which may be a tie.
-    agree = (said.tokens == expected.tokens).long().cumprod(dim=1)
+    # Logits are compared up to the first token that differs, which may be a tie.
+    agree = (generated.tokens == expected.tokens).long().cumprod(dim=1)
     counts = torch.cat([torch.ones_like(agree[:, :1]), agree[:, :-1]], dim=1).bool().t()
     ours, theirs = (
-        logits.double() - logits.double().mean(-1, keepdim=True) for logits in (said.logits, expected.logits)
+        logits.double() - logits.double().mean(-1, keepdim=True) for logits in (generated.logits, expected.logits)
     )
     if not theirs.isfinite().all():
         return 0.0
@@ -199,7 +202,7 @@ def _difference(said: _Said, expected: _Said, is_exact: bool) -> float:
 
 
 class _Mask(NamedTuple):
-    """A mask, the function of (row, head, query, key) that made it, and the window that this was said to have."""
+    """A mask, its mask function of (row, head, query, key), and the window that transformers made it for."""
 
     tensor: torch.Tensor
     function: Callable[..., Any]
@@ -207,14 +210,14 @@ class _Mask(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """How a layer called its attention: the window that it handed over, and its mask if transformers made it."""
+    """A call of attention: the sliding window passed to it, and the mask if transformers made it."""
 
     window: int | None
     mask: _Mask | None
 
 
 class _Probe(threading.local):
-    """What the probe's attention and mask functions have been called with in this thread."""
+    """Calls of the probe's attention and mask functions in this thread."""
 
     def __init__(self) -> None:
         self.calls: list[_Attention] = []
@@ -241,9 +244,9 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_mask)
 
 
 def _why_not_windows(model: PreTrainedModel) -> str | None:
-    """The reason why masks show queries other keys than the windows do that attention is handed; None if they do not.
+    """The reason why masks differ from the sliding windows passed to attention; None if they agree.
 
-    The few tokens of the comparison are inside any window.
+    The few tokens of the comparison above are inside any window, so this is checked separately.
     """
     inputs = _prompts(model)
     _probe.__init__()
@@ -254,24 +257,24 @@ def _why_not_windows(model: PreTrainedModel) -> str | None:
     finally:
         _probe.__init__()
     for number, call in enumerate(calls):
-        if call.mask is not None and not _shows_window(call.mask, call.window):
+        if call.mask is not None and not _has_window(call.mask, call.window):
             handed = "no window" if call.window is None else f"a window of {call.window}"
-            return f"the mask of attention {number} shows other tokens than its attention is told to ({handed})"
+            return f"the mask of attention {number} differs from its sliding window (it is called with {handed})"
     return None
 
 
-def _shows_window(mask: _Mask, window: int | None) -> bool:
-    """Whether `mask` is a causal one with `window`, all if None."""
+def _has_window(mask: _Mask, window: int | None) -> bool:
+    """Whether `mask` is a causal mask with a sliding `window`, without one if None."""
 
-    def shows(query: int, key: int) -> bool:
+    def visible_as_expected(query: int, key: int) -> bool:
         expected = key <= query and (window is None or key > query - window)
         return bool(mask.function(0, 0, torch.tensor(query), torch.tensor(key))) == expected
 
     near = range(min(PROMPT_LENGTHS))
     edges = (0,) if window is None else (_FAR - window + 1, _FAR - window)
-    if not all(shows(query, key) for query in near for key in near):
+    if not all(visible_as_expected(query, key) for query in near for key in near):
         return False
     try:
-        return all(shows(_FAR, key) for key in (_FAR + 1, _FAR, *edges))
-    except IndexError:  # a function that looks tokens up, such as those of images, knows the given ones only
+        return all(visible_as_expected(_FAR, key) for key in (_FAR + 1, _FAR, *edges))
+    except IndexError:  # a mask function that looks up tokens, such as image tokens, knows those of the call only
         return mask.window == window

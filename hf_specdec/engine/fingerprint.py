@@ -1,4 +1,4 @@
-"""What captured work depends on besides the buffers of a call: modules, their attributes, weights, torch's settings."""
+"""What a captured graph depends on besides its buffers: modules, their attributes, weights, torch settings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from ..parallel.tensor_parallel import local_shard
 from ..patching.linear import PLAIN_WEIGHTS
 
-# What every module has. Children, parameters and buffers are looked at by themselves, forward hooks keep rounds from
-# being captured, and no other hook is called in a forward pass without gradients.
+# Attributes of every module. Children, parameters and buffers are compared separately; modules with forward hooks are
+# not captured; other hooks are not called in a forward pass without gradients.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 # Values that are compared as they are.
@@ -29,7 +29,7 @@ _PLAIN_VALUES = frozenset(
 
 _PLAIN_TENSORS = frozenset(PLAIN_WEIGHTS)
 
-# What loading, saving, splitting and `generate()` keep on a `PreTrainedModel` for themselves.
+# Attributes of a `PreTrainedModel` that only loading, saving, sharding and `generate()` read.
 _OF_EVERY_MODEL = frozenset(
     {
         "_compiled_call",
@@ -52,15 +52,14 @@ _OF_EVERY_MODEL = frozenset(
     }
 )
 
-# Of containers with more entries, or that are nested deeper, the kind and the length are compared; of objects that are
-# nested half as deep, which one it is.
+# Larger or more deeply nested containers are compared by kind and length only; objects nested half as deep by identity.
 _MOST_ENTRIES, _DEEPEST = 1024, 6
 
 
 class Fingerprint(NamedTuple):
-    """What was baked into captured work; it equals another if nothing of that has changed.
+    """What a captured graph has baked in; equal to a later one if none of it has changed.
 
-    It keeps no module, function or weight alive. What is compared by identity equals nothing that came after it.
+    It keeps no module, function or weight alive. What is compared by identity never equals an object created later.
 
     Attributes:
         modules: weak references to all modules.
@@ -75,7 +74,9 @@ class Fingerprint(NamedTuple):
     settings: tuple
 
     def is_past(self, now: Fingerprint) -> bool:
-        """Whether nothing can equal this one any more: a module is gone, or the modules have other weights `now`."""
+        """Whether no future fingerprint can equal this one: a module is gone, or the same modules have other weights
+        `now`.
+        """
         if any(module() is None for module in self.modules):
             return True
         return self.modules == now.modules and self.weights != now.weights
@@ -84,11 +85,11 @@ class Fingerprint(NamedTuple):
 def fingerprint(modules: Sequence[nn.Module], device: torch.device) -> Fingerprint:
     """The fingerprint of `modules`, which compute on `device`.
 
-    To be taken while they are not hosted, which changes how they compute for a while, and may move weights for good.
+    To be taken while the modules are not patched: patching changes how they compute, and may move weights for good.
 
     Args:
-        modules: all of some models, see `taps.modules_of`.
-        device: that work is captured on.
+        modules: all modules of target and drafter, see `hidden_states.modules_of`.
+        device: of the graphs.
     """
     return Fingerprint(
         tuple(map(weakref.ref, modules)), behaviour_of(modules), weights_of(modules), torch_settings(device)
@@ -96,22 +97,22 @@ def fingerprint(modules: Sequence[nn.Module], device: torch.device) -> Fingerpri
 
 
 def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
-    """How `modules` compute but for their weights: classes, names of all that they have, and plain attributes.
+    """How `modules` compute except for their weights: classes, names of children and attributes, values of attributes.
 
-    Attributes are numbers, strings and the like, containers of such, functions (a `forward` that was put on a module),
-    and objects, such as configurations, with the plain ones of their own. A class may name attributes that no forward
-    pass reads in `unread_attributes`.
+    Compared by value are numbers, strings and the like, containers of them, and the attributes of objects such as
+    configurations; functions (a `forward` set on a module) are compared by identity. A class may list attributes that
+    no forward pass reads in `unread_attributes`.
     """
     numbers = {None: None, **dict(zip(modules, range(len(modules)), strict=True))}
     contents = _Contents()
     number_of, content_of, are_plain, plain = numbers.__getitem__, contents.of, _PLAIN_VALUES.issuperset, _PLAIN_VALUES
-    layouts: dict[type, tuple] = {}  # of the last module of a class: most classes have one
+    layouts: dict[type, tuple] = {}  # of the last module of a class; all modules of most classes have the same
     found: list[Any] = []
     for module in modules:
         attributes = module.__dict__
         kind = type(module)
         count, names, values_of = layouts.get(kind, _NO_LAYOUT)
-        # With the same number of names, all of which are there, a module has no others.
+        # If the number is the same and all names are there, there are no others.
         try:
             if count != len(attributes):
                 raise KeyError
@@ -131,7 +132,7 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
 
 
 def weights_of(modules: Iterable[nn.Module]) -> tuple:
-    """Where parameters and buffers of `modules` are, and all that captured work knows of them but their values."""
+    """Addresses, shapes, strides and dtypes of parameters and buffers of `modules`: all that a graph has baked in."""
     names: list[str] = []
     tensors: list[torch.Tensor | None] = []
     for module in modules:
@@ -161,7 +162,7 @@ def _places(tensors: list[torch.Tensor]) -> tuple:
 
 
 def torch_settings(device: torch.device) -> tuple:
-    """Settings of torch, of this thread or of all, that decide what an operation on `device` launches."""
+    """Global and thread-local settings of torch that decide which kernels an operation on `device` launches."""
     return (
         torch.is_autocast_enabled(device.type),
         torch.get_autocast_dtype(device.type),
@@ -181,11 +182,11 @@ _NO_LAYOUT = (-1, (), tuple)
 
 @functools.lru_cache(maxsize=1024)
 def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ...], Callable[[dict], tuple]]:
-    """What modules of one class that have the same attributes have in common.
+    """How to read modules of class `kind` with these `attributes`.
 
     Returns:
-        how many these are, the sorted names of those that forward passes may read, and what takes these out of a
-        module's `__dict__` or raises `KeyError`.
+        the number of attributes, the sorted names of those that a forward pass may read, and a function that takes
+        their values from a module's `__dict__` or raises `KeyError`.
     """
     unread = _OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
     if issubclass(kind, PreTrainedModel):
@@ -225,24 +226,24 @@ def _identity(value: Any) -> _Identity | _Held:
 
 
 class _Contents:
-    """What can be compared later on of values that are not plain.
+    """Comparable stand-ins for values that are not plain.
 
     Attributes:
-        of_objects: which objects there were, and their attributes; many modules have one configuration.
+        of_objects: identities of the objects that were met, and their attributes; many modules share a configuration.
     """
 
     def __init__(self) -> None:
         self.of_objects: list[Any] = []
-        self._numbers: dict[int, tuple] = {}  # by `id`: what is looked at belongs to modules
+        self._numbers: dict[int, tuple] = {}  # by `id`, which is unique as modules keep these objects alive
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """What equals another value's if nothing has changed; `depth` containers and objects are around `value`."""
+        """A stand-in that is equal later if `value` has not changed; `depth` is the level of nesting."""
+        kind = type(value)  # `isinstance` is slow for some objects
+        if kind in _PLAIN_VALUES or issubclass(kind, type):
+            return value
         number = self._numbers.get(id(value))
         if number is not None:
             return number
-        kind = type(value)  # some objects take their time to answer `isinstance`
-        if kind in _PLAIN_VALUES or issubclass(kind, type):
-            return value
         if issubclass(kind, torch.Tensor):
             return kind, _places([value])
         if issubclass(kind, (dict, list, tuple, set, frozenset)):
@@ -262,14 +263,17 @@ class _Contents:
     def _of_entries(self, values: Any, depth: int) -> Any:
         if len(values) > _MOST_ENTRIES or depth == _DEEPEST:
             return len(values)
-        entries = [self.of(value, depth + 1) for value in values]
+        entries = self._of_all(values, depth + 1)
         if isinstance(values, dict):
-            return entries, [self.of(value, depth + 1) for value in values.values()]
+            return entries, self._of_all(values.values(), depth + 1)
         return frozenset(entries) if isinstance(values, (set, frozenset)) else entries
+
+    def _of_all(self, values: Iterable[Any], depth: int) -> list[Any]:
+        return [value if type(value) in _PLAIN_VALUES else self.of(value, depth) for value in values]
 
 
 def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The tensors with memory of their own that `tensors` are made of; and what else they are."""
+    """The plain tensors that `tensors`, quantised or split ones, consist of; and the rest of what they are."""
     plain: list[torch.Tensor] = []
     others: list[Any] = []
     for tensor in tensors:

@@ -1,8 +1,4 @@
-"""Key/value caches of transformers that a call continues, and those that a call leaves behind for the next one.
-
-Columns are those of the whole text, a batch's left padding included, as transformers' caches and attention masks count
-them. Row b, with `padding[b]` columns of padding, has position t in column `padding[b] + t`.
-"""
+"""Copies between the caller's key/value caches and the engine's: before a call that continues one, and after it."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from transformers.cache_utils import (
 from ..patching.cache import RaggedCache
 from .prompts import Prompts
 
-# Layers of a cache that can be read column by column. Exact types: a subclass may keep states in another form.
+# Layers of a cache that are stored column by column. Exact types: a subclass may store states in another form.
 _READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
@@ -62,14 +58,14 @@ def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, 
 
 @dataclass
 class FinishedCall:
-    """What a call on the static engine leaves behind, while its buffers are not used by another.
+    """The keys and values of a finished call on the static engine, until another call uses its buffers.
 
     Attributes:
         model: the target.
         ragged: its keys and values.
         prompts: of the call.
         sequences: `[B, P + new]` int64, what the call returns.
-        columns: leading columns of the text that all rows have keys and values of; at most all but the last.
+        columns: leading columns that all rows have keys and values of; never the last column of the text.
     """
 
     model: PreTrainedModel
@@ -79,13 +75,13 @@ class FinishedCall:
     columns: int
 
     def write_to(self, cache: Cache) -> None:
-        """Append to `cache` what it lacks of the columns that all rows have."""
+        """Append to `cache` those of the `columns` that it lacks."""
         device, padding = self.sequences.device, torch.tensor(self.prompts.padding)[:, None]
         columns = torch.arange(int(cache.get_seq_length()), self.columns)
         if not len(columns):
             return
         rows = torch.arange(len(padding), device=device)[:, None]
-        # Nobody reads keys and values of padding.
+        # Keys and values of padding are never read.
         slots = (columns - padding).clamp(min=0).to(device)
         for index, layer in enumerate(self.ragged.layers):
             if not layer.is_initialized:  # a layer that no attention uses
@@ -94,9 +90,9 @@ class FinishedCall:
             cache.update(keys, values, index)
 
     def complete(self, cache: Cache) -> None:
-        """Run the target over the columns that `cache` lacks, but for the last, as plain `generate()` has done.
+        """Run the target over the remaining columns, except the last, as plain `generate()` has done.
 
-        These are columns in which some rows had ended, and continue with padding tokens.
+        In these columns some rows had ended and continue with padding tokens.
         """
         prompts, held = self.prompts, int(cache.get_seq_length())
         text = self.sequences[:, held - prompts.hidden : -1]
@@ -118,12 +114,12 @@ class FinishedCall:
 
 
 class DeferredCache(DynamicCache):
-    """The keys and values of a finished call, copied out of the engine's buffers when somebody looks at them.
+    """The keys and values of a finished call, copied from the engine's buffers on first access.
 
-    It is a `DynamicCache` from then on, and pickled as one.
+    It behaves as a `DynamicCache`, and is pickled as one.
 
     Args:
-        call: whose keys and values these are. Before its buffers are used by another, `take_over` must be called.
+        call: whose keys and values these are. `take_over` must be called before another call uses its buffers.
     """
 
     def __init__(self, call: FinishedCall):
@@ -145,11 +141,11 @@ class DeferredCache(DynamicCache):
         self._layers = layers
 
     def take_over(self) -> None:
-        """Copy the engine's buffers, if that was not done yet."""
+        """Copy the engine's buffers, unless that is done."""
         call = self._call
         if call is None or self._is_copied:
             return
-        if call.sequences.is_cuda:  # whoever looks may use another stream than the call did
+        if call.sequences.is_cuda:  # the reader may be on another stream than the call was
             torch.cuda.synchronize(call.sequences.device)
         self._call, self._is_copied = None, True
         vars(self).update(vars(DynamicCache(config=call.model.config.get_text_config(decoder=True))))

@@ -14,7 +14,11 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """`GenerateDecoderOnlyOutput` with the statistics of the call.
 
     `past_key_values` is a cache that plain `generate()` can continue: the caller's, or on the static engine one that is
-    made when somebody looks at it. `attentions` there are those of a target that computes no weights: empty.
+    copied from the engine's buffers on first access. `attentions` are empty there, as for any attention kernel that
+    computes no weights.
+
+    Attributes:
+        speculation: rounds, drafted and accepted tokens, the engine that ran and why; also `drafter.stats`.
     """
 
     speculation: SpeculationStats | None = None

@@ -1,4 +1,4 @@
-"""Compiling in pieces: layers that are alike are compiled once."""
+"""Piecewise compilation: equal decoder layers are compiled once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.fx.passes.split_module import split_module
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
-# A graph is cut after these operators, with which a compiler fuses nothing.
+# A graph is split after these operators, which a compiler cannot fuse with others.
 _LAST_OF_A_PIECE = frozenset({"hf_specdec.attention"})
 
 
 def piecewise_backend(compiler: Compiler) -> Compiler:
-    """A backend of `torch.compile` that cuts a graph after every attention and compiles pieces that are alike once.
+    """A backend of `torch.compile` that splits a graph after every attention and compiles equal pieces once.
 
-    Nearly all layers of a target come to the same kernels. Compiled as a whole, a round takes time for each of them.
-    vLLM cuts graphs at attention, too, though in order to run that outside of its CUDA graphs (its torch.compile
+    Nearly all layers of a target compile to the same kernels, but compiled as one graph every layer takes its time.
+    vLLM splits graphs at attention, too, in order to run attention outside of its CUDA graphs (torch.compile
     integration, docs.vllm.ai).
 
     Args:
@@ -40,7 +40,7 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
             key = _structure(piece, examples)
             if key not in compiled:
                 compiled[key] = _compiled(piece, examples, compiler)
-            delattr(whole, name)  # a module, which a function cannot replace
+            delattr(whole, name)  # a module cannot be replaced by a function
             setattr(whole, name, compiled[key])
         return whole.forward
 
@@ -59,16 +59,16 @@ def _compiled(piece: fx.GraphModule, examples: list[Any], compiler: Compiler) ->
 
 
 def _examples(piece: fx.GraphModule, given: dict[str, Any]) -> list[Any]:
-    """What the inputs of a piece are like: tensors without data, or something else that was `given` to the whole."""
+    """Example inputs of a piece: fake tensors, or other values that were `given` to the whole graph."""
     values = [(node.target, node.meta["example_value"]) for node in piece.graph.find_nodes(op="placeholder")]
     return [value if isinstance(value, FakeTensor) else given.get(name, value) for name, value in values]
 
 
 def _structure(graph: fx.GraphModule, examples: list[Any]) -> Hashable:
-    """What graphs have in common that a compiler makes the same of.
+    """A key that is equal for graphs which compile to the same code.
 
-    These are operations, their arguments that are not tensors, shapes and layouts of their inputs, and which of those
-    share memory. An input of another kind, such as a tensor that is split over processes, is like itself only.
+    It holds the operations, their arguments that are not tensors, shapes and layouts of the inputs, and which of those
+    share memory. An input of another kind, such as a tensor that is split over ranks, equals only itself.
     """
     places = {node: place for place, node in enumerate(graph.graph.nodes)}
     storages: dict[int, int] = {}
@@ -88,7 +88,7 @@ def _structure(graph: fx.GraphModule, examples: list[Any]) -> Hashable:
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             continue
-        # Tensors that belong to the graph itself, and modules, are the same only if they are one.
+        # Tensors and modules that belong to the graph are compared by identity.
         own = id(graph.get_submodule(node.target)) if node.op == "call_module" else None
         if node.op == "get_attr":
             owner, _, name = node.target.rpartition(".")

@@ -10,13 +10,16 @@ from transformers import Cache
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a call, and how much of them a cache holds already.
+    """The prompts of a call, and how much of them a cache of the caller holds.
+
+    Columns are those of the whole text, left padding included, as transformers' caches and attention masks count them.
+    Row b, with `padding[b]` columns of padding, has position t in column `padding[b] + t`.
 
     Attributes:
         input_ids: `[B, P]` int64 as given to `generate()`: the last P columns of the text.
         padding: columns of padding at the start of each row's text.
-        width: columns of the text; more than P where only what the cache lacks was given.
-        cached: leading columns that the cache holds; 0 if there is none.
+        width: columns of the text; more than P if the caller passed only what the cache lacks.
+        cached: leading columns that the cache holds; 0 without a cache.
     """
 
     input_ids: torch.Tensor
@@ -48,14 +51,15 @@ class Prompts:
         return max(length - held for length, held in zip(self.lengths, self.cached_lengths, strict=True))
 
     def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
-        """The first position of each row that a drafter reads: of hidden states or of tokens that somebody has.
+        """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads.
 
         Args:
-            reads_taps: whether it reads hidden states of the target, which nobody recorded of cached columns.
+            reads_aux_hidden_states: whether it reads hidden states of the target, which are not known for cached
+            columns.
         """
         held = self.cached_lengths
         if reads_aux_hidden_states:
-            # What stands beside the last token is read, if need be without a hidden state.
+            # The slot that is paired with the last token is needed, even without a hidden state.
             return [max(min(start, length - 2), 0) for start, length in zip(held, self.lengths, strict=True)]
         return held if self.hidden else [0] * len(held)
 

@@ -1,60 +1,122 @@
-"""A call of `generate()` with a drafter."""
+"""A call of `generate()` with a drafter, as the engines get it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from ..drafters.base import Drafter
+from ..parallel.tensor_parallel import from_first_rank
 from ..patching.support import num_positions
+from ..sampling.processors import row_temperatures
+from ..sampling.randomness import Randomness
 from .prompts import Prompts
 
-# Drafts are drawn from the drafter's distribution from this temperature up, unless `draft_probs` says otherwise. It is
-# the lowest at which that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at
-# 0.3, 6 to 13 % at 0.7, 21 to 33 % at 1.0. At lower temperatures the two ways hardly differ.
+# With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
+# lowest at which that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at 0.3,
+# 6 to 13 % at 0.7, 21 to 33 % at 1.0. At lower temperatures the two ways hardly differ.
 DRAFT_PROBS_TEMPERATURE = 0.3
 
 
-def sampling_temperature(config: GenerationConfig) -> float | None:
-    """The temperature that tokens are sampled at; None when decoding is greedy."""
-    return (config.temperature or 1.0) if config.do_sample else None
+@dataclass(frozen=True)
+class Request:
+    """One call of `generate()` with a drafter.
 
-
-def draws_draft_probs(drafter: Drafter, temperature: float | None, factors: torch.Tensor | None = None) -> bool:
-    """Whether drafts are drawn from the drafter's distribution.
-
-    Args:
-        temperature: None when decoding is greedy.
-        factors: of `row_temperatures`; the hottest row decides for the batch.
+    Attributes:
+        model: the target.
+        drafter: bound to it.
+        prompts: of the call, and how much of them `cache` holds.
+        processors, criteria, config, streamer: as prepared by `generate()`.
+        num_draft_tokens: K, draft tokens a round.
+        randomness: where random numbers come from.
+        cache: `past_key_values` of the caller, which the call fills; None if the caller passed none.
+        reason: why this engine runs, for the statistics.
     """
-    if temperature is None:
-        return False
-    if drafter.draft_probs == "auto":
-        hottest = temperature if factors is None else temperature * float(factors.max())
-        return hottest >= DRAFT_PROBS_TEMPERATURE
-    return bool(drafter.draft_probs)
 
+    model: PreTrainedModel
+    drafter: Drafter
+    prompts: Prompts
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    num_draft_tokens: int
+    randomness: Randomness
+    streamer: BaseStreamer | None = None
+    cache: Cache | None = None
+    reason: str = ""
 
-def padding_token(criteria: StoppingCriteriaList, config: GenerationConfig) -> int | None:
-    """What rows continue with that stopped before others; None if plain `generate()` lets them go on instead."""
-    if config._pad_token_tensor is None or not any(hasattr(rule, "eos_token_id") for rule in criteria):
-        return None
-    return int(config._pad_token_tensor)
+    @property
+    def batch(self) -> int:
+        """Rows: prompts times `num_return_sequences`."""
+        return len(self.prompts.input_ids)
 
+    @property
+    def max_new_tokens(self) -> int:
+        return self.config.max_length - self.prompts.input_ids.shape[1]
 
-def remaining_tokens(model: PreTrainedModel, prompts: Prompts, max_new_tokens: int) -> list[int]:
-    """How many tokens each row may continue with: as many as are wanted and `model` has positions for.
+    @property
+    def temperature(self) -> float | None:
+        """The temperature that tokens are sampled at; None for greedy decoding."""
+        return (self.config.temperature or 1.0) if self.config.do_sample else None
 
-    Raises:
-        ValueError: a prompt has more tokens than there are positions.
-    """
-    count = num_positions(model)
-    if count is None:
-        return [max_new_tokens] * len(prompts.lengths)
-    if prompts.longest > count:
-        raise ValueError(
-            f"A prompt has {prompts.longest} tokens, but {type(model).__name__} has {count} positions "
-            "(max_position_embeddings); expected no more tokens than that."
-        )
-    # The last token of a text is not embedded.
-    return [min(max_new_tokens, count + 1 - length) for length in prompts.lengths]
+    @cached_property
+    def row_temperatures(self) -> torch.Tensor | None:
+        """`[B]` float32 factors on `temperature`, see `sampling.processors.row_temperatures`; None for 1."""
+        return row_temperatures(self.processors, self.batch)
+
+    @property
+    def draft_probs(self) -> bool:
+        """Whether draft tokens are sampled from the drafter's distribution; its most likely tokens otherwise."""
+        if self.temperature is None:
+            return False
+        if self.drafter.draft_probs == "auto":
+            # The row with the highest temperature decides for the batch.
+            highest = 1.0 if self.row_temperatures is None else float(self.row_temperatures.max())
+            return self.temperature * highest >= DRAFT_PROBS_TEMPERATURE
+        return bool(self.drafter.draft_probs)
+
+    @cached_property
+    def seeds(self) -> torch.Tensor:
+        """`[B]` int64 keys of the rows' random numbers, the same on all ranks of a split target.
+
+        Sampling takes one number from the generator of `randomness` when this is first read.
+        """
+        return from_first_rank(self.randomness.row_seeds(self.batch, self.temperature), self.model)
+
+    @property
+    def eos_token_ids(self) -> torch.Tensor | None:
+        """`[E]` int64 tokens that end a row, on the target's device; None if there are none."""
+        return self.config._eos_token_tensor
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """What rows that end before others continue with; None if plain `generate()` lets them go on instead."""
+        if self.config._pad_token_tensor is None or not any(hasattr(rule, "eos_token_id") for rule in self.criteria):
+            return None
+        return int(self.config._pad_token_tensor)
+
+    @property
+    def remaining(self) -> list[int]:
+        """How many tokens each row may add: `max_new_tokens`, or fewer if the target has no positions for as many.
+
+        Raises:
+            ValueError: a prompt has more tokens than there are positions.
+        """
+        count = num_positions(self.model)
+        if count is None:
+            return [self.max_new_tokens] * self.batch
+        if self.prompts.longest > count:
+            raise ValueError(
+                f"A prompt has {self.prompts.longest} tokens, but {type(self.model).__name__} has {count} positions "
+                "(max_position_embeddings); expected no more tokens than that."
+            )
+        # The last token of a text is not embedded.
+        return [min(self.max_new_tokens, count + 1 - length) for length in self.prompts.lengths]
+
+    def keeps(self, name: str) -> bool:
+        """Whether the caller gets the `"scores"`, `"logits"` or `"hidden_states"` of every step."""
+        return bool(self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"))

@@ -1,4 +1,7 @@
-"""Rounds of speculative decoding, and the prefill before them, in the order of the algorithm."""
+"""Speculative decoding, in the order of the algorithm: prefill, then rounds.
+
+`prefill` and `run_round` are what is run eagerly, compiled and captured; nothing in them reads the device on the host.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,16 @@ from .transcript import Transcript
 
 
 def prefill(state: DecodeState, target: Target, drafter: Drafter, width: int, chunk_size: int) -> None:
-    """Run what the cache lacks of the prompts but for their last tokens, in `width` columns, and draft.
+    """Prefill target and drafter with the prompts, except for their last tokens, and draft.
 
-    There may be more columns than they need. Afterwards the state is as if a round had just committed the last token of
-    each prompt: that token has not passed through the target, and the drafter has proposed what follows it. It is the
-    same if prefill is run again.
+    Afterwards the state is as if a round had just committed the last token of each prompt: that token has not passed
+    through the target, and the drafter has proposed what follows it. Running it again changes nothing.
+
+    Args:
+        state: holds the prompts; positions below `state.cached` are in the target's cache already and are left out.
+        target, drafter: to run.
+        width: columns, at least the uncached tokens of the longest prompt, minus one; the rest is padding.
+        chunk_size: columns of one forward pass (chunked prefill).
     """
     batch = state.tokens.shape[0]
     prompt_end = state.lengths - 1
@@ -54,7 +62,7 @@ def prefill(state: DecodeState, target: Target, drafter: Drafter, width: int, ch
 
 
 def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size: int) -> None:
-    """Let a drafter that reads tokens alone read the `width` leading positions that the target's cache holds."""
+    """Prefill a drafter that reads tokens only with the positions below `width` that the target has in its cache."""
     for chunk in torch.arange(width, device=state.tokens.device).split(chunk_size):
         drafter.prefill(state, None, torch.where(chunk < state.cached[:, None], chunk, state.dummy_slot))
 
@@ -62,14 +70,23 @@ def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size
 def run_round(
     state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
 ) -> tuple[VerificationResult, torch.Tensor, torch.Tensor]:
-    """One round: verify the drafts, commit what holds, draft again. Returns the verdict, scores and logits."""
+    """One round: target forward over the block, verification, next drafts.
+
+    Returns:
+        what was accepted and committed, the processed scores and the logits, both `[B, K + 1, V]`.
+    """
     block, logits, aux_hidden_states = target_forward(state, target)
     scores = process(logits, block, state)
     return verify_and_draft(state, drafter, scores, aux_hidden_states), scores, logits
 
 
 def target_forward(state: DecodeState, target: Target) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """First half of a round: the target reads the drafts. Returns the block, its logits and taps."""
+    """First half of a round: run the target over the block of the last committed token and the drafts.
+
+    Returns:
+        the block `[B, K + 1]` int64, its logits `[B, K + 1, V]`, its auxiliary hidden states `[B, K + 1, width]` or
+        None.
+    """
     block, slots = state.block()
     return block, *target(state, block, slots)
 
@@ -77,14 +94,14 @@ def target_forward(state: DecodeState, target: Target) -> tuple[torch.Tensor, to
 def verify_and_draft(
     state: DecodeState, drafter: Drafter, scores: torch.Tensor, aux_hidden_states: torch.Tensor | None
 ) -> VerificationResult:
-    """Second half of a round: verify the drafts by `scores` `[B, K + 1, V]`, commit what holds, draft again."""
+    """Second half of a round: verify the drafts by `scores` `[B, K + 1, V]`, commit tokens, propose the next drafts."""
     result = state.commit(verify(scores, state))
     state.set_proposal(drafter.propose(state, aux_hidden_states, result))
     return result
 
 
 def verify(scores: torch.Tensor, state: DecodeState) -> VerificationResult:
-    """Judge the state's proposal by `scores` `[B, K + 1, V]`."""
+    """Verify the state's proposal by `scores` `[B, K + 1, V]`: greedily, or by rejection sampling."""
     if not state.is_sampling:
         return verify_greedy(scores, state.proposal.tokens)
     scores = scores.float()
@@ -94,10 +111,10 @@ def verify(scores: torch.Tensor, state: DecodeState) -> VerificationResult:
 
 
 class RoundReport:
-    """What the host reads of a round, on its way from the device.
+    """The result of a round on its way to the host, copied asynchronously from a GPU.
 
     Args:
-        verdict: of the round; its tensors may be overwritten by the next one.
+        result: of the round; its tensors may be overwritten by the next one.
     """
 
     def __init__(self, result: VerificationResult):
@@ -112,7 +129,7 @@ class RoundReport:
             self._packed = packed
 
     def read(self) -> tuple[list[list[int]], list[int], list[int]]:
-        """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for them."""
+        """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for the copy."""
         if self._arrived is not None:
             self._arrived.synchronize()
         rows = self._packed.tolist()
@@ -120,16 +137,16 @@ class RoundReport:
 
 
 class RoundLoop:
-    """The host's side of a loop of rounds: it reads results late (`rounds_ahead`), so that the device need not wait.
+    """The loop over rounds on the host. It reads results one round late on a GPU, which therefore never waits for it.
 
     Args:
         state: prefilled.
-        next_round: runs `step` on it, eagerly or captured.
-        transcript: of what was said.
-        counters: of the rows that somebody asked for; the state may have more.
+        next_round: runs `run_round` on it, eagerly or captured.
+        transcript: collects the generated text.
+        counters: of the rows of the call; the batch of the state may be larger.
         longest: length of the longest prompt.
-        rooms: new tokens that each row may have. A row that has as many without having stopped is an error: the target
-            has no positions for more.
+        remaining: new tokens that the target has positions for, for each row. A row that has as many and has not ended
+            is an error.
     """
 
     def __init__(
@@ -149,19 +166,20 @@ class RoundLoop:
         self.num_rounds = 0
         self._longest = longest
         self._remaining = remaining
-        self._lag = policy_of(state.tokens.device).rounds_ahead
+        self._rounds_ahead = policy_of(state.tokens.device).rounds_ahead
         self._reports: deque[tuple[RoundReport, dict[str, torch.Tensor | None]]] = deque()
 
     def run(self) -> None:
-        """Run rounds until the transcript is complete. Rounds that began before the host knew are not looked at."""
+        """Run rounds until the transcript is complete. Rounds that the device began after that are ignored."""
         while not self.transcript.is_complete:
-            # The drafts verified now, and those drafted after all of them were accepted.
+            # Tokens of rounds whose results are not read yet.
             unseen = len(self._reports) * (self.state.num_draft_tokens + 1)
-            spoken = self._longest + self.transcript.longest_row() + unseen
-            self.state.live = spoken + 2 * self.state.num_draft_tokens
+            longest = self._longest + self.transcript.longest_row() + unseen
+            # The drafts verified in this round, and those proposed after all of them were accepted.
+            self.state.live = longest + 2 * self.state.num_draft_tokens
             result, scores, logits = self._next_round()
             self._reports.append((RoundReport(result), {"scores": scores, "logits": logits}))
-            if len(self._reports) > self._lag:
+            if len(self._reports) > self._rounds_ahead:
                 self._take(*self._reports.popleft())
 
     def _take(self, report: RoundReport, records: dict[str, torch.Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""Generations of one shape: their buffers, and what was captured over them, kept from one call to the next."""
+"""Sessions: the buffers and CUDA graphs of calls of one shape, kept from one call to the next."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-import torch
-
 from ..drafters.base import Drafter
 from ..state import DecodeState, Shape
 from .cuda_graphs import Fence, GraphPool
 from .fingerprint import Fingerprint
 from .kv_transfer import DeferredCache
 
-# Sessions that a drafter keeps, the least recently used of them being dropped first.
+# Sessions kept for a drafter; the least recently used one is freed first.
 MAX_SESSIONS = 4
 
-# Rounds, and prefills, that a session keeps captured, likewise. Every combination of warpers (each `top_p`) needs a
-# round of its own, every power of two of columns a prefill.
+# Captured rounds, and captured prefills, kept in a session, likewise. Every combination of warpers (each `top_p`) needs
+# its own round, every power of two of columns its own prefill.
 MAX_CAPTURES = 8
 
 
@@ -40,9 +38,9 @@ class SessionKey(NamedTuple):
 
 
 class Captures:
-    """Captured work by what it depends on besides a session; the least recently used beyond `MAX_CAPTURES` is freed.
+    """CUDA graphs by what they depend on besides a session; the least recently used beyond `MAX_CAPTURES` is freed.
 
-    None stands for what cannot be captured.
+    None is stored for what cannot be captured.
     """
 
     def __init__(self) -> None:
@@ -67,14 +65,14 @@ class Captures:
 
 
 class Session:
-    """What generations of one shape share, one after the other.
+    """Buffers and CUDA graphs that calls of one shape use, one call at a time.
 
     Attributes:
-        state: their buffers.
-        rounds: captured rounds over these buffers, by what they depend on besides.
-        prefills: captured prefills, by their width.
-        graph_memory: of all these graphs.
-        fence: behind the work of the last call, part of which the device may not have begun yet.
+        state: the buffers.
+        rounds: captured rounds, by `BlockProcessor.key`.
+        prefills: captured prefills, by width.
+        graph_pool: memory pool of all these graphs.
+        fence: recorded after the work of the last call, which the device may not have finished.
     """
 
     def __init__(self, state: DecodeState):
@@ -85,22 +83,23 @@ class Session:
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
-        """Let `cache` read the buffers as long as no other call needs them."""
+        """Let `cache` read the buffers until another call needs them."""
         self._borrower = weakref.ref(cache)
         return cache
 
-    def give_up_buffers(self) -> None:
-        """Have what was lent copied by whoever still may look at it: another call is about to use the buffers."""
+    def acquire(self) -> None:
+        """Make the buffers ready for another call: after the work of the last one, whose cache is copied if need be."""
+        self.fence.wait()
         borrower = self._borrower()
         if borrower is not None:
             borrower.take_over()
 
 
 class SessionPool:
-    """Sessions of a drafter that no call uses at the moment, by what they depend on.
+    """The idle sessions of a drafter, by `SessionKey`.
 
-    A session belongs to one call at a time; calls of several threads at once get several sessions. Calls may be on
-    several streams. Copies of a pool, and what is unpickled of one, are empty.
+    A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
+    streams. Copying or unpickling a pool gives an empty one.
     """
 
     def __init__(self) -> None:
@@ -113,51 +112,8 @@ class SessionPool:
     def __len__(self) -> int:
         return len(self._idle)
 
-    def __contains__(self, key: SessionKey | None) -> bool:
-        with self._lock:
-            return any(kept == key for kept, _ in self._idle)
-
-    @contextmanager
-    def session(
-        self, key: SessionKey | None, allocate: Callable[[], DecodeState], fill: Callable[[Session], None]
-    ) -> Iterator[Session]:
-        """Context that owns a session; one that is left by an error is not kept.
-
-        Where memory does not suffice for it, what is kept for other calls is freed, and it is tried once more.
-
-        Args:
-            key: of sessions that may be used again; None for one that is not kept.
-            allocate: makes the buffers of a new one.
-            fill: makes a session ready for the call.
-        """
-        try:
-            session = self._filled(key, allocate, fill)
-        except torch.OutOfMemoryError:
-            if not len(self):
-                raise
-            session = None
-        if session is None:  # The error, which held what was allocated, is gone.
-            self.clear()
-            torch.cuda.empty_cache()
-            session = self._filled(key, allocate, fill)
-        with _settled_on_error(session):
-            yield session
-        if key is not None:
-            self._keep(key, session)
-
-    def _filled(
-        self, key: SessionKey | None, allocate: Callable[[], DecodeState], fill: Callable[[Session], None]
-    ) -> Session:
-        session = None if key is None else self._take(key)
-        if session is None:
-            session = Session(allocate())
-        session.fence.wait()
-        with _settled_on_error(session):
-            fill(session)
-        return session
-
-    def _take(self, key: SessionKey) -> Session | None:
-        """The last used session of `key`. Where there is none, those that no call can use any more are freed."""
+    def take(self, key: SessionKey) -> Session | None:
+        """The most recently used session of `key`. If there is none, sessions that no call can use again are freed."""
         with self._lock:
             for place in reversed(range(len(self._idle))):
                 if self._idle[place][0] == key:
@@ -169,7 +125,8 @@ class SessionPool:
         _free(past)
         return None
 
-    def _keep(self, key: SessionKey, session: Session) -> None:
+    def keep(self, key: SessionKey, session: Session) -> None:
+        """Return a session that a call has used without an error; the least recently used ones are freed."""
         session.fence.set()
         with self._lock:
             self._idle.append((key, session))
@@ -177,7 +134,7 @@ class SessionPool:
         _free(dropped)
 
     def clear(self) -> None:
-        """Free everything that no call is using."""
+        """Free all idle sessions."""
         with self._lock:
             dropped, self._idle = self._idle, []
         _free(dropped)
@@ -187,7 +144,7 @@ _creating = threading.Lock()
 
 
 def sessions_of(drafter: Drafter) -> SessionPool:
-    """What is kept for further calls with `drafter`."""
+    """The pool of `drafter`, created at its first call."""
     with _creating:
         if drafter.sessions is None:
             drafter.sessions = SessionPool()
@@ -195,19 +152,19 @@ def sessions_of(drafter: Drafter) -> SessionPool:
 
 
 def _free(sessions: list[tuple[SessionKey, Session]]) -> None:
-    # Memory returns to the stream that it was allocated on, which may not be the one that it was last used on.
+    # Freed memory goes back to the stream that it was allocated on, which may differ from the one that used it last.
     for _, session in sessions:
         session.fence.synchronize()
     sessions.clear()
 
 
 @contextmanager
-def _settled_on_error(session: Session) -> Iterator[None]:
-    """Context after which, if an error ends it, nothing that the device was given uses the session any more."""
+def settled_on_error(session: Session) -> Iterator[None]:
+    """Context that, on an error, waits until the device no longer uses the session."""
     try:
         yield
     except BaseException:
-        with suppress(RuntimeError):  # where the error is the device's
+        with suppress(RuntimeError):  # if the device itself has failed
             session.fence.set()
             session.fence.synchronize()
         raise

@@ -15,7 +15,6 @@ import torch
 from transformers import (
     Cache,
     DynamicCache,
-    GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -24,28 +23,23 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..drafters.base import Drafter
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
-from ..parallel.tensor_parallel import from_first_rank
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.patch import caller
 from ..patching.support import has_recurrent_layers
-from ..sampling.processors import row_temperatures
-from ..sampling.randomness import Randomness
 from ..state import DecodeState, Shape
 from ..stats import Counters, SpeculationStats
 from .equivalence import why_not_equivalent
 from .output import SpeculativeOutput
-from .prompts import Prompts
-from .request import draws_draft_probs, sampling_temperature
+from .request import Request
 
 
-class SpokenCriteria(StoppingCriteriaList):
-    """Stopping criteria that say nothing of a block without candidates before the target has added its token to it.
+class CommittedTextCriteria(StoppingCriteriaList):
+    """Stopping criteria that are not evaluated for text which the target has not extended yet.
 
-    transformers 5.17 asks about such blocks too, so that a criterion which does not read the text, such as a time
-    limit, would end an output without its first token.
+    transformers 5.17 evaluates them for blocks without candidates too, before the target has added its token, so that a
+    criterion which does not read the text, such as a time limit, would end an output without its first token.
     """
 
     committed = 0
@@ -58,7 +52,7 @@ class SpokenCriteria(StoppingCriteriaList):
 
 
 class CallersStreamer(BaseStreamer):
-    """A streamer as transformers' loop is to call it: see `patching.caller`."""
+    """A streamer of the caller, which runs as the caller's code: see `patch.caller`."""
 
     def __init__(self, streamer: BaseStreamer):
         self._streamer = streamer
@@ -73,47 +67,31 @@ class CallersStreamer(BaseStreamer):
 
 
 class DrafterCandidateGenerator(CandidateGenerator):
-    """transformers' `CandidateGenerator` over a `Drafter`.
+    """transformers' `CandidateGenerator` for a `Drafter`.
 
-    The protocol asks for candidates before the target has run once, so the first answer is no candidates. From then on
-    every call follows one verified block, and is one `propose`.
+    The loop asks for candidates before the target has run, so the first answer is none. From then on every call follows
+    one verified block, and is one `propose`.
 
     Args:
-        drafter: bound to the generating model.
+        request: of the call.
         recorder: entered by the caller for as long as the generator is used.
-        criteria: a candidate that would end the output is not proposed but left to the target, so that nothing is
-            ever accepted past an end.
-        config: as prepared by `generate()`.
-        num_draft_tokens: K.
-        seeds: `[1]` int64, key of the drafter's random numbers.
-        row_temperatures: `[1]` float32, see `sampling.row_temperatures`.
+        criteria: of the call. A candidate that would end the output is not proposed but left to the target, so that
+            nothing is accepted beyond the end.
     """
 
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        recorder: AuxHiddenStateRecorder,
-        criteria: SpokenCriteria,
-        config: GenerationConfig,
-        num_draft_tokens: int,
-        seeds: torch.Tensor,
-        row_temperatures: torch.Tensor | None,
-    ):
-        self._drafter = drafter
+    def __init__(self, request: Request, recorder: AuxHiddenStateRecorder, criteria: CommittedTextCriteria):
+        self._request = request
+        self._drafter = request.drafter
         self._recorder = recorder
         self._criteria = criteria
-        self._config = config
-        self._num_draft_tokens = self._num_asked = num_draft_tokens
-        self._temperature = sampling_temperature(config)
-        self._seeds, self._row_temperatures = seeds, row_temperatures
-        self._draft_probs = draws_draft_probs(drafter, self._temperature, row_temperatures)
+        self._num_draft_tokens = request.num_draft_tokens
         self._state: DecodeState | None = None
         self._num_candidates = 0
         self._num_rounds = 0
-        self._counters = Counters(1, num_draft_tokens)
+        self._counters = Counters(1, request.num_draft_tokens)
         self._start: float | None = None
 
     def get_candidates(
@@ -143,13 +121,13 @@ class DrafterCandidateGenerator(CandidateGenerator):
             logits = over_vocabulary(logits, proposal.draft_ids, vocabulary, fill=float("-inf")).to(input_ids.device)
         return candidates[:, : length + self._num_candidates], logits
 
-    def summary(self, reason: str) -> SpeculationStats:
-        """Statistics of the whole call. The last block is counted as far as it got."""
+    def summary(self) -> SpeculationStats:
+        """Statistics of the call."""
         return self._counters.summary(
-            num_assistant_tokens=self._num_asked,
+            num_assistant_tokens=self._request.num_draft_tokens,
             engine="stock",
-            reason=reason,
-            draft_probs=self._draft_probs,
+            reason=self._request.reason,
+            draft_probs=self._request.draft_probs,
             num_rounds=self._num_rounds,
             seconds=0.0 if self._start is None else time.perf_counter() - self._start,
         )
@@ -162,23 +140,24 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._num_rounds += 1
 
     def _begin(self, input_ids: torch.Tensor) -> None:
-        # A cache that came filled holds tokens whose hidden states nobody recorded: the drafter starts after them.
+        # The hidden states of tokens in a cache of the caller are not known: the drafter starts after them.
         aux_hidden_states = self._aux_hidden_states()
         num_seen = input_ids.shape[1] - 1 if aux_hidden_states is None else aux_hidden_states.shape[1]
         tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
-        remaining = self._config.max_length - input_ids.shape[1]
-        self._num_draft_tokens = min(self._num_asked, remaining)
+        remaining = self._request.config.max_length - input_ids.shape[1]
+        self._num_draft_tokens = min(self._request.num_draft_tokens, remaining)
         max_new_tokens = remaining + self._num_draft_tokens + 1
         shape = Shape(
             batch=1,
             slots=len(tokens) + max_new_tokens + 1,
             num_draft_tokens=self._num_draft_tokens,
-            is_sampling=self._temperature is not None,
-            draft_probs=self._draft_probs,
+            is_sampling=self._request.temperature is not None,
+            draft_probs=self._request.draft_probs,
             num_ends=0,
         )
         self._state = state = self._drafter.new_state(shape, num_layers=0, device=tokens.device)
-        state.begin([tokens], max_new_tokens, None, self._seeds, self._temperature, self._row_temperatures)
+        request = self._request
+        state.begin([tokens], max_new_tokens, None, request.seeds, request.temperature, request.row_temperatures)
         state.live = state.slots
         self._start = time.perf_counter()
         self._drafter.prefill(state, aux_hidden_states, torch.arange(num_seen, device=tokens.device)[None])
@@ -192,7 +171,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._propose(committed, self._aux_hidden_states())
 
     def _aux_hidden_states(self) -> torch.Tensor | None:
-        # The layers of a target under hooks may run on several devices, none of which need be the drafter's.
+        # The layers of a target under accelerate hooks may run on other devices than the drafter.
         aux_hidden_states = self._recorder.aux_hidden_states
         return None if aux_hidden_states is None else aux_hidden_states.to(self._drafter.device)
 
@@ -208,11 +187,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
 
 
 class ReachableProcessors(LogitsProcessorList):
-    """Logits processors that are not asked about texts which they themselves rule out.
+    """Logits processors that are not called for text which they themselves rule out.
 
-    The loop asks about every prefix of a block, whatever was said about the one before, but a processor such as
-    `prefix_allowed_tokens_fn` may know nothing of what follows a token that it forbids. The scores after such a token
-    are left unprocessed: it will not be accepted.
+    The loop calls them for every prefix of a block of candidates, but a processor such as `prefix_allowed_tokens_fn`
+    may fail for text after a token that it forbids. Scores after such a token are left unprocessed: it is not accepted.
     """
 
     _scores: torch.Tensor | None = None
@@ -221,7 +199,7 @@ class ReachableProcessors(LogitsProcessorList):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         length = input_ids.shape[1]
-        # Every block begins with a token that was possible, so a text that goes on from the last one tells all.
+        # Every block begins with an allowed token, so only text that extends the previous one can be ruled out.
         if self._length == length - 1:
             self._is_ruled_out |= bool(self._scores[0, input_ids[0, -1]].isneginf())
         else:
@@ -234,14 +212,14 @@ class ReachableProcessors(LogitsProcessorList):
 
 
 class ReplayCache(DynamicCache):
-    """A `DynamicCache` that can be cropped although layers of it are recurrent.
+    """A `DynamicCache` with recurrent layers that can be cropped.
 
-    A recurrent state cannot lose its last tokens. So the layers are snapshotted before each forward pass; `crop` puts
-    the snapshot back and runs the tokens that stay once more. Use as a context: it listens to `target`'s calls with it.
+    The last tokens cannot be removed from a recurrent state. So the layers are copied before each forward pass; `crop`
+    restores the copy and runs the tokens that stay again. A context: it hooks the forward pass of `target`.
 
     Args:
-        target: whose calls fill it.
-        cache: whose layers it has, so that this is filled, too; None for layers of its own.
+        target: whose forward passes fill it.
+        cache: of the caller, whose layers it shares; None for layers of its own.
     """
 
     def __init__(self, target: PreTrainedModel, cache: Cache | None):
@@ -275,9 +253,10 @@ class ReplayCache(DynamicCache):
 
 @contextmanager
 def _continuing(model: PreTrainedModel, cached: int) -> Iterator[None]:
-    """Context in which the loop's first pass of `model` leaves out the `cached` tokens that its cache holds.
+    """Context in which the first forward pass of transformers' loop leaves out the `cached` tokens of the caller's
+    cache.
 
-    transformers' loop runs the whole prompt again.
+    The loop itself would append the whole prompt to the cache again.
     """
     if not cached:
         yield
@@ -301,8 +280,8 @@ def _continuing(model: PreTrainedModel, cached: int) -> Iterator[None]:
 
 
 @contextmanager
-def _lent(cache: Cache | None) -> Iterator[None]:
-    """Context after which sliding layers of the caller's `cache` keep as much of the past as they did before."""
+def _restored(cache: Cache | None) -> Iterator[None]:
+    """Context that restores `record_past` of sliding-window layers of the caller's `cache`, which the loop sets."""
     kept = [(layer, layer.record_past) for layer in getattr(cache, "layers", ()) if hasattr(layer, "record_past")]
     try:
         yield
@@ -341,82 +320,74 @@ def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
 
 
 def assist(
-    assisted_decoding: Callable,
-    model: PreTrainedModel,
-    drafter: Drafter,
-    prompts: Prompts,
-    config: GenerationConfig,
-    criteria: StoppingCriteriaList,
-    num_draft_tokens: int,
-    reason: str,
-    logits_processor: LogitsProcessorList,
-    randomness: Randomness,
-    streamer: BaseStreamer | None = None,
-    **kwargs,
+    assisted_decoding: Callable, inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], request: Request
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate through transformers' `assisted_decoding` with our candidates.
 
+    transformers' loop samples from torch's global generators; where the caller names another source of random numbers,
+    they are seeded for the call and restored after it.
+
     Args:
         assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
-        model, config, criteria, logits_processor, streamer, kwargs: what `generate()` called it with.
-        prompts: of the call.
-        drafter: bound to `model`.
-        num_draft_tokens: K.
-        reason: why this engine runs, for the statistics.
-        randomness: where random numbers come from. transformers' loop draws from torch's global generators; where the
-            caller names another source, they are seeded for the call and put back after it.
+        inputs_tensor, model_kwargs: what `generate()` passed to it besides.
+        request: of the call.
 
     Raises:
         ValueError: the batch has more than one row, not all tokens of the text are known, or transformers' assisted
-            generation does not say what plain generation of `model` does.
+            generation differs from plain generation of this target.
     """
-    input_ids = prompts.input_ids
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"{type(model).__name__} cannot run on the static engine ({reason}), and transformers' own assisted "
-            f"generation takes one row at a time, but the batch has {input_ids.shape[0]}. Generate row by row, or "
-            "without assistant_model."
-        )
-    if prompts.hidden:
-        raise ValueError(
-            f"{type(model).__name__} cannot run on the static engine ({reason}), and transformers' own assisted "
-            f"generation needs the whole text, but input_ids lacks the first {prompts.hidden} tokens, which only "
-            "past_key_values holds; expected the whole text in input_ids."
-        )
-    obstacle = None if drafter.is_equivalence_check else why_not_equivalent(model, "stock")
-    if obstacle is not None:
-        raise ValueError(
-            f"{type(model).__name__} cannot generate with a drafter: neither on the static engine ({reason}), nor in "
-            f"transformers' own assisted generation ({obstacle}). Generate without assistant_model."
-        )
-    criteria = SpokenCriteria(criteria)
-    seeds = from_first_rank(randomness.row_seeds(1, sampling_temperature(config)), model)
-    factors = row_temperatures(logits_processor, 1)
+    model, drafter, prompts = request.model, request.drafter, request.prompts
+    _check_request(request)
+    criteria = CommittedTextCriteria(request.criteria)
+    seeds = request.seeds
     with ExitStack() as stack:
-        if randomness.is_given:
+        if request.randomness.is_given:
             stack.enter_context(_seeded(int(seeds[0]), model))
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
-        cache = kwargs.get("past_key_values")
-        stack.enter_context(_lent(cache))
+        cache = model_kwargs.get("past_key_values")
+        stack.enter_context(_restored(cache))
         stack.enter_context(_continuing(model, prompts.cached))
         if has_recurrent_layers(model):
-            kwargs["past_key_values"] = stack.enter_context(ReplayCache(model, cache))
-        generator = DrafterCandidateGenerator(drafter, recorder, criteria, config, num_draft_tokens, seeds, factors)
+            model_kwargs = model_kwargs | {"past_key_values": stack.enter_context(ReplayCache(model, cache))}
+        generator = DrafterCandidateGenerator(request, recorder, criteria)
         output = assisted_decoding(
             model,
-            input_ids,
+            prompts.input_ids,
             stopping_criteria=criteria,
-            generation_config=config,
+            generation_config=request.config,
             assistant_model=generator,
-            logits_processor=ReachableProcessors(logits_processor),
-            streamer=None if streamer is None else CallersStreamer(streamer),
-            **kwargs,
+            logits_processor=ReachableProcessors(request.processors),
+            streamer=None if request.streamer is None else CallersStreamer(request.streamer),
+            inputs_tensor=inputs_tensor,
+            **model_kwargs,
         )
-        drafter._last_stats = generator.summary(reason)
+        drafter._last_stats = generator.summary()
     if isinstance(output, GenerateDecoderOnlyOutput):
         if isinstance(output.past_key_values, ReplayCache) and cache is not None:
             output.past_key_values = cache
         return SpeculativeOutput(**output, speculation=drafter.stats)
     return output
+
+
+def _check_request(request: Request) -> None:
+    """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
+    name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
+    if request.batch > 1:
+        raise ValueError(
+            f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation takes one "
+            f"row at a time, but the batch has {request.batch}. Generate row by row, or without assistant_model."
+        )
+    if prompts.hidden:
+        raise ValueError(
+            f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "
+            f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only past_key_values holds; "
+            "expected the whole text in input_ids."
+        )
+    obstacle = None if request.drafter.is_equivalence_check else why_not_equivalent(request.model, "stock")
+    if obstacle is not None:
+        raise ValueError(
+            f"{name} cannot generate with a drafter: neither on the static engine ({reason}), nor in transformers' own "
+            f"assisted generation ({obstacle}). Generate without assistant_model."
+        )

@@ -1,4 +1,4 @@
-"""The target as a round sees it."""
+"""The target, patched to run on the engine's KV cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HiddenStates:
             buffer[rows, slots] = layer
 
     def steps(self, prompts: Prompts, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """As `generate()` returns them: the padded prompt but for cached columns first, then one position a step."""
+        """As `generate()` returns them: first the padded prompt without cached columns, then one position a step."""
         prompt_lengths, width = prompts.lengths, prompts.width - prompts.cached
 
         def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
@@ -53,12 +53,12 @@ class HiddenStates:
 
 @dataclass
 class Target:
-    """The target as the round sees it: tokens and slots in, logits and taps out.
+    """The target as a function of tokens and slots, giving logits and auxiliary hidden states.
 
     Attributes:
-        model: the target.
-        recorder: listens for the drafter's taps.
-        hidden_states: keeps all hidden states if the caller wants them.
+        model: the target, patched.
+        recorder: of the auxiliary hidden states that the drafter reads.
+        hidden_states: keeps all hidden states, if the caller asked for them.
     """
 
     model: PreTrainedModel
@@ -68,7 +68,12 @@ class Target:
     def __call__(
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run `[B, n]` tokens at `[B, n]` slots: logits `[B, n, V]` (or the last `logits_to_keep`) and taps."""
+        """Run `[B, n]` tokens at `[B, n]` slots.
+
+        Returns:
+            logits `[B, n, V]`, or the last `logits_to_keep` of them, and auxiliary hidden states `[B, n, width]` or
+            None.
+        """
         state.cache.advance(slots, state.live)
         out = self.model(
             input_ids=tokens,
@@ -87,7 +92,7 @@ class Target:
 
 @contextmanager
 def patched_target(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -> Iterator[Target]:
-    """Context in which `model` runs on a ragged cache, for an engine; on exit, also by an error, it is as it was."""
+    """Context in which `model` runs on a `RaggedCache` with the engine's kernels; on exit it is restored."""
     with ExitStack() as stack:
         if current_engine() is None:
             stack.enter_context(engine())

@@ -1,4 +1,4 @@
-"""The host's side of a generation: what has been said so far, and when to stop."""
+"""The generated text on the host: committed tokens, stopping criteria, streamer."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .prompts import Prompts
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-# Criteria that are decided without calling them.
+# Criteria that are evaluated here, without calling them.
 _DECIDED_HERE = (EosTokenCriteria, MaxLengthCriteria)
-# transformers' own criteria that judge on any device: by the host's text a GPU does not have to be waited for.
+# transformers' own criteria that work on any device; with the text on the host they need no synchronisation with a GPU.
 _JUDGE_ANYWHERE = (MaxTimeCriteria, StopStringCriteria)
 
 
 class Transcript:
-    """Collects the rows' committed tokens and settles them step by step, as plain `generate()` would.
+    """Collects the committed tokens of all rows and finalises them step by step, as plain `generate()` would.
 
-    Rows progress at their own pace, but stopping criteria and streamers are made for whole batches in step. So step t
-    is settled once every row that goes on has its token t: criteria are called with the batch up to t, finished rows
-    are padded, the streamer gets the step's tokens. What a row has beyond the settled steps waits, and is dropped if
-    the row turns out to have ended.
+    Rows progress at different speeds, but stopping criteria and streamers expect whole batches, one token a step. So
+    step t is finalised once every unfinished row has its token t: criteria are called with the batch up to t, finished
+    rows are padded, the streamer gets the tokens of the step. Tokens beyond the finalised steps wait, and are dropped
+    if their row turns out to have ended.
 
-    The text is in memory of the host, and where criteria of the caller read it on another device, once more there: a
-    settled token is written once to each, and criteria are shown views. So their cost does not grow with the text.
+    The text is kept in host memory and, if criteria of the caller read it on another device, also there: every token is
+    written once to each, and criteria are given views. So their cost does not grow with the length of the text.
 
     Args:
         prompts: `[B, P]` int64, left-padded, as given to `generate()`.
         criteria: all stopping criteria.
         pad_token: what finished rows continue with; None if no criterion knows an end-of-sequence token, in which
             case rows go on until all of them are stopped, as in plain `generate()`.
-        max_new_tokens: room for new tokens.
-        streamer: gets the tokens `[B]` of each settled step, on the CPU.
+        max_new_tokens: size of the buffers.
+        streamer: gets the tokens `[B]` of each finalised step, on the CPU.
         keep_scores, keep_logits: whether `add` is given scores and logits to keep.
     """
 
@@ -77,7 +77,7 @@ class Transcript:
             for name, wanted in (("scores", keep_scores), ("logits", keep_logits))
             if wanted
         }
-        self._settled: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
+        self._finalised: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
         self.stopped = [False] * batch
         self.steps = 0
 
@@ -92,12 +92,12 @@ class Transcript:
 
     @property
     def sequences(self) -> torch.Tensor:
-        """`[B, P + steps]` int64: prompts and settled tokens."""
+        """`[B, P + steps]` int64: prompts and finalised tokens."""
         return self._sequences[:, : self._width + self.steps].to(self._device)
 
     @property
     def scores(self) -> tuple[torch.Tensor, ...] | None:
-        """One `[B, V]` a settled step, if kept; zeros for rows that had finished."""
+        """One `[B, V]` a finalised step, if kept; zeros for rows that had finished."""
         return self._record("scores")
 
     @property
@@ -105,7 +105,7 @@ class Transcript:
         return self._record("logits")
 
     def _record(self, name: str) -> tuple[torch.Tensor, ...] | None:
-        return tuple(self._settled[name]) if name in self._settled else None
+        return tuple(self._finalised[name]) if name in self._finalised else None
 
     def columns_run(self, prompts: Prompts) -> int:
         """Leading columns of the text of `prompts` that the target has run in all rows; the last is never one."""
@@ -114,19 +114,19 @@ class Transcript:
         return min(*ends, prompts.width + self.steps - 1) if ends else 0
 
     def longest_row(self) -> int:
-        """New tokens of the row that is furthest ahead, settled or not."""
+        """New tokens of the row that is furthest ahead, finalised or not."""
         return max(len(row) for row in self._rows)
 
     def length(self, row: int) -> int:
-        """New tokens of a row, settled or not."""
+        """New tokens of a row, finalised or not."""
         return len(self._rows[row])
 
     def is_done(self, row: int) -> bool:
-        """Whether what a round commits to a row is no longer of interest."""
+        """Whether the row has ended, so that further tokens of it are ignored."""
         return self.stopped[row] and self.pads_finished_rows
 
     def add(self, tokens: list[list[int]], committed: list[int], **records: torch.Tensor | None) -> None:
-        """Take over a round's result and settle what can be settled.
+        """Append the result of a round and finalise the steps that are complete.
 
         Args:
             tokens: K + 1 for each row.
@@ -138,7 +138,7 @@ class Transcript:
             for name, record in self._records.items():
                 record[row] += records[name][row, :count].float().unbind(0)
         while not self.is_complete and self._is_next_step_known():
-            self._settle()
+            self._finalise()
 
     def finish(self) -> None:
         if self._streamer is not None:
@@ -148,17 +148,17 @@ class Transcript:
     def _is_next_step_known(self) -> bool:
         return all(self.is_done(row) or len(new) > self.steps for row, new in enumerate(self._rows))
 
-    def _settle(self) -> None:
+    def _finalise(self) -> None:
         step = self.steps
         column = [self._pad_token if self.is_done(row) else new[step] for row, new in enumerate(self._rows)]
         for name, record in self._records.items():
             present = next(row for row in range(len(column)) if not self.is_done(row))
             blank = torch.zeros_like(record[present][step])
             values = [blank if self.is_done(row) else record[row][step] for row in range(len(column))]
-            self._settled[name].append(torch.stack(values))
+            self._finalised[name].append(torch.stack(values))
             for kept in record:
                 if step < len(kept):
-                    kept[step] = None  # a view that would keep a whole round in memory
+                    kept[step] = None  # a view would keep the scores of a whole round in memory
         tokens = torch.tensor(column)
         for text in {self._sequences, self._shown}:
             text[:, self._width + step] = tokens
@@ -167,20 +167,20 @@ class Transcript:
         stops = [token in self._ends for token in column]
         if self._width + self.steps >= self._max_length:
             stops = [True] * len(column)
-        verdicts = self._verdicts()
-        self.stopped = [any(votes) for votes in zip(self.stopped, stops, *verdicts, strict=True)]
+        by_criteria = self._stops_by_criteria()
+        self.stopped = [any(reasons) for reasons in zip(self.stopped, stops, *by_criteria, strict=True)]
         if self._streamer is not None:
             with caller():
                 self._streamer.put(tokens)
 
-    def _verdicts(self) -> list[list[bool]]:
-        """What the criteria that are called say of each row."""
+    def _stops_by_criteria(self) -> list[list[bool]]:
+        """Whether each row stops, by each group of criteria that is called."""
         end = self._width + self.steps
-        verdicts = []
+        stops = []
         with caller():
             if self._host_criteria:
-                verdicts.append(self._host_criteria(self._sequences[:, :end], None))
+                stops.append(self._host_criteria(self._sequences[:, :end], None))
             if self._criteria:
-                verdicts.append(self._criteria(self._shown[:, :end], self.scores))
-        # Criteria may say it in a column, `[B, 1]`.
-        return [result.reshape(len(self._rows), -1).any(dim=1).tolist() for result in verdicts]
+                stops.append(self._criteria(self._shown[:, :end], self.scores))
+        # Criteria may return `[B, 1]`.
+        return [result.reshape(len(self._rows), -1).any(dim=1).tolist() for result in stops]

@@ -1,4 +1,4 @@
-"""`hf-specdec inspect`: what a drafter checkpoint is, how it is read, and whether it fits a target."""
+"""`hf-specdec inspect`: what a drafter checkpoint is, how it is interpreted, and whether it fits a target."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..auto import AutoDrafter, CheckpointReading, read_checkpoint
-from ..checkpoints.checkpoint import Checkpoint, check_place, open_checkpoint
+from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
 from ..checkpoints.detection import drafter_tensors
 from ..config import DraftModelConfig, Eagle3Config, MtpConfig
 from ..drafters.base import check_sizes
@@ -36,7 +36,7 @@ def add_inspect(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand to the command line."""
     parser = subparsers.add_parser(
         "inspect",
-        help="say what a drafter checkpoint is, how it is read, and whether it fits a target",
+        help="report what a drafter checkpoint is, how it is interpreted, and whether it fits a target",
         description=__doc__,
     )
     parser.add_argument("repo", help="folder or Hub repository of the drafter")
@@ -47,9 +47,9 @@ def add_inspect(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--self-check",
         action="store_true",
-        help="load both models and score every reading of the checkpoint on one prompt",
+        help="load both models and score every interpretation of the checkpoint on one prompt",
     )
-    parser.add_argument("--device", help="where the self-check runs; a GPU if there is one")
+    parser.add_argument("--device", help="device that the self-check runs on; by default a GPU if there is one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_inspect)
 
@@ -58,7 +58,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     """Print the report.
 
     Raises:
-        OSError, ValueError: the checkpoint cannot be read or does not fit the target.
+        OSError, ValueError: expected a checkpoint that can be read, and, for the self-check, one that fits the target.
     """
     if arguments.self_check and arguments.target is None:
         raise ValueError("--self-check compares the drafter with its target; pass --target too.")
@@ -66,7 +66,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--revision is {arguments.revision!r}, but {arguments.repo} is a folder, which has none.")
     target = None
     if arguments.target is not None:
-        check_place(arguments.target)
+        check_folder(arguments.target)
         target = AutoConfig.from_pretrained(arguments.target, token=arguments.token)
     checkpoint = open_checkpoint(
         arguments.repo,
@@ -78,7 +78,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     found = read_checkpoint(checkpoint, target)
     if arguments.self_check and not isinstance(found.config, Eagle3Config):
         raise ValueError(
-            f"{checkpoint.name} is a {found.config.family}, but --self-check scores the readings of EAGLE-3 and "
+            f"{checkpoint.name} is a {found.config.family}, but --self-check scores interpretations of EAGLE-3 and "
             "P-EAGLE drafters only. Drop it."
         )
     report = describe(checkpoint, found)
@@ -89,7 +89,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     print(json.dumps(report, indent=2) if arguments.json else render(report))
 
 
-def describe(checkpoint: Checkpoint, found: CheckpointReading) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, Any]:
     """The report on the checkpoint itself, as JSON values."""
     config = found.config
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
@@ -129,8 +129,8 @@ def describe(checkpoint: Checkpoint, found: CheckpointReading) -> dict[str, Any]
     return report
 
 
-def describe_fit(found: CheckpointReading, target: PreTrainedConfig, name: str) -> dict[str, Any]:
-    """Whether the drafter fits the target; of a family without such a check, None."""
+def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: str) -> dict[str, Any]:
+    """The report on whether the drafter fits the target; `fits` is None for a family without such a check."""
     report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": None, "reason": None}
     config = found.config
     try:
@@ -149,7 +149,7 @@ def describe_fit(found: CheckpointReading, target: PreTrainedConfig, name: str) 
 
 
 def run_self_check(arguments: argparse.Namespace) -> SelfCheck:
-    """Load drafter and target as `arguments` say and score the readings."""
+    """Load the drafter and the target that `arguments` name, and score the interpretations."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", token=arguments.token)
     target = target.to(device).eval()
@@ -179,21 +179,22 @@ def _prompt(name: str, token: str | None, target: PreTrainedModel) -> torch.Tens
 
 
 def describe_self_check(result: SelfCheck) -> dict[str, Any]:
+    """The report on the self-check, as JSON values."""
     scores = [
-        {"reading": score.interpretation.changes(), "agreement": list(score.agreement), "mean": score.mean}
+        {"interpretation": score.interpretation.overrides(), "agreement": list(score.agreement), "mean": score.mean}
         for score in result.scores
     ]
     return {
-        "current": result.current.changes(),
-        "best": result.best.interpretation.changes(),
+        "current": result.current.overrides(),
+        "best": result.best.interpretation.overrides(),
         "conclusive": result.conclusive,
-        "verdict": result.verdict,
+        "conclusion": result.conclusion,
         "scores": scores,
     }
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = [
         f"checkpoint   {report['checkpoint']}",
         f"family       {report['family']} ({report['dialect']})",
@@ -205,7 +206,7 @@ def render(report: dict[str, Any]) -> str:
     if "modules" in report:
         lines.append(f"modules      {report['modules']}, caches chained by {report['chaining']}")
     if "aux_hidden_state_layer_ids" in report:
-        lines.append(f"taps         {report['taps'] or 'settled with --target'}")
+        lines.append(f"aux layers   {report['aux_hidden_state_layer_ids'] or 'decided with --target'}")
     if "model_type" in report:
         lines.append(f"model        {report['model_type']}")
     if "sizes" in report:
@@ -238,7 +239,7 @@ def _render_self_check(result: dict[str, Any]) -> list[str]:
     lines = ["self-check   agreement with the target's first choice, mean | by draft step"]
     for score in result["scores"]:
         steps = " ".join(f"{value:.3f}" for value in score["agreement"])
-        mark = "*" if score["reading"] == result["current"] else " "
-        lines.append(f" {mark} {score['mean']:.3f} | {steps}  {score['reading']}")
-    lines.append(f"  * the current reading; {result['verdict']}")
+        mark = "*" if score["interpretation"] == result["current"] else " "
+        lines.append(f" {mark} {score['mean']:.3f} | {steps}  {score['interpretation']}")
+    lines.append(f"  * the current interpretation; {result['conclusion']}")
     return lines

@@ -1,4 +1,4 @@
-"""Which reading of an ambiguous checkpoint were its weights trained for? One prompt tells."""
+"""Self-check: finds, on one prompt, the interpretation of an ambiguous checkpoint that its weights were trained for."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.dialects import SPECFORGE, rope_by_layer_type
+from ..checkpoints.dialects import SPECFORGE
+from ..checkpoints.overrides import Overrides, without_none
+from ..checkpoints.rope import rope_by_layer_type
 from ..config import DEFAULT_ROPE_THETA, Eagle3Config, PEagleConfig
 from ..drafters.eagle3 import Eagle3Drafter
 from ..drafters.layers import rotary_embedding
 from ..patching.hidden_states import AuxHiddenStateRecorder, decoder_layers
 from ..patching.support import LENGTH_DEPENDENT_ROPE
 
+# Draft steps that are scored.
 NUM_STEPS = 3
 
 
 class Interpretation(NamedTuple):
-    """One way to read a checkpoint, by keywords of `AutoDrafter.from_pretrained`.
+    """One interpretation of a checkpoint, as keywords of `AutoDrafter.from_pretrained`; see `Overrides`.
 
-    `taps` None: no boundary is read. `rope_parameters`: the whole of them, where more than their base is in question.
+    Attributes:
+        aux_hidden_state_layer_ids: None for a drafter that reads no auxiliary hidden states.
+        rope_parameters: given where it differs in more than `rope_theta`.
     """
 
     aux_hidden_state_layer_ids: tuple[int, ...] | None
@@ -34,24 +39,24 @@ class Interpretation(NamedTuple):
     rope_parameters: dict[str, Any] | None = None
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.changes().items())
+        return ", ".join(f"{name}={value}" for name, value in self.overrides().items())
 
-    def changes(self) -> dict[str, Any]:
-        changes = self._asdict() | {
-            "aux_hidden_state_layer_ids": self.aux_hidden_state_layer_ids and list(self.aux_hidden_state_layer_ids)
-        }
+    def overrides(self) -> Overrides:
+        """The keywords that load the checkpoint so."""
+        layer_ids = self.aux_hidden_state_layer_ids
+        overrides = self._asdict() | {"aux_hidden_state_layer_ids": layer_ids and list(layer_ids)}
         if self.rope_parameters is not None:
-            del changes["rope_theta"]
-        return {name: value for name, value in changes.items() if value is not None}
+            del overrides["rope_theta"]
+        return without_none(overrides)
 
 
 class Score(NamedTuple):
-    """How often a reading's drafts are the target's own choice.
+    """How often draft tokens under an interpretation are the target's most likely tokens.
 
     Attributes:
-        reading: what was scored.
+        interpretation: the one that was scored.
         agreement: a fraction for each draft step.
-        hits: bool, over all positions and steps; the same positions for every reading.
+        hits: `[n]` bool, over all steps and positions; n is the same for every interpretation.
     """
 
     interpretation: Interpretation
@@ -65,11 +70,11 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Scores of all readings, best first.
+    """Scores of all interpretations.
 
     Attributes:
-        scores: one a reading.
-        current: the reading that loading chose.
+        scores: of each interpretation, best first.
+        current: the interpretation that the drafter was loaded with.
     """
 
     scores: tuple[Score, ...]
@@ -81,42 +86,36 @@ class SelfCheck:
 
     @property
     def conclusive(self) -> bool:
-        """Whether the best reading beats the current one by more than twice the noise of a sign test."""
+        """Whether the best interpretation beats the current one by over two standard deviations of a sign test."""
         current = next(score for score in self.scores if score.interpretation == self.current)
         won = int((self.best.hits & ~current.hits).sum())
         lost = int((current.hits & ~self.best.hits).sum())
         return won - lost > 2 * (won + lost) ** 0.5
 
     @property
-    def verdict(self) -> str:
+    def conclusion(self) -> str:
+        """The result in one sentence."""
         if not self.conclusive:
-            return f"the current reading stands ({self.current}): no other is clearly better."
-        current = self.current.changes()
-        changed = {
-            name: value for name, value in self.best.interpretation.changes().items() if current.get(name) != value
-        }
-        keywords = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-        return f"the weights were trained for another reading; pass {keywords} to AutoDrafter.from_pretrained."
+            return f"the current interpretation stands ({self.current}): no other is clearly better."
+        current, best = self.current.overrides(), self.best.interpretation.overrides()
+        keywords = ", ".join(f"{name}={value!r}" for name, value in best.items() if current.get(name) != value)
+        return f"the weights were trained for another interpretation; pass {keywords} to AutoDrafter.from_pretrained."
 
 
 def interpretations_of(
     config: Eagle3Config, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
 ) -> Iterator[Interpretation]:
-    """Every reading that a published checkpoint of this configuration might mean, the current one first.
+    """Every interpretation that a checkpoint of this configuration may have been trained for, the current one first.
 
     Args:
         config: the drafter's.
-        taps: boundaries it taps at present, ascending.
-        num_layers: of the target. Boundaries one lower and one higher are tried where they exist.
-        target_rope: RoPE parameters of the target, also by type of layer. A drafter that was trained with their scaling
-            may not say so.
+        aux_hidden_state_layer_ids: the current ones, ascending.
+        num_layers: of the target. Layer ids one lower and one higher are tried where they exist.
+        target_rope: RoPE parameters of the target, also by type of layer. A drafter may have been trained with their
+            scaling without stating it.
     """
-    shifted = [tuple(tap + shift for tap in aux_hidden_state_layer_ids) for shift in (0, 1, -1)]
-    layer_ids = (
-        [found for found in shifted if found[0] >= 0 and found[-1] <= num_layers]
-        if aux_hidden_state_layer_ids
-        else [None]
-    )
+    shifted = [tuple(layer_id + shift for layer_id in aux_hidden_state_layer_ids) for shift in (0, 1, -1)]
+    all_layer_ids = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers] if shifted[0] else [None]
     own, theirs = config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope]
     bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
     ropes: list[tuple[float, dict[str, Any] | None]] = [
@@ -126,18 +125,22 @@ def interpretations_of(
         if rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT_ROPE}:
             ropes.append((base, dict(rope)))
     residuals = (config.norm_before_residual, not config.norm_before_residual)
-    # Nothing is fed back where all tokens are drafted in one pass.
+    # In parallel drafting no hidden state is fed back.
     feedbacks = (config.norm_output, not config.norm_output)[: 1 if config.parallel_drafting else 2]
-    # Only SpecForge's EAGLE-3 files may hold a final norm that is not to be applied.
+    # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
     is_optional = config.final_norm and config.dialect == SPECFORGE and not isinstance(config, PEagleConfig)
     finals = (True, False) if is_optional else (config.final_norm,)
-    for layer_id, residual, feedback, final, (theta, rope) in product(layer_ids, residuals, feedbacks, finals, ropes):
-        yield Interpretation(layer_id, residual, feedback, final, theta, rope)
+    for layer_ids, residual, feedback, final, (theta, rope) in product(
+        all_layer_ids, residuals, feedbacks, finals, ropes
+    ):
+        yield Interpretation(layer_ids, residual, feedback, final, theta, rope)
 
 
-def reread(drafter: Eagle3Drafter, target: PreTrainedModel, interpretation: Interpretation) -> Eagle3Drafter:
-    """The same weights, not copied, under another reading, bound to `target`."""
-    settings = drafter.config.to_dict() | interpretation.changes()
+def with_interpretation(
+    drafter: Eagle3Drafter, target: PreTrainedModel, interpretation: Interpretation
+) -> Eagle3Drafter:
+    """A drafter with the same weights, not copied, under another interpretation, bound to `target`."""
+    settings = drafter.config.to_dict() | interpretation.overrides()
     if interpretation.rope_parameters is None:
         theta = settings.pop("rope_theta")
         settings["rope_parameters"] = drafter.config.rope_parameters | {"rope_theta": theta}
@@ -155,10 +158,10 @@ def reread(drafter: Eagle3Drafter, target: PreTrainedModel, interpretation: Inte
 def self_check(
     drafter: Eagle3Drafter, target: PreTrainedModel, input_ids: torch.Tensor, num_new_tokens: int = 128
 ) -> SelfCheck:
-    """Score every reading of a bound drafter on a prompt and the target's own greedy continuation of it.
+    """Score every interpretation of a bound drafter on a prompt and the target's greedy continuation of it.
 
-    The target runs once over the text. Each reading then drafts from every position, `NUM_STEPS` tokens deep, and is
-    scored by how often its first choice is the target's.
+    The target runs once over the text. Under each interpretation the drafter then drafts `NUM_STEPS` tokens from every
+    position, and is scored by how often its most likely token is the target's.
 
     Args:
         drafter: bound to `target`.
@@ -180,17 +183,15 @@ def self_check(
     )
     with AuxHiddenStateRecorder(target, layer_ids, last_hidden_state=drafter.reads_last_hidden_state) as recorder:
         choices = target(text, use_cache=False).logits[0].argmax(-1)
-        aux_hidden_states = recorder.aux_hidden_states
+        recorded = recorder.aux_hidden_states
     width = drafter.config.target_hidden_size
-    recorded = dict(zip(layer_ids, aux_hidden_states.split(width, dim=-1), strict=True)) if layer_ids else {}
+    by_id = dict(zip(layer_ids, recorded.split(width, dim=-1), strict=True)) if layer_ids else {}
     scores = []
     for interpretation in interpretations:
-        chosen = (
-            aux_hidden_states
-            if interpretation.aux_hidden_state_layer_ids is None
-            else torch.cat([recorded[tap] for tap in interpretation.aux_hidden_state_layer_ids], dim=-1)
-        )
-        scores.append(_score(reread(drafter, target, interpretation), interpretation, text, chosen, choices))
+        ids = interpretation.aux_hidden_state_layer_ids
+        aux_hidden_states = recorded if ids is None else torch.cat([by_id[layer_id] for layer_id in ids], dim=-1)
+        other = with_interpretation(drafter, target, interpretation)
+        scores.append(_score(other, interpretation, text, aux_hidden_states, choices))
     ordered = sorted(scores, key=lambda score: -score.mean)
     return SelfCheck(tuple(ordered), interpretations[0])
 
@@ -202,7 +203,7 @@ def _score(
     aux_hidden_states: torch.Tensor,
     choices: torch.Tensor,
 ) -> Score:
-    """Score one reading. `choices` is `[S]`: the target's most likely token after each of the `[1, S]` tokens."""
+    """Score one interpretation; `choices` `[S]` is the target's most likely token after each of the `[1, S]` tokens."""
     device = drafter.device
     steps = drafter(text.to(device), aux_hidden_states.to(device), num_steps=NUM_STEPS)
     hits = []
@@ -210,6 +211,6 @@ def _score(
         drafted = logits[0].argmax(-1)
         drafted = drafted if drafter.target_ids is None else drafter.target_ids[drafted]
         # At step s slot p drafts the token at position p + 2 + s, the target's choice at position p + 1 + s.
-        wanted = choices[step + 1 :].to(device)
-        hits.append((drafted[: len(wanted)] == wanted).cpu())
+        targets = choices[step + 1 :].to(device)
+        hits.append((drafted[: len(targets)] == targets).cpu())
     return Score(interpretation, tuple(float(hit.float().mean()) for hit in hits), torch.cat(hits))

@@ -11,7 +11,7 @@ from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
 from ..patching.support import num_cache_layers, why_not_supported
 
-# Model inputs that the static engine replaces by its own; any other that is set keeps a call on the stock loop.
+# Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
 REPLACED_INPUTS = frozenset(
     {
         "attention_mask",
@@ -42,7 +42,7 @@ def why_not_static(
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:
-    """The static engine does not ask `prepare_inputs_for_generation`, as long as it is one of transformers' own."""
+    """The static engine does not call `prepare_inputs_for_generation`, so it must be one of transformers' own."""
     prepare = model.prepare_inputs_for_generation
     by_class = type(model).prepare_inputs_for_generation
     if getattr(prepare, "__func__", prepare) is by_class and by_class.__module__.partition(".")[0] == "transformers":
@@ -54,12 +54,12 @@ def _why_not_inputs(model: PreTrainedModel) -> str | None:
 
 
 def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
-    """What plain `generate()` returns for each step as attention weights, if `model` computes none.
+    """What plain `generate()` returns as attention weights of a step, if `model` computes none: empty tuples.
 
-    Kernels other than eager attention never hold them. None if there are weights, or if nobody asks.
+    Only eager attention computes them. None if there are weights, or if the call does not ask for them.
 
     Raises:
-        ValueError: there are weights, but not for every token of a block of drafts.
+        ValueError: the call asks for weights beyond a sliding window, where those of single tokens cannot be separated.
     """
     if not (config.return_dict_in_generate and config.output_attentions):
         return None
@@ -75,8 +75,8 @@ def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple 
 
 
 def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -> None:
-    # Behind a window the keys that a layer reads are another number for a block than for a token, and transformers'
-    # assisted generation, which cuts a block's weights into those of its tokens, takes them from the wrong place.
+    # Beyond a sliding window a block of tokens reads another number of keys than a single token, and transformers'
+    # assisted generation, which splits the weights of a block into those of its tokens, takes wrong columns.
     layers = DynamicCache(config=model.config.get_text_config()).layers
     window = min((layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)), default=None)
     if window is not None and config.max_length > window:
@@ -108,7 +108,7 @@ def _why_not_call(
 
 
 def _is_input(value: Any) -> bool:
-    # transformers gives a model that also sees an empty dictionary of images for a text.
+    # transformers passes an empty dictionary of images to a multimodal model with a text prompt.
     return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
 
 

@@ -1,4 +1,4 @@
-"""What a call gives the target to read."""
+"""Checks of a call: target, drafter and settings; shapes, dtypes and tokens of the prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, model_kwar
     if mask is None:
         return
     cache = model_kwargs.get("past_key_values")
-    # Behind a filled cache a mask may also cover what that holds: see `continuation.read_prompts`.
+    # With a filled cache a mask may also cover the cached text, see `prompts.read_prompts`.
     is_filled = cache is not None and cache.get_seq_length() > 0
     shapes = (tuple(mask.shape[:1]), tuple(input_ids.shape[:1])) if is_filled else (mask.shape, input_ids.shape)
     if mask.dim() != 2 or shapes[0] != shapes[1]:
@@ -48,7 +48,7 @@ def check_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, model_kwar
 
 
 def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-    """Check that `model` has the tokens of a prompt; on a GPU, one that it has not would end the process.
+    """Check that the tokens of the prompts are in the vocabulary; an id outside ends a process that uses a GPU.
 
     Args:
         model: the target.
@@ -56,7 +56,7 @@ def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask
         attention_mask: `[B, P or more]`, on the host; None if all are tokens.
 
     Raises:
-        ValueError: naming one that it does not have.
+        ValueError: naming a token outside the vocabulary.
     """
     weight = getattr(model.get_input_embeddings(), "weight", None)
     size = max(model.config.get_text_config().vocab_size, 0 if weight is None or weight.dim() != 2 else len(weight))

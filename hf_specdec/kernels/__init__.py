@@ -1,7 +1,7 @@
-"""Triton kernels of a round and their PyTorch references.
+"""Triton kernels of a round, and their PyTorch references.
 
-The files are in the folder `kernels` beside this package in a checkout; wheels have them here, without this file (see
-`package-dir` in pyproject.toml).
+In a checkout this package's modules are the files of the folder `kernels` beside `hf_specdec`. A wheel has them in this
+folder, without this file (`package-dir` in pyproject.toml).
 """
 
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Targets that several processes run together (tensor parallelism)."""
+"""Tensor parallelism: targets that several ranks run together."""

@@ -1,4 +1,4 @@
-"""Processes that run one model together: tensor parallelism."""
+"""Tensor parallelism: the ranks that run one model together, and what each has of its weights."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 
 def num_processes() -> int:
-    """How many processes torchrun, or accelerate, has started together with this one; 1 if nobody has."""
+    """How many processes torchrun or accelerate started together with this one, itself included."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_process() -> bool:
-    """Whether this process speaks for those that were started together with it."""
+    """Whether this process has rank 0, which alone prints and writes files."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def local_rank() -> int:
-    """Number of this process among those on its host, and of the device that it has there."""
+    """Index of this process among those on its host, which is also the index of its device."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of `tensor`, sharing its memory; `tensor` itself if that is not split."""
+    """This rank's shard of `tensor`, sharing its memory; `tensor` itself if it is not a `DTensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def tensor_parallel_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
-    """The processes over which transformers has split the weights of `model` (`tp_plan`); None if they are all here."""
+    """The ranks over which transformers has sharded the weights of `model` (`tp_plan`); None if it is not sharded."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
     mesh = model._device_mesh
@@ -53,7 +53,7 @@ def tensor_parallel_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
 
 
 def from_first_rank(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """What the first of the processes that run `model` has for `tensor`, on its device; of the same shape on all."""
+    """`tensor` of the first of the ranks that run `model`, by a broadcast; its shape is the same on all ranks."""
     group = tensor_parallel_group(model)
     if group is None:
         return tensor
@@ -63,13 +63,13 @@ def from_first_rank(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tenso
 
 
 class Wrapper(NamedTuple):
-    """What transformers has wrapped around a module of a split model.
+    """The wrapper that transformers has put around the `forward` of a module of a tensor-parallel model.
 
     Attributes:
-        forward: what is called now.
-        style: how the module is split.
-        mesh: over what.
-        wrapped: the module's own `forward`.
+        forward: the wrapped `forward`, which the module has as an attribute.
+        style: how the module is sharded.
+        mesh: the devices it is sharded over.
+        wrapped: the `forward` of the module without the wrapper.
     """
 
     forward: Callable
@@ -79,7 +79,7 @@ class Wrapper(NamedTuple):
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
-    """What transformers has wrapped around `module`; None if there is nothing, or something that others wrapped."""
+    """The wrapper around the `forward` of `module`; None if it has none, or one that is not of transformers."""
     from transformers.distributed.tensor_parallel import TensorParallelLayer
 
     forward = vars(module).get("forward")
@@ -92,7 +92,7 @@ def wrapper_of(module: nn.Module) -> Wrapper | None:
 
 
 def _only_splits(module: nn.Module) -> bool:
-    """Whether what is wrapped around `module` does nothing once its weights are local: it has rows of a weight."""
+    """Whether the wrapper of `module` does nothing once its weights are local: a plain column-parallel linear layer."""
     from transformers.distributed.tensor_parallel import ColwiseParallel
 
     wrapper = wrapper_of(module)
@@ -105,35 +105,37 @@ def _only_splits(module: nn.Module) -> bool:
 
 @contextmanager
 def local_linears(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which split linear layers of `model` have this process's part of their weights as plain tensors.
+    """Context in which sharded linear layers of `model` have this rank's shards of their weights as plain tensors.
 
-    transformers computes with these parts where no gradients are asked for, but takes them out of the `DTensor`s at
-    every call of a layer. That is work for the host, and more for a compiler, which has to follow it layer by layer.
-    Layers whose outputs stay split are then ordinary ones, with nothing wrapped around them.
+    Without gradients transformers computes with these shards too, but extracts them from the `DTensor`s at every call
+    of a layer, which costs time on the host, and more in a compiler, which traces it in every layer. The wrappers of
+    column-parallel layers whose outputs stay sharded are removed, since they have nothing left to do.
     """
-    split: list[tuple[nn.Linear, str, nn.Parameter]] = []
+    sharded: list[tuple[nn.Linear, str, nn.Parameter]] = []
     try:
         for module in model.modules():
             if not isinstance(module, nn.Linear):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):
-                    split.append((module, name, parameter))
-                    # Not a view of it, as `to_local` gives: where it is moved, `parameter` must follow.
+                    sharded.append((module, name, parameter))
+                    # Not `to_local`, which returns a view: if the shard is moved, `parameter` has to follow.
                     module._parameters[name] = parameter._local_tensor
         with replaced("forward", [(module, ABSENT) for module in model.modules() if _only_splits(module)]):
             yield
     finally:
-        for module, name, parameter in split:
+        for module, name, parameter in sharded:
             module._parameters[name] = parameter
 
 
 def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str]:
-    """Names of `values` that are not the same on all processes that run `model`; the answer is. One small collective.
+    """Names of `values` that differ between the ranks that run `model`; every rank gets the same list.
+
+    It costs one small all-gather of hashes.
 
     Args:
         model: the target.
-        values: the same names on all processes; tensors, or what has a `repr` that tells it.
+        values: tensors, or objects that are equal if their `repr` is; by names that are the same on all ranks.
     """
     group = tensor_parallel_group(model)
     if group is None:
@@ -146,12 +148,15 @@ def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str
 
 
 def check_same_call(model: PreTrainedModel, criteria: StoppingCriteriaList, values: dict[str, Any]) -> None:
-    """Raise `ValueError` unless all processes that run `model` were asked for the same; otherwise they would hang.
+    """Check that all ranks that run `model` make the same call; with different ones they would hang.
 
     Args:
-        model: the target, split over processes.
+        model: the target, sharded over ranks.
         criteria: of the call.
-        values: what makes the call, by name; see `find_differences`.
+        values: the arguments of the call, by name; see `find_differences`.
+
+    Raises:
+        ValueError: the arguments differ, or `criteria` have a time limit, which ranks would reach at different tokens.
     """
     if any(isinstance(rule, MaxTimeCriteria) for rule in criteria):
         raise ValueError(
@@ -167,7 +172,7 @@ def check_same_call(model: PreTrainedModel, criteria: StoppingCriteriaList, valu
 
 
 def check_same_tokens(model: PreTrainedModel, sequences: torch.Tensor) -> None:
-    """Raise `RuntimeError` unless all processes that run `model` generated the same `sequences`."""
+    """Raise `RuntimeError` unless all ranks that run `model` generated the same `sequences`."""
     if find_differences(model, {"tokens": sequences}):
         raise RuntimeError(
             f"The processes that {type(model).__name__} is split over (tensor parallel) generated different tokens, so "

@@ -1,1 +1,1 @@
-"""What is changed about a target, or a draft model, while an engine runs it."""
+"""Changes that the static engine makes to a target, or a draft model, while it runs it, and undoes afterwards."""

@@ -1,4 +1,4 @@
-"""Attention over a `RaggedCache`, registered with transformers."""
+"""Attention over a `RaggedCache`, registered with transformers as an attention implementation."""
 
 from __future__ import annotations
 
@@ -31,9 +31,20 @@ def ragged_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface over a `RaggedCache`.
 
-    `attention_mask` is that of `RaggedCache.attention_mask`, int64: a 4-D mask reaches every layer untouched, sliding
-    ones included, and visibility is a function of positions alone. Nobody else has masks of whole numbers: what comes
-    with another one, or none, is not ours and runs what the module ran before.
+    Which keys a query sees is a function of positions alone, so `attention_mask` is `RaggedCache.attention_mask`: the
+    positions, int64. transformers passes a 4-D mask on to every layer unchanged, sliding-window layers included. Masks
+    of transformers are bool or floating point, so a call with any mask but an int64 one, or with none, does not come
+    from an engine: it runs the attention that the module has outside of `ragged_attention`.
+
+    Args:
+        module: the attention layer.
+        query: `[B, heads, n, head_dim]`.
+        key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
+        attention_mask: `[B, 1 or 2, n, 1]` int64.
+        options: `scaling`, `sliding_window`, `s_aux` (attention sinks), `softcap`; others are ignored.
+
+    Returns:
+        `[B, n, heads, head_dim]`, and None in the place of attention weights.
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
@@ -69,7 +80,7 @@ def _attend(
 
 
 class _Original:
-    """A module as it is without us, for attention functions that read its configuration."""
+    """A module with its original configuration, for attention functions that read it from the module."""
 
     def __init__(self, module: torch.nn.Module):
         self._module = module
@@ -81,22 +92,29 @@ class _Original:
 
 
 def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The attention function that `module` runs outside of `ragged_attention`."""
+    """The attention function that `module` runs outside of `ragged_attention`.
+
+    Raises:
+        RuntimeError: `module` belongs to a drafter's model, which has no other attention.
+    """
     name = original(module.config, _ENTRY)
     if name == ATTENTION_NAME:
         raise RuntimeError(
-            f"{type(module).__name__} belongs to a drafter, whose model runs on the drafter's cache only; expected "
-            "positions as its mask. Load the model once more to run it by itself."
+            f"{type(module).__name__} belongs to a drafter, whose model runs on the drafter's cache only; expected the "
+            "attention mask of a `RaggedCache`. To run the model by itself load a second copy of it."
         )
-    # "eager" is registered nowhere: the file of every model has its own.
+    # transformers does not register "eager": each modeling file defines its own `eager_attention_forward`.
     forward = inspect.unwrap(type(module).forward)
     names = (*forward.__code__.co_names, "eager_attention_forward")
-    own = [one for one in names if one.endswith("eager_attention_forward") and one in forward.__globals__]
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, forward.__globals__[own[0]] if own else None)
+    eager = [one for one in names if one.endswith("eager_attention_forward") and one in forward.__globals__]
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, forward.__globals__[eager[0]] if eager else None)
 
 
 def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask interface: the mask for the attention that `config` names outside of `ragged_attention`."""
+    """transformers' mask interface: the mask of the attention implementation that `config` had before it was patched.
+
+    It makes masks for calls by others while `ragged_attention` is active; engines bring their own masks.
+    """
     name = original(config, _ENTRY)
     if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
@@ -110,28 +128,28 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
 def cached_attend(cache: RaggedCache, slots: torch.Tensor):
     """An `Attend` (see `drafters.layers`) that stores keys and values in `cache` and attends to its live slots.
 
-    `slots` `[B, n]` int64 are those of the keys; fewer queries are those of the last keys.
+    `slots` `[B, n]` int64 are those of the keys. If there are m < n queries, they are at the last m slots.
     """
 
     def attend(layer_idx, query, key, value, window):
         keys, values = cache.update(key, value, layer_idx)
-        asking, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
-        return ops.attention(query, keys, values, asking, scaling, window=window, starts=cache.starts)
+        positions, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
+        return ops.attention(query, keys, values, positions, scaling, window=window, starts=cache.starts)
 
     return attend
 
 
 def ragged_attention(target: PreTrainedModel) -> AbstractContextManager[None]:
-    """Within the context `target` runs `ragged_attention_forward`; afterwards what it ran before."""
+    """Context in which `target` runs `ragged_attention_forward` instead of its own attention implementation."""
     return registered_attention(target, ATTENTION_NAME)
 
 
 def registered_attention(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-    """Within the context `model` runs the attention registered under `name`; afterwards what it ran before."""
+    """Context in which `model` runs the attention implementation that is registered with transformers as `name`."""
     return replaced(_ENTRY, [(config, name) for config in submodel_configs(model)])
 
 
 def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations that modules of `model` look at, each once."""
+    """The configurations that modules of `model` read, each once."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())

@@ -1,4 +1,4 @@
-"""The ragged static KV cache: every row has its own length, and slot == position."""
+"""The static KV cache of ragged batches: every row has its own length, and slot == position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ class RaggedLayer(CacheLayerMixin):
         self.allocate(key_states, value_states, len(key_states))
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, batch: int) -> None:
-        """Allocate `batch` rows for states `[any, kv_heads, any, head_dim]` like those that are given."""
+        """Allocate `batch` rows.
+
+        Args:
+            key_states, value_states: `[any, kv_heads, any, head_dim]`; only number of heads, width, dtype and device
+                are read.
+            batch: rows.
+        """
         self.dtype, self.device = key_states.dtype, key_states.device
         # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
         self.keys, self.values = (
@@ -34,7 +40,11 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new states at the cache's `positions`; return keys and values to read, `[B, kv_heads, span, D]`."""
+        """Store new states, `[B, kv_heads, n, head_dim]`, at the cache's `positions`.
+
+        Returns:
+            the keys and values to attend to, `[B, kv_heads, span, head_dim]` views of the cache.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         ops.write_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
@@ -56,18 +66,23 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class RaggedCache(Cache):
-    """A preallocated cache in which row b's token at position t lives in slot t, whatever the other rows do.
+    """A preallocated cache in which row b's token at position t is in slot t, whatever the lengths of other rows.
 
     Nothing is ever rolled back: a rejected token's slot is overwritten by the next round, and a slot is visible only
-    to queries at its position or later. The last slot, `scrap`, takes what belongs nowhere: padding, finished rows,
-    positions past the length limit. No live query ever sees it.
+    to queries at its position or later. The last slot is the dummy slot: keys and values of padding, of finished rows
+    and of positions past the length limit are written there. No query of an unfinished row attends to it.
+
+    Args:
+        num_layers: layers that have keys and values.
+        slots: slots of each layer, the dummy slot included.
+        starts: see below.
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
-        starts: `[B]` int64, the first slot of each row that queries may see; None for the first of all.
-        span: how many leading slots attention is given. Where kernels run, all of them: they read only what is live,
-            and their launches depend on no length. Elsewhere as many as may be live and one more, as the last counts
-            as scrap.
+        starts: `[B]` int64, the first slot of each row that queries attend to; None for slot 0 in all rows.
+        span: how many leading slots attention is given. With Triton kernels all of them: kernels read live slots only,
+            and a launch that is the same for all lengths can be captured. With the PyTorch references as many as may be
+            live and one more, because the last slot given is taken for the dummy slot.
     """
 
     def __init__(self, num_layers: int, slots: int, starts: torch.Tensor | None = None):
@@ -78,15 +93,21 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
 
     def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:
-        """What models are given as `attention_mask`: queries at `slots` `[B, n]`, and `starts`, `[B, 1 or 2, n, 1]`."""
+        """The `attention_mask` of a forward pass whose queries are at `slots` `[B, n]` int64.
+
+        Returns:
+            `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 2, n, 1]`, the slots and the first slot of each row.
+        """
         if self.starts is None:
             return slots[:, None, :, None]
         return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1)[..., None]
 
     def advance(self, positions: torch.Tensor, live: int) -> None:
-        """Say where the next forward pass writes, and how many leading slots its live queries may see.
+        """Set where the next forward pass writes, and how many leading slots its queries may attend to.
 
-        `live` is a bound that the host knows without asking the device.
+        Args:
+            positions: `[B, n]` int64 slots.
+            live: upper bound of the slots in use, known without synchronizing with the device.
         """
         self.positions = positions
         self.span = self.slots if ops.has_kernels(positions.device) else min(live + 1, self.slots)

@@ -1,4 +1,4 @@
-"""Mixtures of experts with few tokens, registered with transformers."""
+"""Mixture-of-experts layers for few tokens, registered with transformers as an experts implementation."""
 
 from __future__ import annotations
 
@@ -20,38 +20,40 @@ EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"
 _ENTRY = "_experts_implementation_internal"
 
-# Tokens an expert has on average up to which a block of them has few rows, and up to which our products are taken for
-# bfloat16; above, torch's grouped ones. One H200, microseconds of both products with 128 experts of Qwen3-MoE's width,
-# 8 for each token: at 4 tokens 76 (grouped, with what they need around them, 133), at 128 288 (933), at 512 313 in
-# blocks of 64 and 417 in blocks of 16 (488).
-FEW_TOKENS = 8
-MOST_TOKENS = 64
+# Limits on the average number of tokens an expert gets: up to the first, blocks have 16 rows, above it 64; up to the
+# second, bfloat16 is computed by the Triton kernel, above it by torch's grouped matmul. Measured on one H200,
+# microseconds of both linears of 128 experts of Qwen3-MoE's width, 8 experts a token; in brackets grouped matmul with
+# the sorting around it: 4 tokens 76 (133); 128 tokens 288 (933); 512 tokens 313 in blocks of 64 rows, 417 in blocks of
+# 16 (488).
+MAX_TOKENS_OF_SMALL_BLOCKS = 8
+MAX_TOKENS_OF_KERNEL = 64
 
-# transformers' choices where nobody has made one.
+# Implementations that transformers picks by itself, where the user has set none.
 DEFAULTS = ("eager", "grouped_mm")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def choose_rows(num_pairs: int, num_experts: int) -> int:
-    """Tokens of a block, for which an expert's weights are read once."""
-    return 16 if num_pairs <= FEW_TOKENS * num_experts else 64
+    """Rows (tokens) of a block, which reads its expert's weights once; `num_pairs` are pairs of token and expert."""
+    return 16 if num_pairs <= MAX_TOKENS_OF_SMALL_BLOCKS * num_experts else 64
 
 
 def experts_forward(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' interface of experts: the chosen ones' answers to every token, weighted and added up.
+    """transformers' experts interface: outputs of the routed experts for every token, weighted and summed.
 
-    Of its own implementations, the loop over experts reads on the host which of them have tokens, products batched over
-    tokens copy the weights for each of them, and grouped ones (bfloat16 only, when compiled) sort tokens and results
-    by a dozen launches. This one reads the weights of the chosen experts once, in three launches besides the activation
-    and the sum.
+    Of transformers' implementations, "eager" loops over experts and synchronizes with the device to learn which of them
+    have tokens; "batched_mm" copies the weights of its experts for every token; "grouped_mm" (bfloat16 only when
+    compiled) sorts tokens and outputs in a dozen kernel launches. This one reads the weights of the routed experts
+    once, in three launches besides the activation and the sum.
 
     Args:
-        module: whose class has transformers' `use_experts_implementation`.
+        module: of a class decorated with transformers' `use_experts_implementation`.
         hidden_states: `[n, H]`.
-        top_k_index: `[n, k]` int64, the experts of each token; those beyond the module's own answer nothing.
+        top_k_index: `[n, k]` int64, the experts of each token; an index of at least the number of the module's experts
+            adds nothing.
         top_k_weights: `[n, k]`.
 
     Returns:
@@ -60,26 +62,26 @@ def experts_forward(
     name = "gate_up_proj" if module.has_gate else "up_proj"
     first, second = getattr(module, name), module.down_proj
     num_experts, num_pairs = len(second), top_k_index.numel()
-    if num_pairs > MOST_TOKENS * num_experts and first.dtype == torch.bfloat16:
+    if num_pairs > MAX_TOKENS_OF_KERNEL * num_experts and first.dtype == torch.bfloat16:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
     rows = choose_rows(num_pairs, num_experts)
     plan = ops.plan_experts(top_k_index, num_experts, rows)
 
-    def product(inputs: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(inputs: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         return ops.expert_linear(inputs.to(weight.dtype), weight, bias, plan, rows, module.is_transposed)
 
-    inner = product(hidden_states, first, name)
+    inner = linear(hidden_states, first, name)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    answers = product(inner, second, "down_proj")
+    outputs = linear(inner, second, "down_proj")
     if getattr(module, "has_post_expert_norm", False):
-        answers = module.post_expert_norm(answers)
-    answers = answers.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
-    return answers.sum(1).to(hidden_states.dtype)
+        outputs = module.post_expert_norm(outputs)
+    outputs = outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
+    return outputs.sum(1).to(hidden_states.dtype)
 
 
 def _for_engines(implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`implementation` where an engine runs the experts, and what they ran before for everybody else."""
+    """`implementation` when an engine runs the experts; their original implementation when other code does."""
 
     def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
         return (implementation if runs_engine() else _original_experts(module))(module, *args)
@@ -88,9 +90,11 @@ def _for_engines(implementation: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _original_experts(module: nn.Module) -> Callable[..., torch.Tensor]:
-    # "eager" is the forward of the class itself, around which transformers has put the choice.
-    own = next(vars(cls)["forward"] for cls in type(module).__mro__ if hasattr(vars(cls).get("forward"), "__wrapped__"))
-    return ALL_EXPERTS_FUNCTIONS.get_interface(original(module.config, _ENTRY), own.__wrapped__)
+    # "eager" is the forward of the class itself, which transformers' decorator wraps.
+    wrapper = next(
+        vars(cls)["forward"] for cls in type(module).__mro__ if hasattr(vars(cls).get("forward"), "__wrapped__")
+    )
+    return ALL_EXPERTS_FUNCTIONS.get_interface(original(module.config, _ENTRY), wrapper.__wrapped__)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _for_engines(experts_forward))
@@ -98,36 +102,36 @@ ALL_EXPERTS_FUNCTIONS.register(BATCHED_NAME, _for_engines(ALL_EXPERTS_FUNCTIONS[
 
 
 def _is_suitable(model: PreTrainedModel) -> bool:
-    """Whether `experts_forward` can compute with the weights of experts in `model`: none is quantised."""
-    # Weights of experts are stacked, [experts, out, in]; a mask's hidden state, [1, 1, width], is none.
+    """Whether `experts_forward` can compute with the experts' weights in `model`: none is quantised."""
+    # Experts' weights are stacked, [experts, out, in]; the hidden state of a mask token, [1, 1, width], is no weight.
     stacked = (parameter for parameter in model.parameters() if parameter.dim() == 3 and len(parameter) > 1)
     return all(type(weight) in (*PLAIN_WEIGHTS, DTensor) and weight.dtype in _DTYPES for weight in stacked)
 
 
 def original_experts_implementation(model: PreTrainedModel) -> str | None:
-    """What `model` computes mixtures of experts by, also while it runs by ours."""
+    """The experts implementation that `model` has outside of the contexts of this module."""
     return original(model.config.get_text_config(), _ENTRY)
 
 
 def triton_experts(*models: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context in which mixtures of experts in `models` compute by `experts_forward`.
+    """Context in which mixture-of-experts layers in `models` compute by `experts_forward`.
 
-    Those whose user has made another choice than `DEFAULTS` do not, nor those that cannot.
+    Models keep their implementation if the user has set another one than `DEFAULTS`, or if a weight is quantised.
     """
     configs = [config for model in models if _is_suitable(model) for config in submodel_configs(model)]
     return replaced(_ENTRY, [(config, EXPERTS_NAME) for config in configs if original(config, _ENTRY) in DEFAULTS])
 
 
 def copies_experts(*models: PreTrainedModel) -> bool:
-    """Whether, within `experts_without_host`, `models` copy weights of experts for every token."""
+    """Whether, within `capturable_experts`, any of `models` copies the experts' weights for every token."""
     return not all(_is_suitable(model) for model in models)
 
 
 def capturable_experts(*models: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context, within `own_experts`, in which mixtures of experts in `models` compute in a way that a graph can hold.
+    """Context, within `triton_experts`, in which mixture-of-experts layers in `models` can be captured in a CUDA graph.
 
-    transformers' loop over experts reads on the host which of them have tokens, and so do grouped products of anything
-    but bfloat16. Where `experts_forward` cannot be taken, products batched over tokens are.
+    transformers' "eager" implementation synchronizes with the device to learn which experts have tokens, and so does
+    "grouped_mm" in any dtype but bfloat16. Where `experts_forward` cannot be used, "batched_mm" takes their place.
     """
     configs = [config for model in models for config in submodel_configs(model)]
     return replaced(_ENTRY, [(config, BATCHED_NAME) for config in configs if getattr(config, _ENTRY) in DEFAULTS])

@@ -1,4 +1,4 @@
-"""Products of one input as one product: query, key and value; gate and up."""
+"""Linear layers of one input as one matmul: query, key and value; gate and up."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ..device_policy import policy_of
 from .linear import PLAIN_WEIGHTS
 from .patch import replaced, runs_engine
 
-# Children of one module that are called with the same input, the first one first.
+# Names of children of one module that are called with the same input, in the order in which they are called.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:
-    """Several `nn.Linear` of one input as one, whose outputs are handed out as the layers are called.
+    """Several `nn.Linear` of one input as one matmul; each layer returns its slice of the output when it is called.
 
     Args:
-        layers: that share their memory (see `lying_together`).
-        weight: `[sum of out, in]`, of which the layers' weights are parts.
-        bias: `[sum of out]` or None.
+        layers: whose weights have adjacent storages (see `adjacent_storages`), in the order in which they are called.
+        weight: `[sum of out, in]`, the memory of all weights.
+        bias: `[sum of out]`, the memory of all biases; None if the layers have none.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor, bias: torch.Tensor | None):
         self._layers = layers
         self._weight, self._bias = weight, bias
-        self._sizes = [len(layer.weight) for layer in layers]  # of a split layer, its part
-        # One attribute: calls of two threads must not find the input of one and the outputs of the other.
+        self._sizes = [len(layer.weight) for layer in layers]  # under tensor parallelism, of this rank's shard
+        # One attribute, so that a thread never sees the input of one thread's call with the outputs of another's.
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -46,7 +46,7 @@ class FusedLinear:
             if index == 0:
                 self._last = inputs, F.linear(inputs, self._weight, self._bias).split(self._sizes, -1)
             last_input, outputs = self._last
-            if last_input is not inputs:  # a module that calls its layers in another way
+            if last_input is not inputs:  # the module called its layers with different inputs, or in another order
                 return F.linear(inputs, layer.weight, layer.bias)
             if index == len(self._layers) - 1:
                 self._last = None, ()
@@ -56,37 +56,38 @@ class FusedLinear:
         return forward
 
 
-class _Moved:
-    """Where tensors lie that were moved next to each other; it keeps none of them alive."""
+class _FusedStorages:
+    """Weak references to the storages that `_move` has allocated, by address."""
 
     def __init__(self) -> None:
-        self._places: dict[int, StorageWeakRef] = {}
+        self._references: dict[int, StorageWeakRef] = {}
         self._lock = threading.Lock()
 
-    def add(self, whole: torch.Tensor) -> None:
+    def add(self, fused: torch.Tensor) -> None:
         with self._lock:
-            self._places = {at: place for at, place in self._places.items() if not place.expired()}
-            self._places[whole.data_ptr()] = StorageWeakRef(whole.untyped_storage())
+            self._references = {at: one for at, one in self._references.items() if not one.expired()}
+            self._references[fused.data_ptr()] = StorageWeakRef(fused.untyped_storage())
 
     def starting_at(self, address: int) -> torch.UntypedStorage | None:
-        place = self._places.get(address)
-        return None if place is None else torch.UntypedStorage._new_with_weak_ptr(place.cdata)
+        """The storage that begins at `address`; None if there is none, or it was freed."""
+        reference = self._references.get(address)
+        return None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a part of what was moved."""
-        storages = (self.starting_at(at) for at in list(self._places) if at <= tensor.data_ptr())
+    def contain(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of `tensor` is in one of the storages."""
+        storages = (self.starting_at(at) for at in list(self._references) if at <= tensor.data_ptr())
         return any(
             storage is not None and tensor.data_ptr() < storage.data_ptr() + storage.nbytes() for storage in storages
         )
 
 
-_moved = _Moved()
+_fused_storages = _FusedStorages()
 
 
-def _found(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The memory of `tensors` as one tensor, if they were moved there together and are there still."""
+def _find_fused(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory of `tensors` as one tensor, if an earlier call of `_move` made them adjacent and they still are."""
     first = tensors[0]
-    storage = _moved.starting_at(first.data_ptr())
+    storage = _fused_storages.starting_at(first.data_ptr())
     if storage is None or storage.device != first.device:
         return None
     address = storage.data_ptr()
@@ -100,58 +101,63 @@ def _found(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.new_empty(0).set_(storage, 0, (total, *first.shape[1:]))
 
 
-def _num_users(tensor: torch.Tensor) -> int:
+def _num_references(tensor: torch.Tensor) -> int:
+    """Reference count of the storage of `tensor`."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has memory of its own, in which nobody else would look for it.
+    """Whether `tensor` alone uses its storage, so that its memory may be replaced.
 
-    Not so parts of buffers in which somebody keeps several weights, memory that another library or process has lent or
-    shares, and tensors of which there are views: those of a `state_dict`, for one, or of other parameters.
+    False for a part of a larger buffer, for memory that another library allocated or that processes share, and for a
+    tensor of which there are views, such as those of a `state_dict` or of other parameters.
     """
     if not tensor.is_contiguous() or tensor.is_inference():
         return False
     storage = tensor.untyped_storage()
-    is_all = storage.data_ptr() == tensor.data_ptr() and storage.nbytes() == tensor.nbytes > 0
-    is_lent = not storage.resizable() and not _moved.has(tensor)
+    is_whole = storage.data_ptr() == tensor.data_ptr() and storage.nbytes() == tensor.nbytes > 0
+    is_foreign = not storage.resizable() and not _fused_storages.contain(tensor)
     is_shared = storage.device.type == "cpu" and storage.is_shared()
-    del storage
-    return is_all and not is_lent and not is_shared and _num_users(tensor) == _num_users(torch.empty(1))
+    del storage  # a reference, which would be counted
+    has_views = _num_references(tensor) != _num_references(torch.empty(1))
+    return is_whole and not is_foreign and not is_shared and not has_views
 
 
 def adjacent_storages(*groups: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Memory of each of the `groups` as one tensor; moved there if need be.
+    """The memory of each group's tensors as one tensor; tensors that are not adjacent yet are moved.
 
-    The tensors of a group have equal trailing shapes and come in order. They stay the same objects with the same
-    values, and each has a storage of its own, which is a part of the memory and keeps it: what is saved, copied or
-    moved is that one tensor.
+    Tensors stay the same objects with the same values. Each gets a storage of its own, which is a slice of the common
+    memory and keeps that alive: saving, copying or moving one tensor does so with its slice only.
+
+    Args:
+        groups: of each, tensors of equal trailing shapes, in the order that they are to have in memory.
 
     Returns:
-        None, and nothing was moved, if that cannot be done without somebody's noticing (see `_is_movable`).
+        a tensor for each group; None, with nothing moved, if a tensor shares its memory with others (see
+        `_is_movable`).
     """
-    found = [_found(tensors) for tensors in groups]
-    missing = [tensors for tensors, whole in zip(groups, found, strict=True) if whole is None]
+    found = [_find_fused(tensors) for tensors in groups]
+    missing = [tensors for tensors, fused in zip(groups, found, strict=True) if fused is None]
     for tensors in missing:
         if len(set(map(id, tensors))) < len(tensors) or not all(map(_is_movable, tensors)):
             return None
-    return [_move(tensors) if whole is None else whole for tensors, whole in zip(groups, found, strict=True)]
+    return [_move(tensors) if fused is None else fused for tensors, fused in zip(groups, found, strict=True)]
 
 
 def _move(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    whole = torch.cat([tensor.detach() for tensor in tensors])
-    storage, start = whole.untyped_storage(), 0
+    fused = torch.cat([tensor.detach() for tensor in tensors])
+    storage, start = fused.untyped_storage(), 0
     for tensor in tensors:
         end = start + tensor.nbytes
-        tensor.data = whole.new_empty(0).set_(storage[start:end], 0, tensor.shape, tensor.stride())
+        tensor.data = fused.new_empty(0).set_(storage[start:end], 0, tensor.shape, tensor.stride())
         start = end
-    _moved.add(whole)
-    return whole
+    _fused_storages.add(fused)
+    return fused
 
 
 def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
-    """Plain linear layers of one width, data type and device that nothing wraps, quantises or listens to."""
+    """Whether all are plain linear layers of one input width, dtype and device, without hooks or patched forwards."""
     if not all(type(layer) is nn.Linear and type(layer.weight) in PLAIN_WEIGHTS for layer in layers):
         return False
     forwards = (vars(layer).get("forward") for layer in layers)
@@ -167,7 +173,7 @@ def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
 
 
 def _groups(models: Sequence[nn.Module]) -> Iterator[list[nn.Linear]]:
-    """The layers of `models` that can be fused."""
+    """The groups of layers of `models` that can be fused."""
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         for names in GROUPS:
             layers = [module._modules.get(name) for name in names]
@@ -176,23 +182,23 @@ def _groups(models: Sequence[nn.Module]) -> Iterator[list[nn.Linear]]:
 
 
 def fused_linears(*models: nn.Module) -> AbstractContextManager[None]:
-    """Context in which `GROUPS` of layers of `models` compute as one product each.
+    """Context in which each group of layers (`GROUPS`) of `models` computes as one matmul.
 
-    The weights of such layers are moved next to each other and stay there: no second copy is kept, and whoever holds
-    the parameters, or saves them, sees no difference (see `lying_together`). Layers that are not plain `nn.Linear`
-    (adapters, quantised weights), or that somebody listens to, are left alone.
+    The weights of such layers are moved next to each other and stay there afterwards: there is no second copy, and the
+    parameters can be used and saved as before (see `adjacent_storages`). Layers that are not plain `nn.Linear`
+    (adapters, quantised weights), and those with hooks, are left as they are.
     """
     forwards: list[tuple[nn.Linear, Callable]] = []
     groups = list(_groups(models))
-    places = Counter(id(layer.weight) for layers in groups for layer in layers)
+    uses = Counter(id(layer.weight) for layers in groups for layer in layers)
     for layers in groups:
-        if any(places[id(layer.weight)] > 1 for layer in layers):
-            continue  # which would be moved again for every other place
+        if any(uses[id(layer.weight)] > 1 for layer in layers):
+            continue  # A tied weight can be adjacent to one group only.
         parameters = [[layer.weight for layer in layers]]
         if layers[0].bias is not None:
             parameters.append([layer.bias for layer in layers])
-        wholes = adjacent_storages(*parameters)
-        if wholes is not None:
-            fused = FusedLinear(layers, *wholes, *[None] * (2 - len(wholes)))
+        tensors = adjacent_storages(*parameters)
+        if tensors is not None:
+            fused = FusedLinear(layers, *tensors, *[None] * (2 - len(tensors)))
             forwards += ((layer, fused.forward_of(index)) for index, layer in enumerate(layers))
     return replaced("forward", forwards)

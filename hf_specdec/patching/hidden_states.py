@@ -1,4 +1,4 @@
-"""Reading hidden states of a target while it runs."""
+"""Auxiliary hidden states: recording a target's hidden states during its forward passes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .patch import current_engine
 
 
 def modules_of(*models: nn.Module) -> list[nn.Module]:
-    """All modules of `models`, each once; torch's own way through a model takes several times as long."""
+    """All modules of `models`, each once; several times as fast as `Module.modules()`."""
     found = dict.fromkeys(models)
-    waiting = list(found)
-    while waiting:
-        for module in waiting.pop()._modules.values():
+    unvisited = list(found)
+    while unvisited:
+        for module in unvisited.pop()._modules.values():
             if module is not None and module not in found:
                 found[module] = None
-                waiting.append(module)
+                unvisited.append(module)
     return list(found)
 
 
@@ -31,19 +31,19 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, first to last.
 
     Raises:
-        ValueError: the target keeps them somewhere else than `get_decoder().layers`.
+        ValueError: the target has no `get_decoder().layers`, where decoder-only models have them.
     """
     layers = find_decoder_layers(target)
     if layers is None:
         raise ValueError(
-            f"{type(target).__name__} has no `get_decoder().layers`, so its hidden states cannot be tapped; "
+            f"{type(target).__name__} has no `get_decoder().layers`, so its hidden states cannot be recorded; "
             "expected a decoder-only model of transformers."
         )
     return layers
 
 
 def device_of_last_layer(target: PreTrainedModel) -> torch.device:
-    """Where the last decoder layer of `target` computes, also if accelerate spreads the layers or offloads them."""
+    """The device on which the last decoder layer of `target` runs, also if accelerate dispatches or offloads layers."""
     layers = find_decoder_layers(target)
     last = target if layers is None else layers[-1]
     for module in last.modules():
@@ -54,18 +54,18 @@ def device_of_last_layer(target: PreTrainedModel) -> torch.device:
 
 
 class AuxHiddenStateRecorder:
-    """Context in which every forward pass of `target` leaves its tapped hidden states in `taps`.
+    """Context in which every forward pass of `target` records its auxiliary hidden states.
 
-    Where it is entered by an engine, only that engine's own passes do.
+    If an engine enters the context, only the passes of that engine are recorded.
 
     Args:
-        target: the model to listen to.
-        boundaries: what to record, ascending. Boundary b is the residual stream that enters layer b; boundary n, of n
-            layers, is the stream that leaves the last layer, *before* the final norm.
+        target: the model whose hidden states are recorded.
+        layer_ids: which ones, ascending. Id b is the residual stream that enters layer b, transformers'
+            `hidden_states[b]`; id n, of n layers, is the stream that leaves the last layer, *before* the final norm.
         last_hidden_state: record the decoder's output, after the final norm, instead.
 
-    After a forward pass over `[B, n]` tokens `taps` is `[B, n, width]`: the boundaries side by side. Hooks are removed
-    on exit.
+    After a forward pass over `[B, n]` tokens `aux_hidden_states` is `[B, n, num_layer_ids * hidden_size]`. Hooks are
+    removed on exit.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], last_hidden_state: bool = False):
@@ -78,27 +78,28 @@ class AuxHiddenStateRecorder:
 
     @property
     def recorded(self) -> dict[int, torch.Tensor]:
-        """The tapped hidden states of the last pass by boundary; the last hidden state as boundary 0."""
+        """The hidden states of the last pass, `[B, n, hidden_size]`, by layer id; the last hidden state as id 0."""
         return self._recorded
 
     @property
     def aux_hidden_states(self) -> torch.Tensor | None:
+        """The hidden states of the last pass, concatenated in the order of the layer ids; None before any pass."""
         if not self._recorded:
             return None
         recorded = [self._recorded[key] for key in sorted(self._recorded)]
-        if len({tap.device for tap in recorded}) > 1:
-            recorded = [tap.to(recorded[-1].device) for tap in recorded]
+        if len({tensor.device for tensor in recorded}) > 1:
+            recorded = [tensor.to(recorded[-1].device) for tensor in recorded]
         return torch.cat(recorded, dim=-1) if len(recorded) > 1 else recorded[0]
 
     def __enter__(self) -> AuxHiddenStateRecorder:
         self._engine = current_engine()
         if self._last_hidden_state:
             decoder = self._target.get_decoder()
-            self._handles.append(decoder.register_forward_hook(self._keep_last))
+            self._handles.append(decoder.register_forward_hook(self._record_last_hidden_state))
         elif self._layer_ids:
             layers = decoder_layers(self._target)
             for layer_id in self._layer_ids:
-                self._handles.append(self._listen(layers, layer_id))
+                self._handles.append(self._register_hook(layers, layer_id))
         return self
 
     def __exit__(self, *exception) -> None:
@@ -107,41 +108,44 @@ class AuxHiddenStateRecorder:
         self._handles.clear()
         self._recorded.clear()
 
-    def _listen(self, layers: nn.ModuleList, layer_id: int):
-        def keep_input(module, args, kwargs):
-            if self._is_heard():
+    def _register_hook(self, layers: nn.ModuleList, layer_id: int):
+        def record_input(module, args, kwargs):
+            if self._is_recording():
                 self._recorded[layer_id] = args[0] if args else kwargs["hidden_states"]
 
-        def keep_output(module, args, output):
-            if self._is_heard():
+        def record_output(module, args, output):
+            if self._is_recording():
                 self._recorded[layer_id] = output[0] if isinstance(output, tuple) else output
 
         if layer_id == 0:
-            return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
-        return layers[layer_id - 1].register_forward_hook(keep_output)
+            return layers[0].register_forward_pre_hook(record_input, with_kwargs=True)
+        return layers[layer_id - 1].register_forward_hook(record_output)
 
-    def _keep_last(self, module, args, output) -> None:
-        if self._is_heard():
+    def _record_last_hidden_state(self, module, args, output) -> None:
+        if self._is_recording():
             self._recorded[0] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-    def _is_heard(self) -> bool:
+    def _is_recording(self) -> bool:
         return torch.compiler.is_compiling() or current_engine() is self._engine
 
 
-# Tokens of the pass that shows what is tapped. Some layers of some models see the last one only.
+# Tokens of the pass that checks the shapes. More than one, since some layers of some models process the last one only.
 NUM_PROBE_TOKENS = 3
 
 
 def check_aux_hidden_states(
     target: PreTrainedModel, layer_ids: list[int], last_hidden_state: bool, width: int, name: str
 ) -> None:
-    """Run `target` over a few tokens: what a drafter called `name` taps must be a hidden state of `width` for each.
+    """Run `target` over a few tokens and check the shapes of its auxiliary hidden states.
 
     Args:
-        boundaries, last_hidden_state: as for `TapRecorder`.
+        target: the model; on the meta device nothing is checked.
+        layer_ids, last_hidden_state: as for `AuxHiddenStateRecorder`.
+        width: size of each hidden state that the drafter expects.
+        name: of the drafter, for the message.
 
     Raises:
-        ValueError: the target's layers hand on something else.
+        ValueError: a layer's output is not `[1, tokens, width]`, such as several streams or the last token only.
     """
     weights = next(target.get_input_embeddings().parameters())
     if weights.device.type == "meta" or not (layer_ids or last_hidden_state):
@@ -150,13 +154,13 @@ def check_aux_hidden_states(
     expected = (1, NUM_PROBE_TOKENS, width)
     with torch.no_grad(), AuxHiddenStateRecorder(target, layer_ids, last_hidden_state) as recorder:
         target(input_ids=tokens, use_cache=False)
-        found = {layer_id: tuple(tap.shape) for layer_id, tap in recorder.recorded.items()}
+        found = {layer_id: tuple(recorded.shape) for layer_id, recorded in recorder.recorded.items()}
     wrong = {layer_id: shape for layer_id, shape in found.items() if shape != expected}
     missing = set(layer_ids) - found.keys() if layer_ids else set()
     if wrong or missing:
-        what = ", ".join(f"{list(shape)} at boundary {layer_id}" for layer_id, shape in sorted(wrong.items()))
+        what = ", ".join(f"{list(shape)} at layer id {layer_id}" for layer_id, shape in sorted(wrong.items()))
         raise ValueError(
             f"{name} reads hidden states of {type(target).__name__}, but over {NUM_PROBE_TOKENS} tokens its layers "
-            f"hand on {what or f'nothing at the boundaries {sorted(missing)}'}; expected {list(expected)} everywhere. "
+            f"return {what or f'nothing at the layer ids {sorted(missing)}'}; expected {list(expected)} everywhere. "
             "Drafters that read hidden states do not support such a target; a draft model, which reads tokens, may."
         )

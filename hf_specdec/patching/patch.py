@@ -1,7 +1,7 @@
-"""What a call with a drafter changes about modules and configurations while it runs, and for whom.
+"""Replacing attributes of modules and configurations while an engine runs, and telling which thread runs it.
 
-Others may run the target meanwhile: another thread, or the caller's own logits processors, stopping criteria and
-streamers. What is changed asks `runs_engine` and does for them what it did before.
+Other code may run the target at the same time: another thread, or the caller's logits processors, stopping criteria and
+streamers. Replaced functions call `runs_engine` and behave as the original ones where it is False.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# The value of an attribute that an object does not have of its own.
+# Stands for the value of an attribute that is not in an object's `__dict__`.
 ABSENT = object()
 
 
@@ -27,18 +27,18 @@ _thread = _Thread()
 
 
 def current_engine() -> object | None:
-    """What the innermost `engine` of this thread is known by; None where none is at work."""
+    """An object that identifies the innermost `engine` context of this thread; None outside of any."""
     return _thread.engine
 
 
 def runs_engine() -> bool:
-    """Whether it is an engine that runs a module; compilers are not asked about the thread: what they trace is ours."""
+    """Whether an engine runs the current code. True while torch.compile traces, since only engines compile patches."""
     return torch.compiler.is_compiling() or _thread.engine is not None
 
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """Context in which an engine works in this thread: what it runs behaves as changed for it."""
+    """Context in which this thread runs an engine: replaced functions behave as the engine needs them."""
     before = _thread.engine, _thread.is_inference
     _thread.engine, _thread.is_inference = object(), torch.is_inference_mode_enabled()
     try:
@@ -49,9 +49,12 @@ def engine() -> Iterator[None]:
 
 @contextmanager
 def caller() -> Iterator[None]:
-    """Context, within `engine`, of what the caller handed over: it runs unchanged models, in the caller's mode."""
+    """Context, within `engine`, for functions of the caller, such as logits processors.
+
+    Replaced functions behave as the original ones, and inference mode is on if it was on where `engine` was entered.
+    """
     before = _thread.engine
-    # Tensors that were made in inference mode can be changed in it only.
+    # Tensors that were made in inference mode cannot be modified outside of it.
     is_left = _thread.is_inference and not torch.is_inference_mode_enabled()
     _thread.engine = None
     try:
@@ -63,7 +66,7 @@ def caller() -> Iterator[None]:
 
 @dataclass
 class _Replaced:
-    """An attribute of `owner` that contexts replace: what it was, and their values, the latest last."""
+    """An attribute of `owner` that contexts have replaced: its original value, and theirs by context, latest last."""
 
     owner: object
     original: Any
@@ -76,15 +79,15 @@ _lock = threading.Lock()
 
 @contextmanager
 def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
-    """Context in which the attribute `name` of each owner in `values` is the value beside it.
+    """Context in which the attribute `name` of each owner in `values` has the value given with it.
 
-    Afterwards it is what it was, or gone if the owner had none of its own. Contexts may overlap in any order, as those
-    of several threads do: the latest value counts, and what was before them returns with the last. What somebody else
-    sets meanwhile stays.
+    On exit the original value is restored, or the attribute removed if the owner's `__dict__` had none. Contexts may
+    overlap in any order, as those of several threads do: the value of the context entered last applies, and the
+    original value is restored when the last one exits. A value that other code sets inside the context stays.
 
     Args:
-        name: of an attribute that lies in the owners' `__dict__`.
-        values: owners, each once, and what they get; `ABSENT` for nothing.
+        name: of an attribute that is stored in the owners' `__dict__`.
+        values: pairs of an owner, each once, and its value; `ABSENT` removes the attribute.
     """
     values, token = list(values), object()
     try:
@@ -100,13 +103,13 @@ def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
             for owner, _ in values:
                 entry = _replaced.get((id(owner), name))
                 if entry is not None and token in entry.values:
-                    _end(entry, name, token)
+                    _restore(entry, name, token)
 
 
-def _end(entry: _Replaced, name: str, token: object) -> None:
-    shown = next(reversed(entry.values.values()))
+def _restore(entry: _Replaced, name: str, token: object) -> None:
+    current = next(reversed(entry.values.values()))
     del entry.values[token]
-    if vars(entry.owner).get(name, ABSENT) is shown:
+    if vars(entry.owner).get(name, ABSENT) is current:
         _set(entry.owner, name, next(reversed(entry.values.values()), entry.original))
     if not entry.values:
         del _replaced[id(entry.owner), name]
@@ -120,7 +123,7 @@ def _set(owner: object, name: str, value: Any) -> None:
 
 
 def original(owner: object, name: str) -> Any:
-    """What `owner` has as attribute `name` outside of every `replaced`; None if nothing of its own."""
+    """The attribute `name` of `owner` without any `replaced` context; None if its `__dict__` has none."""
     entry = _replaced.get((id(owner), name))
     value = vars(owner).get(name) if entry is None else entry.original
     return None if value is ABSENT else value

@@ -1,4 +1,4 @@
-"""Whether the static engine can host a model and a call."""
+"""Whether the static engine supports a model: whether it can run on a `RaggedCache`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ _T = TypeVar("_T")
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
-
-# Values that are compared as they are; others by what they print.
+# Types whose values are compared as they are; values of other types are compared by their `repr`.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
-# Entries of a configuration that say where it comes from, and those that change while a model generates.
+# Entries of a configuration that name its source, and those that engines replace while a model generates.
 _NOT_SETTINGS = frozenset(
     {"_name_or_path", "_commit_hash", "_attn_implementation_internal", "_experts_implementation_internal"}
 )
 
 
 def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
-    """What `config` says of how its model computes, hashable."""
+    """The entries of `config` that determine how its model computes, hashable."""
     settings: list[Hashable] = [type(config)]
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -38,23 +37,23 @@ def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
     return tuple(settings)
 
 
-def _kept(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
-    """Decorator: an answer about a model is kept for its class and configuration, as finding it takes a while."""
-    answers: dict[Hashable, _T] = {}
+def _cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
+    """Decorator: caches what `function` returns by the class and the settings of the model."""
+    results: dict[Hashable, _T] = {}
 
     @functools.wraps(function)
-    def kept(model: PreTrainedModel) -> _T:
+    def cached(model: PreTrainedModel) -> _T:
         key = type(model), settings_of(model.config)
-        if key not in answers:
-            answers[key] = function(model)
-        return answers[key]
+        if key not in results:
+            results[key] = function(model)
+        return results[key]
 
-    return kept
+    return cached
 
 
-@_kept
+@_cached_by_settings
 def _cache_layer_kinds(model: PreTrainedModel) -> tuple[type[CacheLayerMixin], ...]:
-    """The kinds of layer of transformers' cache for `model`; none where its configuration describes none."""
+    """The classes of the layers of transformers' cache for `model`; empty if its configuration describes no cache."""
     try:
         return tuple(map(type, DynamicCache(config=model.config.get_text_config()).layers))
     except AttributeError:
@@ -62,23 +61,23 @@ def _cache_layer_kinds(model: PreTrainedModel) -> tuple[type[CacheLayerMixin], .
 
 
 def num_cache_layers(model: PreTrainedModel) -> int:
-    """How many layers a cache of `model` has; a decoder layer may have several."""
+    """How many layers a cache of `model` has; a decoder layer may have more than one."""
     return len(_cache_layer_kinds(model)) or len(decoder_layers(model))
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
-    """Whether layers of `model` keep a state that a token cannot be taken out of again."""
+    """Whether layers of `model` keep a recurrent state, from which a rejected token cannot be removed."""
     return any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in _cache_layer_kinds(model))
 
 
-@_kept
+@_cached_by_settings
 def num_positions(model: PreTrainedModel) -> int | None:
-    """How many positions the table of `model` has; None where positions are computed, or none are embedded."""
+    """Size of the learned position embedding of `model`; None if it has none, such as with RoPE."""
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     decoder, tokens = model.get_decoder(), model.get_input_embeddings()
     if not isinstance(stated, int):
         return None
-    # Tables have some rows more, for padding.
+    # Position embeddings have a few rows more than the configuration states, for padding.
     tables = (
         module.num_embeddings
         for module in modules_of(decoder)
@@ -88,14 +87,14 @@ def num_positions(model: PreTrainedModel) -> int | None:
 
 
 def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
-    """The reason why `model`, called `role` in it, cannot run on a `RaggedCache`; None if it can."""
+    """The reason why `model` cannot run on a `RaggedCache`; None if it can. The reason calls the model `role`."""
     text, layers = model.config.get_text_config(), find_decoder_layers(model)
     if layers is None:
         return f"{role} ({type(model).__name__}) does not keep its layers in `get_decoder().layers`"
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
-    if any("_hf_hook" in vars(module) for module in modules_of(layers)):
+    if any(["_hf_hook" in module.__dict__ for module in modules_of(layers)]):
         return f"{role}'s layers run under accelerate hooks"
     if has_recurrent_layers(model):
         return f"{role} has linear-attention layers, whose state cannot be indexed by position"

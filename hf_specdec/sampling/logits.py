@@ -1,4 +1,4 @@
-"""Logits processors of our own, which also work in plain `generate()`."""
+"""Logits processors, which also work in `generate()` without a drafter."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "RowTem
 
 
 class DraftVocabularyLogitsProcessor(LogitsProcessor):
-    """From scores over a draft vocabulary to scores over the target's: tokens that are not in it get -inf.
+    """Maps scores over a draft vocabulary to scores over the target's; tokens that are not in it get -inf.
 
-    It lets a model whose head scores a part of its vocabulary, as that of an EAGLE-3 drafter does, say its tokens in
-    `generate()`.
+    With it, a model whose head scores a part of its vocabulary only, such as an EAGLE-3 drafter, generates the target's
+    token ids in `generate()`.
 
     Args:
-        target_ids: `[V_d]` int64, the target's token for each of the draft vocabulary, all different.
+        target_ids: `[V_d]` int64, the target's token for each token of the draft vocabulary, all different.
         vocab_size: V of the target.
 
     Raises:
-        ValueError: `target_ids` are no such tokens.
+        ValueError: `target_ids` is not an int64 vector, is empty, has a token outside of 0 to V - 1, or has one twice.
     """
 
     def __init__(self, target_ids: torch.Tensor, vocab_size: int):
@@ -34,12 +34,16 @@ class DraftVocabularyLogitsProcessor(LogitsProcessor):
         if len(target_ids) == 0 or target_ids.min() < 0 or target_ids.max() >= vocab_size:
             raise ValueError(f"target_ids are not all tokens of a vocabulary of {vocab_size}; expected 0 to V - 1.")
         if len(target_ids.unique()) < len(target_ids):
-            raise ValueError("target_ids name a token twice; expected another one for each of the draft vocabulary.")
+            raise ValueError("target_ids name a token twice; expected a different one for each draft token.")
         self.size = len(target_ids)
         self.draft_ids = invert_draft_vocabulary(target_ids, vocab_size)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        """`[..., V]` of `scores` `[..., V_d]`; `input_ids` is not read."""
+        """Scores `[..., V]` from `scores` `[..., V_d]`; `input_ids` is not read.
+
+        Raises:
+            ValueError: the last dimension of `scores` is not V_d.
+        """
         if scores.shape[-1] != self.size:
             raise ValueError(
                 f"The scores are of {scores.shape[-1]} tokens, but the draft vocabulary has {self.size}; expected "
@@ -49,18 +53,18 @@ class DraftVocabularyLogitsProcessor(LogitsProcessor):
 
 
 class MaskTokenLogitsProcessor(LogitsProcessor):
-    """Keeps a model that was trained to draft in parallel from saying its mask token, which stands for no text.
+    """Sets the score of the mask token of a model trained for parallel drafting to -inf: it is never generated.
 
     Args:
-        mask_token_id: the token.
+        mask_token_id: the token's id.
 
     Raises:
-        ValueError: no token.
+        ValueError: `mask_token_id` is not an int of at least 0.
     """
 
     def __init__(self, mask_token_id: int):
         if not isinstance(mask_token_id, int) or mask_token_id < 0:
-            raise ValueError(f"mask_token_id is {mask_token_id!r}; expected a token, an int of at least 0.")
+            raise ValueError(f"mask_token_id is {mask_token_id!r}; expected a token id, an int of at least 0.")
         self.mask_token_id = mask_token_id
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
@@ -70,15 +74,15 @@ class MaskTokenLogitsProcessor(LogitsProcessor):
 
 
 class RowTemperature(LogitsProcessor):
-    """Divides the scores of each row of the batch by a temperature of its own, on top of `generate(temperature=)`.
+    """Divides the scores of each row of the batch by the row's own temperature, on top of `generate(temperature=)`.
 
     With a drafter, drafts are drawn at the row's temperature too.
 
     Args:
-        temperatures: one for each row of the batch, prompts times `num_return_sequences`; above 0.
+        temperatures: one for each row of the batch, prompts times `num_return_sequences`; finite and above 0.
 
     Raises:
-        ValueError: not such temperatures.
+        ValueError: `temperatures` is not a vector of finite numbers above 0.
     """
 
     def __init__(self, temperatures: Sequence[float] | torch.Tensor):
@@ -88,7 +92,11 @@ class RowTemperature(LogitsProcessor):
             raise ValueError(f"temperatures is {temperatures!r}; expected a number above 0 for each row of the batch.")
 
     def check_rows(self, batch: int) -> torch.Tensor:
-        """The temperatures `[batch]` float32; `ValueError` if there are not as many."""
+        """The temperatures, `[batch]` float32.
+
+        Raises:
+            ValueError: there are more or fewer than `batch` temperatures.
+        """
         if len(self.temperatures) != batch:
             raise ValueError(
                 f"RowTemperature has {len(self.temperatures)} temperatures, but the call has {batch} rows (prompts "

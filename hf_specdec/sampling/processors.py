@@ -1,4 +1,4 @@
-"""From logits to committed tokens: greedy verification and rejection sampling."""
+"""Logits processors over the blocks of draft tokens that a round verifies."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ..ops import (
-    divide,
-)
+from ..ops import divide
 from ..patching.patch import caller
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowTemperature
 
-# Processors whose result for a token does not depend on the tokens before it, so that all K + 1 positions of a block
-# can be processed as independent rows. Exact types: a subclass may do something else.
+# Processors that do not read `input_ids`, so that all K + 1 positions of a block can be processed as independent rows.
+# Exact types are compared, since a subclass may read them.
 POINTWISE_PROCESSORS = frozenset(
     {
         EpsilonLogitsWarper,
@@ -50,16 +48,16 @@ POINTWISE_PROCESSORS = frozenset(
     }
 )
 
-# Processors that remember earlier calls, so they cannot be asked about drafts that may be rejected.
+# Processors that keep state between calls: calling them for drafts that are rejected later would corrupt it.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
 def check_processors(processors: LogitsProcessorList) -> None:
-    """Raise `ValueError` if a processor is known to keep state between calls."""
+    """Raise `ValueError` if a processor is one of `STATEFUL_PROCESSORS`."""
     for processor in processors:
         if isinstance(processor, STATEFUL_PROCESSORS):
             raise ValueError(
-                f"{type(processor).__name__} keeps state from one token to the next and cannot judge draft tokens; "
+                f"{type(processor).__name__} keeps state from one token to the next and cannot process draft tokens; "
                 "expected processors that are functions of their arguments. Generate without a drafter, or "
                 "without the option that adds it."
             )
@@ -69,11 +67,14 @@ def row_temperatures(processors: LogitsProcessorList, batch: int) -> torch.Tenso
     """`[batch]` float32: the temperatures of the `RowTemperature` among `processors`; None if there is none.
 
     Raises:
-        ValueError: there are several, or it has not as many temperatures as the batch has rows.
+        ValueError: there is more than one, or it has not one temperature for each of `batch` rows.
     """
     found = [one for one in processors if isinstance(one, RowTemperature)]
     if len(found) > 1:
-        raise ValueError(f"The call has {len(found)} RowTemperature processors; expected one with their products.")
+        raise ValueError(
+            f"The call has {len(found)} RowTemperature processors; expected one, with the products of "
+            "their temperatures."
+        )
     return found[0].check_rows(batch) if found else None
 
 
@@ -84,20 +85,22 @@ def _frozen(value: Any) -> str:
 class BlockProcessor:
     """Applies `generate()`'s logits processors to every position of a round's block.
 
-    A processor sees what plain `generate()` would show it: the whole batch, prompts with their padding, and at each
-    position the tokens before it, drafts included. It must be a function of what it is shown. A row asks only about
-    texts that plain `generate()` might reach: not past the length limit, nor after a draft that the processors rule
-    out or that ends the row. Rows of the batch that do not ask are shown too, at another point of their text, and the
-    answer for them is not used; `prefix_allowed_tokens_fn` is not asked about them.
+    A processor gets the `input_ids` that it would get in `generate()` without a drafter: the whole batch, prompts with
+    their padding, and at each position the tokens before it, drafts included. It must be a function of its arguments. A
+    row's positions are processed as far as `generate()` could get: not past the length limit, nor after a draft that
+    the processors rule out or that ends the row. Since rows have different lengths, a call covers the rows that have a
+    position at its length; the other rows of `input_ids` are cut or filled to that length, and the scores returned for
+    them are ignored. `prefix_allowed_tokens_fn` is not called for them.
 
-    Where no processor reads the text, all positions are processed at once, and temperatures, those of a
-    `RowTemperature` too, are read from the state, so that a captured round serves any.
+    If no processor reads `input_ids`, all positions are processed at once, and temperatures, those of `RowTemperature`
+    included, are read from the state, so that one captured round serves any temperature.
 
     Args:
         processors: as prepared by `generate()`.
         prompts: `[B, P]` int64, left-padded.
-        padding: padding tokens of each row; -n where its first n tokens are not in `prompts`, and not shown.
-        temperature: of the call, which its states have too; None when decoding is greedy.
+        padding: padding tokens of each row; -n if the first n tokens of the row are not in `prompts`, and not passed to
+            processors.
+        temperature: of the call, also in `DecodeState.temperature`; None when decoding is greedy.
     """
 
     def __init__(
@@ -107,17 +110,17 @@ class BlockProcessor:
         padding: list[int],
         temperature: float | None = None,
     ):
-        self._processors = LogitsProcessorList(map(self._asking_rows_only, processors))
-        self._asking: set[int] = set()
+        self._processors = LogitsProcessorList(map(self._for_current_rows, processors))
+        self._current_rows: set[int] = set()
         self._prompts = prompts
         self._padding = torch.tensor(padding, device=prompts.device)
         self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
-        # Told here, once: a compiled round that looked at the temperatures themselves would be compiled for each.
+        # Decided once, here: a compiled round that compared temperatures would be recompiled for each of them.
         self._are_in_state = [self._is_in_state(processor, temperature) for processor in processors]
 
     @property
     def key(self) -> tuple | None:
-        """What the processing depends on besides a state, hashable; None if on the text."""
+        """What the processing depends on besides the state, hashable; None if it reads `input_ids`."""
         if not self._is_pointwise:
             return None
         return tuple(
@@ -126,9 +129,15 @@ class BlockProcessor:
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
-        """Scores `[B, K + 1, V]` of `logits` `[B, K + 1, V]` at the tokens `block` `[B, K + 1]`.
+        """Process the logits of a block.
 
-        They are float32; where there is nothing to process they are the logits as they come.
+        Args:
+            logits: `[B, K + 1, V]`.
+            block: `[B, K + 1]` int64, the last committed token and the drafts.
+            state: of the generation.
+
+        Returns:
+            `[B, K + 1, V]` float32; `logits` themselves if there are no processors.
         """
         if not self._processors:
             return logits
@@ -148,58 +157,58 @@ class BlockProcessor:
 
     @staticmethod
     def _is_in_state(processor: LogitsProcessor, temperature: float | None) -> bool:
-        # A temperature that the caller hands over as a processor need not be the call's.
+        # The caller may pass a `TemperatureLogitsWarper` of another temperature in `logits_processor`.
         is_of_call = type(processor) is TemperatureLogitsWarper and processor.temperature == temperature
         return is_of_call or type(processor) is RowTemperature
 
-    def _asking_rows_only(self, processor: LogitsProcessor) -> LogitsProcessor:
-        # A constraint may know nothing of texts outside its grammar, such as those of rows shown out of turn.
+    def _for_current_rows(self, processor: LogitsProcessor) -> LogitsProcessor:
+        # A constraint may fail on texts outside of its grammar, such as rows that are cut or filled to a call's length.
         if type(processor) is not PrefixConstrainedLogitsProcessor:
             return processor
         allowed_tokens = processor._prefix_allowed_tokens_fn
 
         def allowed(row: int, tokens: torch.Tensor) -> list[int]:
-            return allowed_tokens(row, tokens) if row in self._asking else [0]
+            return allowed_tokens(row, tokens) if row in self._current_rows else [0]
 
         return PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
 
     def _one_length_at_a_time(self, scores: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
-        # Rows stand at different lengths, but a processor is shown a rectangle: one call for each length that occurs
-        # somewhere in the batch, of which every row uses the calls that match its own positions. This path reads the
-        # lengths on the host, so it is not part of a captured round.
+        # Rows have different lengths, but a processor takes a rectangular `input_ids`: there is one call for each
+        # length that occurs, and every row uses the calls that match its own positions. This path reads the lengths on
+        # the host, so it is not part of a captured round.
         width = block.shape[1]
-        shown, asks = self._texts(block, state)
-        for length in range(min(asks.values(), default=0), max(asks.values(), default=-width) + width):
-            steps = {row: length - first for row, first in asks.items() if 0 <= length - first < width}
+        texts, lengths = self._texts(block, state)
+        for length in range(min(lengths.values(), default=0), max(lengths.values(), default=-width) + width):
+            steps = {row: length - first for row, first in lengths.items() if 0 <= length - first < width}
             if not steps:
                 continue
-            self._asking = set(steps)
+            self._current_rows = set(steps)
             rows = torch.tensor(list(steps), device=scores.device)
             at = torch.tensor(list(steps.values()), device=scores.device)
             batch_scores = scores[:, 0].clone()
             batch_scores[rows] = scores[rows, at]
             with caller():
-                processed = self._processors(shown[:, :length], batch_scores)
+                processed = self._processors(texts[:, :length], batch_scores)
             scores[rows, at] = processed[rows]
 
             draft = block[rows, (at + 1).clamp(max=width - 1)]
             is_over = torch.isin(draft, state.eos) | scores[rows, at, draft].isneginf()
             is_over |= self._padding[rows] + state.limits[rows] <= length + 1
             for row in rows[is_over].tolist():
-                del asks[row]
+                del lengths[row]
         return scores
 
     def _texts(self, block: torch.Tensor, state: DecodeState) -> tuple[torch.Tensor, dict[int, int]]:
-        """What processors are shown, `[B, longest]`, and for each unfinished row the length of its committed text."""
+        """Rows of prompt, committed tokens and drafts, and the length of each unfinished row without its drafts."""
         batch, width = block.shape
-        shown = self._prompts.new_zeros(batch, self._prompts.shape[1] + state.slots + width)
-        first = {}
+        texts = self._prompts.new_zeros(batch, self._prompts.shape[1] + state.slots + width)
+        lengths = {}
         finished = state.finished.tolist()
         for row, (length, pad) in enumerate(zip(state.lengths.tolist(), self._padding.tolist(), strict=True)):
             begin, hidden = max(pad, 0), max(-pad, 0)
-            shown[row, :begin] = self._prompts[row, :begin]
-            shown[row, begin : pad + length] = state.tokens[row, hidden:length]
-            shown[row, pad + length : pad + length + width - 1] = block[row, 1:]
+            texts[row, :begin] = self._prompts[row, :begin]
+            texts[row, begin : pad + length] = state.tokens[row, hidden:length]
+            texts[row, pad + length : pad + length + width - 1] = block[row, 1:]
             if not finished[row]:
-                first[row] = pad + length
-        return shown, first
+                lengths[row] = pad + length
+        return texts, lengths

@@ -1,4 +1,4 @@
-"""Where the random numbers of a call come from."""
+"""Seeds of a call: a key for the random numbers of each row."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops import (
-    row_seeds,
-)
+from ..ops import row_seeds
 
 
 @dataclass
 class Randomness:
-    """Where the random numbers of a call come from, as the caller said.
+    """The arguments of a call from which its random numbers are derived.
 
     Attributes:
-        seeds: one for every row; or one int, from which those of all rows are made.
-        generator: draws that one int if there are no seeds; torch's global CPU generator if None.
+        seeds: integers of 64 bits, one for every row; or a single one, from which the seeds of all rows are derived.
+        generator: draws a single seed if `seeds` is None; torch's global CPU generator if None.
     """
 
     seeds: int | Sequence[int] | torch.Tensor | None = None
@@ -29,10 +27,13 @@ class Randomness:
         return self.seeds is not None or self.generator is not None
 
     def row_seeds(self, batch: int, temperature: float | None) -> torch.Tensor:
-        """`[batch]` int64 keys for the rows' random numbers; one number is drawn, by greedy decoding none.
+        """Keys of the rows' random numbers, `[batch]` int64.
+
+        Without `seeds` one number is drawn from `generator`; in greedy decoding (`temperature` is None) none.
 
         Raises:
-            ValueError: `seeds` and `generator` were both given, or not one seed a row, or no integers.
+            ValueError: `seeds` and `generator` were both given, `seeds` are not integers of 64 bits, or their number is
+                neither one nor `batch`.
         """
         if self.seeds is not None and self.generator is not None:
             raise ValueError("Both seeds and generator were given; expected one of them.")

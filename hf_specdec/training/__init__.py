@@ -1,1 +1,1 @@
-"""What training a drafter needs besides its forward pass."""
+"""Attention for training drafters."""

@@ -1,4 +1,4 @@
-"""Attention of a drafter that drafts from every position of a sequence at once: training-time test."""
+"""Attention for training-time test (EAGLE-3): a drafter drafts from every position of a sequence at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class UnrolledAttention:
     """Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): every slot drafts its own chain.
 
     In step 0 the queries attend causally to all slots. In step s the query of slot p attends to step 0's keys of the
-    slots up to p and to the keys its own chain wrote in steps 1..s, which is what a draft step sees in its cache.
-    One instance serves one unrolled forward pass, whose calls tell the step of each layer. A step may run only the
-    leading rows of the batch that the step before ran; chains of other rows end there.
+    slots up to p, and to the keys of slot p in steps 1..s, which are those that a draft step finds in its cache. One
+    instance serves one unrolled forward pass: the n-th call for a layer is its step n - 1. A step may run fewer leading
+    rows of the batch than the step before, but not more.
 
     Without a sliding window, and where a fused kernel takes the data type, the causal part never materialises its
     scores (`_ChainAttention`); otherwise `explicit_chain_attention` runs.
@@ -61,12 +61,12 @@ def unrolled_attention_forward(
     attend: UnrolledAttention | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface over an `UnrolledAttention`, which the model is called with as `attend`.
+    """transformers' attention interface for an `UnrolledAttention`, passed to the model as `attend`.
 
-    transformers builds no mask for an attention that it knows no mask of.
+    transformers builds no attention mask, since no mask function is registered under `UNROLLED_NAME`.
 
     Raises:
-        ValueError: the model's attention is not a plain softmax of scaled dot products.
+        ValueError: expected a plain softmax of scaled dot products.
     """
     unusual = {
         "attention sinks": s_aux is not None,
@@ -84,15 +84,15 @@ def unrolled_attention_forward(
 ALL_ATTENTION_FUNCTIONS.register(UNROLLED_NAME, unrolled_attention_forward)
 
 
-def following(tokens: torch.Tensor) -> torch.Tensor:
-    """`[B, S]` int64 moved one place to the left, with a zero at the end."""
+def shift_left(tokens: torch.Tensor) -> torch.Tensor:
+    """`[B, S]` int64 shifted by one position to the left, with a zero at the end."""
     return F.pad(tokens[:, 1:], (0, 1))
 
 
 def explicit_chain_attention(
     query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], window: int | None = None
 ) -> torch.Tensor:
-    """The definition of `UnrolledAttention` at step `len(keys) - 1`, with all scores in memory.
+    """`UnrolledAttention` at step `len(keys) - 1`, with all scores in memory: the reference of `_ChainAttention`.
 
     Args:
         query: `[B, heads, n, head_dim]` of this step.
@@ -121,11 +121,11 @@ def explicit_chain_attention(
 
 
 class _ChainAttention(torch.autograd.Function):
-    """`explicit_chain_attention` without a window, its causal part in a fused kernel.
+    """`explicit_chain_attention` without a window, with a fused kernel for the causal part.
 
-    Forward: the kernel's output over step 0's keys and its log of the sum of exponentials are merged with the few
-    keys of the chain. Backward: a softmax's gradient at any subset of its keys needs only the whole softmax's output
-    and normaliser, so the kernel's backward runs with those of the merged attention.
+    Forward: the kernel's output over step 0's keys and its log of the sum of exponentials are merged with the scores of
+    the later steps' keys. Backward: the gradient of a softmax at a subset of its keys needs only the output and
+    normaliser of the whole softmax, so the kernel's backward is called with those of the merged attention.
     """
 
     @staticmethod
@@ -165,7 +165,7 @@ class _ChainAttention(torch.autograd.Function):
 
 
 def _fused(function: Callable) -> Callable:
-    """Compile `function` where its tensors are on a GPU, which such small operations only keep waiting for memory."""
+    """Compile `function` for tensors on a GPU, where its elementwise operations are bound by memory bandwidth."""
     compiled = torch.compile(function)
 
     @functools.wraps(function)
@@ -185,13 +185,13 @@ _dot = _fused(_inner)
 
 @_fused
 def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Scores `[..., n]` of queries with the one key that each has of a step."""
+    """Scores `[..., n]` of each query with its own key of a later step."""
     return _inner(query, key) * query.shape[-1] ** -0.5
 
 
 @_fused
 def _add_value(out: torch.Tensor, score: torch.Tensor, norm: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`out`, and the values of a step's keys, weighed."""
+    """`out` plus the weighted values of a later step."""
     return out + (score - norm).exp().unsqueeze(-1) * value
 
 
@@ -206,7 +206,7 @@ def _chain_gradients(
     shared: torch.Tensor,
     grad_query: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`grad_query` with what a step's keys add to it, and the gradients of these keys and their values."""
+    """`grad_query` plus the contribution of a later step's keys, and the gradients of these keys and their values."""
     weight = (score - norm).exp()
     grad_score = (weight * (_inner(grad, value) - shared) * query.shape[-1] ** -0.5).unsqueeze(-1)
     grad_key, grad_value = (grad_score * query).to(key.dtype), (weight.unsqueeze(-1) * grad).to(value.dtype)
@@ -219,7 +219,7 @@ def _causal_attention(
     """Causal attention of the device's fused kernel.
 
     Returns:
-        the output, the log of the sum of exponentials `[B, heads, n]`, and what the backward kernel wants besides.
+        the output, the log of the sum of exponentials `[B, heads, n]`, and further arguments of the backward kernel.
     """
     if query.is_cuda:
         out, norm, *rest, _ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)
@@ -237,7 +237,7 @@ def _causal_attention_backward(
     norm: torch.Tensor,
     rest: tuple,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value of `_causal_attention`, given the output and normaliser to use."""
+    """Gradients of query, key and value of `_causal_attention` for a given output and normaliser."""
     if query.is_cuda:
         cum_seq_q, cum_seq_k, max_q, max_k, seed, offset = rest
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(

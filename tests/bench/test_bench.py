@@ -31,23 +31,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_specdec import AutoDrafter, ops
+from hf_specdec.bench.batches import random_batches, text_batches
 from hf_specdec.bench.clock import busy_time
 from hf_specdec.bench.command import measure_all
 from hf_specdec.bench.measure import Bench, Case, count_tokens
 from hf_specdec.bench.models import load_target, random_drafter
-from hf_specdec.bench.prompts import (
-    PROMPTS,
-    load_prompts,
-    random_batches,
-    read_prompts,
-    text_batches,
-)
 from hf_specdec.bench.synthetic import acceptance_rates, scripted_acceptance
 from hf_specdec.bench.traffic import copy_bandwidth, round_bytes
 from hf_specdec.cli import main
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import rounds
 from hf_specdec.ops import verify_sampling
+from hf_specdec.prompt_sources import PROMPTS, load_prompts, read_prompts
 
 SPEC = Spec()
 FAMILIES = ("eagle3", "p-eagle", "pard", "draft-model")

@@ -12,7 +12,7 @@ import torch
 from dialects import PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
 from transformers import GptOssConfig, LlamaConfig
 
-from hf_specdec.auto import AutoDrafter, CheckpointReading, read_checkpoint
+from hf_specdec.auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
 from hf_specdec.checkpoints.checkpoint import open_checkpoint
 from hf_specdec.checkpoints.dialects import detect_dialect
 
@@ -32,14 +32,14 @@ def read(
     num_layers: int | None = 8,
     overrides: dict[str, Any] | None = None,
     **changes: Any,
-) -> CheckpointReading:
+) -> NormalizedCheckpoint:
     """Write a checkpoint with `changes` to its config.json and read it."""
     write(dialect, folder, spec, make_weights(spec) if weights is None else weights, **changes)
     target = None if num_layers is None else target_config(num_layers)
     return read_checkpoint(open_checkpoint(folder), target, overrides)
 
 
-def decision(found: CheckpointReading, name: str):
+def decision(found: NormalizedCheckpoint, name: str):
     (one,) = [decision for decision in found.decisions if decision.name == name]
     return one
 
@@ -81,12 +81,12 @@ def test_dialect(config, dialect):
 )
 @pytest.mark.parametrize("key", [NESTED, "layer_ids", "aux_hidden_state_layer_ids"])
 def test_nested_ids(num_layers, ids, aux_hidden_state_layer_ids, key, tmp_path):
-    """Outputs of layers where they begin with 1, else boundaries: SGLang's rule."""
+    """Outputs of layers where they begin with 1, else inputs: SGLang's rule."""
     nested = {key: ids, "use_aux_hidden_state": True}
     found = read(tmp_path, "modelopt", num_layers=num_layers, eagle_config=nested)
     assert found.config.aux_hidden_state_layer_ids == aux_hidden_state_layer_ids
     made = decision(found, "aux_hidden_state_layer_ids")
-    counted = "begins with 1, so it counts outputs" if min(ids) == 1 else "counts boundaries"
+    counted = "begins with 1, so it counts outputs" if min(ids) == 1 else "counts inputs of layers"
     assert made.doubtful and f"{key} in eagle_config" in made.rule and counted in made.rule
 
 
@@ -109,7 +109,7 @@ def test_ids_under_another_key(tmp_path):
     found = read(tmp_path / "a", "speculators", **{NESTED: ...}, aux_hidden_state_layer_ids=[1, 3, 6])
     assert found.config.aux_hidden_state_layer_ids == [1, 3, 6]
     assert (
-        "aux_hidden_state_layer_ids at top level counts boundaries"
+        "aux_hidden_state_layer_ids at top level counts inputs of layers"
         in decision(found, "aux_hidden_state_layer_ids").rule
     )
     found = read(tmp_path / "b", "speculators", aux_hidden_state_layer_ids=list(SPEC.aux_hidden_state_layer_ids))
@@ -538,7 +538,7 @@ def test_specforge_peagle_is_trained_without_rope_scaling(tmp_path):
 def test_rope_parameters_by_keyword(dialect, tmp_path):
     assert read(tmp_path / "a", dialect, overrides={"rope_parameters": LLAMA3}).config.rope_parameters == LLAMA3
     for wrong in ({"rope_type": "default"}, [1.0]):
-        with pytest.raises(ValueError, match="expected the whole of them"):
+        with pytest.raises(ValueError, match="expected all RoPE parameters"):
             read(tmp_path / "b", dialect, overrides={"rope_parameters": wrong})
     with pytest.raises(ValueError, match="rope_theta and rope_parameters are both given"):
         read(tmp_path / "c", dialect, overrides={"rope_parameters": LLAMA3, "rope_theta": 1.0})

@@ -195,7 +195,7 @@ def test_drafter_for_another_model(other, parts, tmp_path):
 def test_layer_ids_outside_the_target(target, tmp_path):
     folder = write("speculators", tmp_path, SPEC, make_weights(SPEC))
     refuse(folder, target, "reads the auxiliary hidden states [2, 4, 9]", aux_hidden_state_layer_ids=[2, 4, 9])
-    refuse(folder, target, "which is not 2 taps", aux_hidden_state_layer_ids=[2, 4])
+    refuse(folder, target, "which is not 2 auxiliary hidden states", aux_hidden_state_layer_ids=[2, 4])
     drafter = AutoDrafter.from_pretrained(folder, target, aux_hidden_state_layer_ids=[0, 4, 8])
     assert drafter.aux_hidden_state_layer_ids == [0, 4, 8]
 

@@ -405,4 +405,9 @@ def test_saved_checkpoints_take_keywords(target, tmp_path):
     assert not AutoDrafter.from_pretrained(tmp_path / "c", target).config.parallel_drafting
     again = AutoDrafter.from_pretrained(tmp_path / "c", target, parallel_drafting=True)
     assert again.config.parallel_drafting and again.config.mask_token_id == 7
-    refuse(tmp_path / "c", target, "reads tokens only: it has no taps", aux_hidden_state_layer_ids=[1])
+    refuse(
+        tmp_path / "c",
+        target,
+        "reads tokens only: it has no aux_hidden_state_layer_ids",
+        aux_hidden_state_layer_ids=[1],
+    )

@@ -124,7 +124,7 @@ def test_settings_and_overrides(target, tmp_path):
         engine="stock",
         compile=False,
         device_map="cpu",
-        aux_hidden_states=[1, 3, 8],
+        aux_hidden_state_layer_ids=[1, 3, 8],
         norm_before_residual=False,
         norm_output=True,
         rope_theta=5000,
@@ -139,6 +139,19 @@ def test_settings_and_overrides(target, tmp_path):
     again = AutoDrafter.from_pretrained(tmp_path / "b", target, aux_hidden_state_layer_ids=[2, 4, 6], rope_theta=7.0)
     assert again.config.aux_hidden_state_layer_ids == [2, 4, 6] and again.config.norm_output
     assert again.config.rope_parameters["rope_theta"] == 7.0
+
+
+@pytest.mark.core
+def test_field_names_of_earlier_versions(target, tmp_path):
+    drafter = AutoDrafter.from_pretrained(write("speculators", tmp_path / "a", SPEC, make_weights(SPEC)), target)
+    drafter.save_pretrained(tmp_path / "b")
+    file = tmp_path / "b" / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"taps": config.pop("aux_hidden_state_layer_ids"), "num_taps": config.pop("num_aux_hidden_states")}
+    file.write_text(json.dumps(config))
+    assert AutoDrafter.from_pretrained(tmp_path / "b", target).aux_hidden_state_layer_ids == [2, 4, 5]
+    again = AutoDrafter.from_pretrained(tmp_path / "b", target, aux_hidden_state_layer_ids=[1, 3, 4])
+    assert again.aux_hidden_state_layer_ids == again.config.aux_hidden_state_layer_ids == [1, 3, 4]
 
 
 @pytest.mark.core

@@ -299,8 +299,8 @@ class Streams(LlamaForCausalLM):
 def test_unsupported_hidden_states_are_refused_at_bind(last_only):
     torch.manual_seed(0)
     target = Streams(tiny_target("llama").config, last_only).eval()
-    shape = r"\[1, 1, 32\] at boundary 6" if last_only else r"\[2, 1, 3, 32\] at boundary 3"
-    with pytest.raises(ValueError, match=rf"over 3 tokens its layers hand on {shape}; expected \[1, 3, 32\]") as error:
+    shape = r"\[1, 1, 32\] at layer id 6" if last_only else r"\[2, 1, 3, 32\] at layer id 3"
+    with pytest.raises(ValueError, match=rf"over 3 tokens its layers return {shape}; expected \[1, 3, 32\]") as error:
         random_eagle3(target)
     assert "\n" not in str(error.value)
     assert len(target.model.layers[0]._forward_hooks) == 1, "the check left a hook"

@@ -11,7 +11,7 @@ from targets import PAD, padded_prompts, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec import SpeculationStats
-from hf_specdec.integration import hooks
+from hf_specdec.integration import dispatch
 from hf_specdec.stats import Counters, RowStats
 
 MAX_NEW_TOKENS = 14
@@ -200,9 +200,9 @@ def test_more_drafts_than_remaining_tokens(kind, budget, monkeypatch):
 def test_counters_by_hand():
     counters = Counters(batch=3, num_draft_tokens=2)
     # Row 0 accepts all, row 1 is cut after its one accepted draft, row 2 takes no part.
-    counters.count(0, accepted=2, committed=3, room=9)
-    counters.count(1, accepted=1, committed=1, room=1)
-    counters.count(0, accepted=0, committed=1, room=6)
+    counters.count(0, accepted=2, committed=3, remaining=9)
+    counters.count(1, accepted=1, committed=1, remaining=1)
+    counters.count(0, accepted=0, committed=1, remaining=6)
     stats = counters.summary(num_assistant_tokens=2, engine="static", reason="why", num_rounds=2, seconds=0.5)
     assert stats.rows == [
         RowStats(2, [2, 2], [1, 1], 4),
@@ -289,7 +289,7 @@ def test_target_spread_over_devices_runs_on_the_stock_engine():
 
 def test_reason_is_logged_once(caplog):
     target = tiny_target("llama")
-    hooks._log_engine.cache_clear()
+    dispatch._log_engine.cache_clear()
     with caplog.at_level("INFO", logger="hf_specdec"):
         for _ in range(2):
             greedy(target, padded_prompts(PROMPTS[1]), assistant_model=random_eagle3(target))

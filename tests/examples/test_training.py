@@ -24,8 +24,7 @@ from transformers.generation import utils as generation_utils
 
 import hf_specdec
 from hf_specdec import AutoDrafter
-from hf_specdec.bench.prompts import load_prompts
-from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
+from hf_specdec.config import DraftModelConfig, Eagle3Config, MtpConfig, PEagleConfig, mtp_block_settings
 from hf_specdec.drafters import (
     DraftModelDrafter,
     Eagle3Drafter,
@@ -33,8 +32,8 @@ from hf_specdec.drafters import (
     PEagleDrafter,
 )
 from hf_specdec.drafters.cached import CachedDrafter
-from hf_specdec.drafters.mtp import block_settings, config_for
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
+from hf_specdec.prompt_sources import load_prompts
 from hf_specdec.training.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -81,8 +80,8 @@ def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> 
         drafter.bind(target)
         return drafter
     if family == "mtp":
-        block = block_settings(target.config, kwargs.pop("num_modules", 2))
-        drafter = MtpDrafter(config_for(target.config, block, **kwargs))
+        block = mtp_block_settings(target.config, kwargs.pop("num_modules", 2))
+        drafter = MtpDrafter(MtpConfig.for_target(target.config, block, **kwargs))
         drafter.bind(target)
         return drafter
     ids = list(range(0, VOCAB, 2))
@@ -98,7 +97,7 @@ def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> 
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
-        aux_hidden_states=[1, 2, 3],
+        aux_hidden_state_layer_ids=[1, 2, 3],
         own_embedding=False,
         own_head=False,
         **kwargs,
@@ -331,7 +330,7 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
     aux_hidden_states = read_taps(target, drafter, tokens)
     unrolled = drafter(tokens, aux_hidden_states, num_steps=4)
     for slot in range(8):
-        hidden = drafter.combine(aux_hidden_states[:, : slot + 1])
+        hidden = drafter.combine_hidden_states(aux_hidden_states[:, : slot + 1])
         for step in range(4):
             end = slot + step + 1
             positions = torch.arange(end)[None]
@@ -362,8 +361,8 @@ def test_unrolled_masks_equal_one_pass_under_an_explicit_mask(dtype):
 
     masks = torch.full((2, (steps - 1) * length), MASK)
     read = torch.cat([F.pad(tokens[:, 1:], (0, 1)), masks], dim=1)
-    stand_in = drafter.combine(drafter.mask_hidden.expand(2, masks.shape[1], -1))
-    hidden = torch.cat([drafter.combine(aux_hidden_states), stand_in], dim=1)
+    stand_in = drafter.combine_hidden_states(drafter.mask_hidden.expand(2, masks.shape[1], -1))
+    hidden = torch.cat([drafter.combine_hidden_states(aux_hidden_states), stand_in], dim=1)
     expected, _ = drafter.run(read, hidden, (anchor + depth)[None], attend)
     unrolled = drafter.unroll(tokens, aux_hidden_states, steps)
     tolerance = 1e-10 if dtype is torch.float64 else 1e-4

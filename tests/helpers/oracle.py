@@ -12,6 +12,7 @@ from hf_specdec.config import (
     Eagle3Config,
     MtpConfig,
     PEagleConfig,
+    mtp_block_settings,
 )
 from hf_specdec.drafters import (
     DraftModelDrafter,
@@ -19,7 +20,6 @@ from hf_specdec.drafters import (
     MtpDrafter,
     PEagleDrafter,
 )
-from hf_specdec.drafters.mtp import block_settings
 
 
 class OracleConfig(DrafterConfig):
@@ -105,7 +105,7 @@ def random_mtp(target: PreTrainedModel, seed: int = 0, num_modules: int = 2, **o
     torch.manual_seed(seed)
     text = target.config.get_text_config()
     config = MtpConfig(
-        block=block_settings(text, num_modules),
+        block=mtp_block_settings(text, num_modules),
         num_modules=num_modules,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,

@@ -201,23 +201,21 @@ def peer_memory_on_cpu() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("one_shot_all_reduce", sum_by_messages, "CPU")
         set_policy(patch, "cpu", symmetric_memory=True)
-        patch.setattr(
-            all_reduce, "MOST_BYTES", 2048
-        )  # more than what rounds of three rows sum, less than their prefill
-        patch.setattr(all_reduce, "are_linked", lambda device, count: True)
+        patch.setattr(all_reduce, "MAX_BYTES", 2048)  # more than what rounds of three rows sum, less than their prefill
+        patch.setattr(all_reduce, "has_nvlink", lambda device, count: True)
         patch.setattr(all_reduce, "allocate", lambda size, device, group: torch.empty(size, dtype=torch.uint8))
-        patch.setattr(all_reduce, "_memories", weakref.WeakKeyDictionary())
+        patch.setattr(all_reduce, "_buffers", weakref.WeakKeyDictionary())
         yield patch
 
 
 @contextmanager
 def watched_sums() -> Iterator[list[tuple[int, ...]]]:
     """Context in which the shapes of what is summed in memory are written down."""
-    total, shapes = all_reduce.SymmetricMemoryBuffer.total, []
+    total, shapes = all_reduce.SymmetricMemoryBuffer.all_reduce, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             all_reduce.SymmetricMemoryBuffer,
-            "total",
+            "all_reduce",
             lambda memory, room: shapes.append(tuple(room.shape)) or total(memory, room),
         )
         yield shapes

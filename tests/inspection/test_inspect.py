@@ -30,11 +30,12 @@ def test_text(target_folder, tmp_path, capsys):
     out = capsys.readouterr().out
     for part in (
         "eagle3 (NVIDIA ModelOpt)",
-        "taps         [2, 4, 5]",
+        "aux layers   [2, 4, 5]",
         "40 of the target's 128 tokens",
         "5 draft tokens a round",
         "fc.weight  F32 [32, 96]",
-        "taps = [2, 4, 5]  (in doubt): eagle_aux_hidden_state_layer_ids in eagle_config begins with 1",
+        "aux_hidden_state_layer_ids = [2, 4, 5]  (in doubt): ",
+        "eagle_aux_hidden_state_layer_ids in eagle_config begins with 1",
         "norm_before_residual = False: not in config.json; the default of NVIDIA ModelOpt",
         "share_embedding = True: embed_tokens.weight is not in the checkpoint",
         "(llama): fits",
@@ -68,7 +69,7 @@ def test_pickled_weights_and_no_target(tmp_path, capsys):
     folder = write("safeailab-bin", tmp_path, SPEC, make_weights(SPEC))
     assert main(["inspect", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "settled with --target" in out and "midlayer.hidden_norm.weight  float32 [32]" in out
+    assert "decided with --target" in out and "midlayer.hidden_norm.weight  float32 [32]" in out
     assert "target  " not in out
 
 
@@ -121,7 +122,7 @@ def test_peagle(target_folder, tmp_path, capsys):
         "p-eagle (SpecForge)",
         "8 draft tokens a round",
         "all tokens in one pass, the mask token 5 where there is none yet",
-        "taps         [2, 4, 5]",
+        "aux layers   [2, 4, 5]",
         "mask_hidden  F32 [1, 1, 96]",
         "mask_token_id = 5: mask_token_id of config.json",
         "(in doubt): SpecForge's P-EAGLE trainer leaves out the llama3 scaling",

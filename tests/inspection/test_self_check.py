@@ -23,8 +23,8 @@ from hf_specdec.inspection.self_check import (
     Interpretation,
     SelfCheck,
     interpretations_of,
-    reread,
     self_check,
+    with_interpretation,
 )
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
@@ -59,7 +59,7 @@ def settings(spec: Spec, truth: Interpretation) -> dict[str, Any]:
         head_dim=spec.head_dim,
         vocab_size=spec.vocab_size,
         rms_norm_eps=spec.eps,
-        aux_hidden_states=list(truth.aux_hidden_states),
+        aux_hidden_state_layer_ids=list(truth.aux_hidden_state_layer_ids),
         norm_before_residual=truth.norm_before_residual,
         norm_output=truth.norm_output,
         final_norm=truth.final_norm,
@@ -100,9 +100,9 @@ def fitted() -> Fitted:
 @pytest.mark.core
 def test_true_interpretation_is_kept(fitted):
     result = fitted.check(fitted.drafter)
-    assert result.best.reading == result.current == TRUTH
+    assert result.best.interpretation == result.current == TRUTH
     assert result.best.mean > 0.9 and not result.conclusive
-    assert "stands" in result.result
+    assert "stands" in result.conclusion
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_true_interpretation_is_kept(fitted):
     ids=str,
 )
 def test_wrong_interpretation_is_corrected(fitted, wrong):
-    misread = reread(fitted.drafter, fitted.target, TRUTH._replace(**wrong))
+    misread = with_interpretation(fitted.drafter, fitted.target, TRUTH._replace(**wrong))
     result = fitted.check(misread)
-    assert result.best.reading == TRUTH and result.conclusive
-    assert all(f"{name}=" in result.result for name in wrong)
+    assert result.best.interpretation == TRUTH and result.conclusive
+    assert all(f"{name}=" in result.conclusion for name in wrong)
 
 
 def test_new_interpretation_copies_no_weight(fitted):
-    other = reread(fitted.drafter, fitted.target, TRUTH._replace(norm_output=False))
+    other = with_interpretation(fitted.drafter, fitted.target, TRUTH._replace(norm_output=False))
     assert other.lm_head.weight.data_ptr() == fitted.drafter.lm_head.weight.data_ptr()
     assert fitted.drafter.config.norm_output and not other.config.norm_output
 
@@ -142,7 +142,7 @@ def test_specforge_norm_that_is_not_applied(fitted):
     written.load_state_dict(drafter.state_dict() | {"norm.weight": never_trained})
     written.bind(fitted.target)
     result = fitted.check(written)
-    assert not result.best.reading.final_norm and "final_norm=False" in result.result
+    assert not result.best.interpretation.final_norm and "final_norm=False" in result.conclusion
 
 
 @pytest.mark.core
@@ -188,10 +188,10 @@ def parallel(fitted) -> Fitted:
 @pytest.mark.core
 def test_peagle_is_scored_as_it_drafts(parallel):
     result = parallel.check(parallel.drafter)
-    assert result.best.reading == result.current == TRUTH._replace(norm_output=False)
+    assert result.best.interpretation == result.current == TRUTH._replace(norm_output=False)
     assert min(result.best.agreement) > 0.8 and not result.conclusive
     # Nothing is fed back in one pass, so that norm_output is no question.
-    assert not any(score.reading.norm_output for score in result.scores)
+    assert not any(score.interpretation.norm_output for score in result.scores)
     assert len(result.scores) == 6
 
 
@@ -200,12 +200,12 @@ def test_peagle_is_scored_as_it_drafts(parallel):
 )
 def test_wrong_interpretation_of_peagle_is_corrected(parallel, wrong):
     truth = TRUTH._replace(norm_output=False)
-    misread = reread(parallel.drafter, parallel.target, truth._replace(**wrong))
+    misread = with_interpretation(parallel.drafter, parallel.target, truth._replace(**wrong))
     assert type(misread) is PEagleDrafter
     assert misread.mask_hidden.data_ptr() == parallel.drafter.mask_hidden.data_ptr()
     result = parallel.check(misread)
-    assert result.best.reading == truth and result.conclusive
-    assert all(f"{name}=" in result.result for name in wrong)
+    assert result.best.interpretation == truth and result.conclusive
+    assert all(f"{name}=" in result.conclusion for name in wrong)
 
 
 @pytest.mark.core
@@ -215,11 +215,11 @@ def test_rope_scaling_of_the_target_is_an_interpretation(parallel):
     readings = list(interpretations_of(parallel.drafter.config, [2, 4, 5], 8, linear))
     assert readings[0] == TRUTH._replace(norm_output=False)
     (scaled, *_) = [reading for reading in readings if reading.rope_parameters]
-    assert scaled.rope_parameters == linear and "rope_theta" not in scaled.changes()
-    drafter = reread(parallel.drafter, parallel.target, scaled)
+    assert scaled.rope_parameters == linear and "rope_theta" not in scaled.overrides()
+    drafter = with_interpretation(parallel.drafter, parallel.target, scaled)
     assert drafter.config.rope_parameters == linear
     result = parallel.check(drafter)
-    assert result.best.reading.changes()["rope_theta"] == 10000.0 or not result.conclusive
+    assert result.best.interpretation.overrides()["rope_theta"] == 10000.0 or not result.conclusive
 
 
 def test_rope_bases_by_layer_type_are_interpretations(parallel):

@@ -23,7 +23,7 @@ from hf_specdec import AutoDrafter, Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters import Eagle3Drafter
 from hf_specdec.engine.buckets import useful_drafts
-from hf_specdec.integration.hooks import UNUSED_SETTINGS, _warn
+from hf_specdec.integration.dispatch import UNUSED_SETTINGS, _warn
 from hf_specdec.integration.validation import _OTHER_DRAFTERS
 
 
@@ -122,7 +122,7 @@ def test_missing_weights_to_share(drafter, what):
     unbound = Eagle3Drafter(Eagle3Config(**{**drafter.config.to_dict(), **options}))
     with pytest.raises(ValueError, match=f"no {what} of its own, and the target's is 64 wide .* needs 32"):
         unbound.bind(other)
-    with pytest.raises(ValueError, match=f"no {what} of its own and must borrow the target's, but that is offloaded"):
+    with pytest.raises(ValueError, match=f"no {what} of its own and must share the target's, but that is offloaded"):
         unbound.bind(llama(hidden_size=64).to("meta"))
     assert not unbound.is_bound
 
@@ -445,7 +445,7 @@ def test_weights_that_cannot_be_shared(drafter, what):
         (torch.zeros(0), r"that has shape \[0\]; expected \[vocabulary, width\]. It is sharded"),
     ):
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
-        with pytest.raises(ValueError, match=f"no {what} of its own and must borrow the target's, but .*{words}"):
+        with pytest.raises(ValueError, match=f"no {what} of its own and must share the target's, but .*{words}"):
             unbound.bind(other)
         assert not unbound.is_bound
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from case_counts import cases, num_cases
 from hf_specdec.kernels.attention import attention, choose_splits
-from hf_specdec.kernels.cache import write_kv
+from hf_specdec.kernels.kv_cache import write_kv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.kernels import reference
+from hf_specdec.kernels import attention_reference, kv_cache_reference
 from hf_specdec.patching.cache import RaggedCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,7 +42,7 @@ def poisoned_allocations():
 
 
 class Case(NamedTuple):
-    """A call of `attention`; each row's queries end at the slot in `lasts`, those in `inert` use the dummy slot."""
+    """A call of `attention`; each row's queries end at the slot in `lasts`, those named in `padding` are padding."""
 
     lasts: list[int]
     slots: int
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     groups: int = 1
     dim: int = 16
     value_dim: int | None = None
-    inert: tuple[tuple[int, int], ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
     options: tuple[str, ...] = ()
     window: int = 7
     starts: tuple[int, ...] | None = None
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
     def positions(self) -> torch.Tensor:
         positions = torch.tensor(self.lasts)[:, None] - self.num_queries + 1 + torch.arange(self.num_queries)
-        for row, column in self.inert:
+        for row, column in self.padding:
             positions[row, column] = self.slots - 1
         return positions.to(DEVICE)
 
@@ -91,7 +91,7 @@ def check(case: Case, num_splits: int | None = None) -> None:
     is_live = positions < case.slots - 1
     if "starts" in case.options:
         is_live &= positions >= case.keywords["starts"][:, None]
-    expected = reference.attention(query.double(), key.double(), value.double(), positions, **case.keywords)
+    expected = attention_reference.attention(query.double(), key.double(), value.double(), positions, **case.keywords)
     assert expected.isfinite().all()
     for row, here in enumerate(is_live):  # what no live query of the row may see is poison
         live = positions[row][here].tolist()
@@ -116,8 +116,8 @@ def check(case: Case, num_splits: int | None = None) -> None:
 @every_split
 def test_equals_reference(dtype, num_queries, options, num_splits):
     slots = 290
-    lasts, inert = [num_queries - 1, 77, slots - 2], ((1, num_queries - 1),)
-    case = Case(lasts, slots, num_queries, 2, 2, 24, inert=inert, options=options, dtype=dtype)
+    lasts, padding = [num_queries - 1, 77, slots - 2], ((1, num_queries - 1),)
+    case = Case(lasts, slots, num_queries, 2, 2, 24, padding=padding, options=options, dtype=dtype)
     check(case, num_splits)
     if "window" in options:
         check(case._replace(window=150), num_splits)
@@ -127,7 +127,7 @@ def test_equals_reference(dtype, num_queries, options, num_splits):
 @pytest.mark.parametrize("options", [("starts",), ("starts", "window"), ("starts", "sinks", "softcap")], ids=str)
 @every_split
 def test_slots_before_the_start_of_a_row_are_not_read(dtype, options, num_splits):
-    """Starts before, inside and behind the queries; those before their row's start are inert."""
+    """Starts before, inside and behind the queries; those before their row's start are padding."""
     slots = 290
     case = Case([40, 77, 150, slots - 2, 6], slots, 3, 2, 2, 24, options=options, dtype=dtype)
     check(case._replace(starts=(0, 76, 33, 250, 20)), num_splits)
@@ -141,14 +141,14 @@ def test_slots_before_the_start_of_a_row_are_not_read(dtype, options, num_splits
 )
 @pytest.mark.parametrize("num_splits", cases([1, 3], [3]))
 def test_head_sizes(dtype, dim, value_dim, num_splits):
-    check(Case([20, 148], 150, 5, 1, 4, dim, value_dim, inert=((0, 4),), dtype=dtype), num_splits)
+    check(Case([20, 148], 150, 5, 1, 4, dim, value_dim, padding=((0, 4),), dtype=dtype), num_splits)
 
 
 @pytest.mark.parametrize("options", [(), ("window", "sinks")], ids=str)
 def test_prompts(options):
-    """As in prefill: hundreds of queries, rows of which begin or end with inert ones."""
-    inert = tuple((0, column) for column in range(250, 300)) + tuple((1, column) for column in range(30))
-    check(Case([299, 310], 320, 300, 1, 3, 16, inert=inert, options=options))
+    """As in prefill: hundreds of queries, rows of which begin or end with padding."""
+    padding = tuple((0, column) for column in range(250, 300)) + tuple((1, column) for column in range(30))
+    check(Case([299, 310], 320, 300, 1, 3, 16, padding=padding, options=options))
 
 
 @every_dtype
@@ -175,9 +175,9 @@ def test_a_program_reads_up_to_its_own_last_query(num_splits):
 @pytest.mark.parametrize("options", [(), ("window",), ("sinks",), ("softcap",)], ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_rows_without_a_live_query_read_nothing(options, num_splits):
-    inert = ((0, 0), (0, 1), (2, 0), (2, 1))
-    check(Case([60, 60, 60], 70, 2, 1, 2, inert=inert, options=options), num_splits)
-    check(Case([60], 70, 2, 1, 2, inert=inert[:2], options=options), num_splits)
+    padding = ((0, 0), (0, 1), (2, 0), (2, 1))
+    check(Case([60, 60, 60], 70, 2, 1, 2, padding=padding, options=options), num_splits)
+    check(Case([60], 70, 2, 1, 2, padding=padding[:2], options=options), num_splits)
 
 
 def draw_case(random: Random) -> Case:
@@ -192,7 +192,7 @@ def draw_case(random: Random) -> Case:
         groups=random.randint(1, 16 if kv_heads == 1 else 4),
         dim=random.choice([16, 24, 64, 80]),
         value_dim=random.choice([None, 16, 48]),
-        inert=tuple((row, column) for row in range(2) for column in range(num_queries) if random.random() < 0.2),
+        padding=tuple((row, column) for row in range(2) for column in range(num_queries) if random.random() < 0.2),
         options=tuple(name for name in ("window", "sinks", "softcap") if random.random() < 0.4),
         window=random.choice([1, 7, 100, random.randint(1, 400)]),
         seed=random.randrange(1000),
@@ -215,15 +215,15 @@ def test_number_of_splits(num_programs, reach):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 5.0}, {"window": 3, "softcap": 5.0}], ids=str)
-def test_reference_is_finite_for_inert_queries(options):
+def test_reference_is_finite_for_padding_queries(options):
     query, key, value = torch.randn(3, 1, 2, 8, 16)
     positions = torch.tensor([[0, 1, 2, 6, 7, 8, 11, 1000]])
-    assert reference.attention(query, key, value, positions, scaling=0.25, **options).isfinite().all()
+    assert attention_reference.attention(query, key, value, positions, scaling=0.25, **options).isfinite().all()
 
 
-@pytest.mark.parametrize("attend", [reference.attention, attention], ids=["torch", "triton"])
+@pytest.mark.parametrize("attend", [attention_reference.attention, attention], ids=["torch", "triton"])
 def test_cache_views_serve_every_live_query(attend):
-    """Whatever bound the host has, a query at the last live slot is not taken for an inert one."""
+    """Whatever bound the host has, a query at the last live slot is not taken for a padding column."""
     slots, num_queries, dim = 40, 3, 16
     for live in (3, 17, slots - 1, slots, slots + 5):
         cache = RaggedCache(num_layers=1, slots=slots)
@@ -233,7 +233,7 @@ def test_cache_views_serve_every_live_query(attend):
         query, key, value = torch.randn(3, 2, 2, num_queries, dim, device=DEVICE)
         keys, values = cache.update(key, value, 0)
         layer = cache.layers[0]
-        whole = reference.attention(
+        whole = attention_reference.attention(
             query, layer.keys.transpose(1, 2), layer.values.transpose(1, 2), positions, scaling=0.25
         )
         got = attend(query, keys, values, positions, scaling=0.25)
@@ -263,13 +263,13 @@ def test_written_keys_and_values_equal_the_reference(kv_heads, dim, value_dim, n
         [torch.full((batch, slots, kv_heads, size), NAN, dtype=cache_dtype, device=DEVICE) for size in (dim, value_dim)]
         for _ in range(2)
     ]
-    for write, cache in zip((reference.write_kv, write_kv), caches, strict=True):
+    for write, cache in zip((kv_cache_reference.write_kv, write_kv), caches, strict=True):
         write(*cache, *states, positions)
     for expected, got in zip(*caches, strict=True):
         assert torch.equal(expected.nan_to_num(nan=7.0), got.nan_to_num(nan=7.0))
 
 
-@pytest.mark.parametrize("write", [reference.write_kv, write_kv], ids=["torch", "triton"])
+@pytest.mark.parametrize("write", [kv_cache_reference.write_kv, write_kv], ids=["torch", "triton"])
 def test_writes_to_the_dummy_slot_touch_no_other_slot(write):
     batch, slots, kv_heads, dim = 2, 10, 2, 16
     states = draw_states(batch, 6, kv_heads, dim, dim, torch.float32)
@@ -309,12 +309,12 @@ def test_a_graph_replays_with_other_positions(options, batch):
     random = Random(0)
     for _ in range(5):
         lasts = [random.randint(num_queries - 1, slots - 2) for _ in range(batch)]
-        positions.copy_(case._replace(lasts=lasts, inert=((0, 3),)).positions())
+        positions.copy_(case._replace(lasts=lasts, padding=((0, 3),)).positions())
         for new in states:
             new.normal_()
         graph.replay()
         is_live = positions < slots - 1
-        expected = reference.attention(
+        expected = attention_reference.attention(
             query.double(), keys.transpose(1, 2).double(), values.transpose(1, 2).double(), positions, **keywords
         )
         error = (out[is_live].double() - expected[is_live]).norm() / expected[is_live].norm()

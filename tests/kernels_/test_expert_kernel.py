@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from hf_specdec import ops
-from hf_specdec.kernels import reference
+from hf_specdec.kernels import experts_reference
 from hf_specdec.patching import experts
 from hf_specdec.patching.patch import engine
 
@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
-both = pytest.mark.parametrize("plan", [reference.plan_experts, plan_experts], ids=["torch", "triton"])
+both = pytest.mark.parametrize("plan", [experts_reference.plan_experts, plan_experts], ids=["torch", "triton"])
 every_case = pytest.mark.parametrize(
     ("num_experts", "tokens", "chosen", "rows"),
     [(1, 1, 1, 16), (4, 1, 2, 16), (5, 7, 5, 16), (128, 4, 8, 16), (3, 50, 2, 16), (40, 33, 6, 16), (2, 200, 1, 64)],
@@ -63,7 +63,7 @@ def test_plans_are_equal():
         num_experts, tokens = (int(torch.randint(1, most, (), generator=draw)) for most in (70, 60))
         ids = torch.randint(0, num_experts + 2, (tokens, 3), generator=draw).to(DEVICE)
         rows = [16, 32, 64][seed % 3]
-        assert torch.equal(plan_experts(ids, num_experts, rows), reference.plan_experts(ids, num_experts, rows))
+        assert torch.equal(plan_experts(ids, num_experts, rows), experts_reference.plan_experts(ids, num_experts, rows))
 
 
 @every_case
@@ -87,7 +87,7 @@ def test_expert_matmuls(num_experts, tokens, chosen, rows, is_transposed, dtype)
                 matrix = weight[expert].double()
                 row = inputs[pair if of_pairs else pair // chosen].double()
                 expected[pair] = row @ (matrix if is_transposed else matrix.T) + bias[expert] * (not of_pairs)
-        for product in (reference.expert_linear, expert_linear):
+        for product in (experts_reference.expert_linear, expert_linear):
             out = product(inputs, weight, None if of_pairs else bias, plan, rows, is_transposed)
             assert out.dtype == dtype and out.shape == expected.shape
             assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * max(1, expected.abs().max())
@@ -159,7 +159,7 @@ def test_many_tokens_in_bfloat16_use_grouped_matmul(monkeypatch):
         lambda module, inputs, *rest: asked.append(inputs) or inputs,
     )
     module = experts_class()(SimpleNamespace(_experts_implementation=experts.EXPERTS_NAME)).to(torch.bfloat16)
-    for tokens, is_left in ((3 * experts.MOST_TOKENS, False), (3 * experts.MOST_TOKENS + 1, True)):
+    for tokens, is_left in ((3 * experts.MAX_TOKENS_OF_KERNEL, False), (3 * experts.MAX_TOKENS_OF_KERNEL + 1, True)):
         asked.clear()
         with engine():
             module(torch.randn(tokens, 48).bfloat16(), choose(6, tokens, 2).cpu(), torch.rand(tokens, 2))

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from case_counts import num_cases
-from hf_specdec.kernels.inputs import prepare_inputs
+from hf_specdec.kernels.draft_inputs import prepare_inputs
 from hf_specdec.kernels.types import DraftInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import ops
-from hf_specdec.kernels import reference
+from hf_specdec.kernels import draft_inputs_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MASK_TOKEN = 151_665
@@ -27,7 +27,7 @@ LEAST, MOST = -(2**63), 2**63 - 1
 
 both = pytest.mark.parametrize(
     "prepare",
-    [pytest.param(reference.prepare_inputs, id="torch"), pytest.param(prepare_inputs, id="triton")],
+    [pytest.param(draft_inputs_reference.prepare_inputs, id="torch"), pytest.param(prepare_inputs, id="triton")],
 )
 every_layout = pytest.mark.parametrize(("parallel", "shift"), list(itertools.product([False, True], [0, 1])))
 
@@ -126,7 +126,7 @@ def run(prepare, case: Case, margin: int = 0, inputs: list[torch.Tensor] | None 
 
 
 def plain(case: Case) -> torch.Tensor:
-    """The docstring of `reference.prepare_inputs` as a loop over rows and columns."""
+    """The docstring of `draft_inputs_reference.prepare_inputs` as a loop over rows and columns."""
     out = []
     for tokens, row in zip(case.tokens, case.rows, strict=True):
         newest = row.length - 1 - case.shift
@@ -154,14 +154,14 @@ def plain(case: Case) -> torch.Tensor:
 @given(st.randoms(use_true_random=False))
 def test_kernel_equals_reference(random):
     case, margin = draw_small_case(random), random.randint(0, 3)
-    assert torch.equal(run(prepare_inputs, case, margin), run(reference.prepare_inputs, case, margin))
+    assert torch.equal(run(prepare_inputs, case, margin), run(draft_inputs_reference.prepare_inputs, case, margin))
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_reference_equals_plain_loop(random):
     case, margin = draw_small_case(random), random.randint(0, 3)
-    assert torch.equal(run(reference.prepare_inputs, case, margin), plain(case))
+    assert torch.equal(run(draft_inputs_reference.prepare_inputs, case, margin), plain(case))
 
 
 @every_layout
@@ -172,7 +172,7 @@ def test_many_rows(parallel, shift):
         slots = random.randint(2, 200)
         case = draw_case(random, num_rows, num_draft_tokens, parallel, shift, slots)
         expected = plain(case)
-        for prepare in (reference.prepare_inputs, prepare_inputs):
+        for prepare in (draft_inputs_reference.prepare_inputs, prepare_inputs):
             assert torch.equal(run(prepare, case, margin=num_draft_tokens % 4), expected)
 
 
@@ -216,22 +216,22 @@ def test_only_committed_and_mask_tokens_reach_live_slots(prepare, parallel, shif
 @both
 @pytest.mark.parametrize("shift", [0, 1])
 def test_masks_stop_at_the_limit(prepare, shift):
-    rows = [Row(40 - room, 4, 40, False) for room in range(12)]
+    rows = [Row(40 - remaining, 4, 40, False) for remaining in range(12)]
     case = Case(rows, slots=41, num_draft_tokens=8, parallel=True, shift=shift)
     tokens, slots, _, _ = run(prepare, case)
-    assert (tokens == MASK_TOKEN).sum(dim=1).tolist() == [max(0, min(room - 1, 7)) for room in range(12)]
+    assert (tokens == MASK_TOKEN).sum(dim=1).tolist() == [max(0, min(remaining - 1, 7)) for remaining in range(12)]
     assert ((slots != case.dummy_slot) == (tokens != 0)).all()
     # The newest token takes part as long as another one can follow it.
-    assert (slots[:, case.num_kept - 1] != case.dummy_slot).tolist() == [room > 0 for room in range(12)]
+    assert (slots[:, case.num_kept - 1] != case.dummy_slot).tolist() == [remaining > 0 for remaining in range(12)]
 
 
 @both
 @every_layout
-def test_finished_rows_are_inert(prepare, parallel, shift):
+def test_finished_rows_are_padding(prepare, parallel, shift):
     rows = [Row(length, committed, 30, True) for length in (2, 15, 29, 30) for committed in (0, 3, 6)]
     case = Case(rows, slots=31, num_draft_tokens=5, parallel=parallel, shift=shift)
-    for values, inert in zip(run(prepare, case), (0, case.dummy_slot, 0, -1), strict=True):
-        assert (values == inert).all()
+    for values, padding in zip(run(prepare, case), (0, case.dummy_slot, 0, -1), strict=True):
+        assert (values == padding).all()
 
 
 @both
@@ -332,5 +332,7 @@ def test_cuda_graph_replays_with_changed_inputs(parallel, shift):
             buffer.fill_(POISON)
         graph.replay()
         expected = DraftInputs.allocate(len(case.rows), case.width, DEVICE)
-        reference.prepare_inputs(*inputs, expected, num_masks=case.num_masks, mask_token=MASK_TOKEN, shift=shift)
+        draft_inputs_reference.prepare_inputs(
+            *inputs, expected, num_masks=case.num_masks, mask_token=MASK_TOKEN, shift=shift
+        )
         assert all(torch.equal(got, wanted) for got, wanted in zip(out, expected, strict=True))

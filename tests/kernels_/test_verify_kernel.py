@@ -6,6 +6,7 @@ On a machine without a GPU the kernels run in Triton's interpreter.
 import math
 from contextlib import contextmanager
 from random import Random
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +21,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import ops
-from hf_specdec.kernels import reference, verify
+from hf_specdec.kernels import (
+    draft_sampling,
+    draft_sampling_reference,
+    random_reference,
+    reduction,
+    verify_block,
+    verify_block_reference,
+    verify_greedy,
+    verify_greedy_reference,
+    verify_sampling,
+    verify_sampling_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -29,7 +41,21 @@ INF, NAN = float("inf"), float("nan")
 # Relative distance from a boundary within which rounding may decide.
 MARGIN = 1e-5
 
-both = pytest.mark.parametrize("module", [pytest.param(reference, id="torch"), pytest.param(verify, id="triton")])
+reference = SimpleNamespace(
+    verify_greedy=verify_greedy_reference.verify_greedy,
+    verify_sampling=verify_sampling_reference.verify_sampling,
+    verify_block=verify_block_reference.verify_block,
+    best_draft=draft_sampling_reference.best_draft,
+    draw_draft=draft_sampling_reference.draw_draft,
+)
+kernels = SimpleNamespace(
+    verify_greedy=verify_greedy.verify_greedy,
+    verify_sampling=verify_sampling.verify_sampling,
+    verify_block=verify_block.verify_block,
+    best_draft=draft_sampling.best_draft,
+    draw_draft=draft_sampling.draw_draft,
+)
+both = pytest.mark.parametrize("module", [pytest.param(reference, id="torch"), pytest.param(kernels, id="triton")])
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 
 
@@ -48,11 +74,11 @@ def poisoned_memory():
 
 
 @contextmanager
-def blocks(scan, exponential_sample):
+def blocks(reduce, sample):
     """Blocks of other sizes, so that small vocabularies have many of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "SCAN_BLOCK", scan)
-        patch.setattr(verify, "RACE_BLOCK", exponential_sample)
+        patch.setattr(reduction, "REDUCE_BLOCK", reduce)
+        patch.setattr(reduction, "SAMPLE_BLOCK", sample)
         yield
 
 
@@ -68,7 +94,7 @@ def draw_sizes(random):
 def draw_blocks(random, num_rows, vocabulary):
     """Sizes of the two blocks: on a GPU few, for each is compiled; else such that 25 programs scan, or one a row."""
     if ON_GPU:
-        return random.choice([(256, 64), (verify.SCAN_BLOCK, verify.RACE_BLOCK)])
+        return random.choice([(256, 64), (reduction.REDUCE_BLOCK, reduction.SAMPLE_BLOCK)])
     sizes = [size for size in (16, 64, 256, 1024, 4096) if num_rows * -(-vocabulary // size) <= 25]
     return random.choice([*sizes, 8192]), random.choice([*sizes, 8192])
 
@@ -134,12 +160,12 @@ def test_random_numbers_are_those_of_the_reference(stream):
     tokens = torch.randint(0, 2**18, (size,), generator=generator)
     tokens[:2] = torch.tensor([0, 2**18 - 1])
     steps = torch.randint(0, 17, (size,), generator=generator)
-    expected = reference.uniform(seeds, positions, tokens, stream, steps)
+    expected = random_reference.uniform(seeds, positions, tokens, stream, steps)
     uniforms, times = numbers_in_triton(seeds, positions, tokens, int(stream), steps)
     assert torch.equal(uniforms, expected)
     assert expected.min() > 0 and expected.max() < 1
 
-    expected = reference.exponential(seeds, positions, tokens, stream, steps)
+    expected = random_reference.exponential(seeds, positions, tokens, stream, steps)
     exact = -torch.log1p(-uniforms.double())
     torch.testing.assert_close(expected.double(), exact, rtol=5e-7, atol=0)
     torch.testing.assert_close(times.double(), exact, rtol=5e-7, atol=0)
@@ -153,8 +179,8 @@ def test_small_exponential_samples_are_distinct():
     seeds, tokens = torch.arange(num_cases(400, 80))[:, None], torch.arange(2**17)
     ties = {"exponential": 0, "of coarse numbers": 0}
     for chunk in seeds.split(20):
-        times = reference.exponential(chunk, chunk * 0 + 5, tokens, RandomStream.TARGET)
-        coarse = -torch.log(reference.uniform(chunk, chunk * 0 + 5, tokens, RandomStream.TARGET))
+        times = random_reference.exponential(chunk, chunk * 0 + 5, tokens, RandomStream.TARGET)
+        coarse = -torch.log(random_reference.uniform(chunk, chunk * 0 + 5, tokens, RandomStream.TARGET))
         for name, values in {"exponential": times, "of coarse numbers": coarse}.items():
             first, second = values.topk(2, dim=1, largest=False).values.unbind(1)
             ties[name] += int((first == second).sum())
@@ -176,7 +202,7 @@ EXTREMES = {
 def test_extreme_random_numbers(stream, seed, position):
     arguments = [torch.tensor([value]) for value in (seed, position, 0)]
     expected = torch.tensor([EXTREMES[stream, seed, position]])
-    assert torch.equal(reference.uniform(*arguments, stream), expected)
+    assert torch.equal(random_reference.uniform(*arguments, stream), expected)
     assert torch.equal(numbers_in_triton(*arguments, int(stream))[0], expected)
 
 
@@ -236,7 +262,7 @@ def test_greedy_equals_reference(random):
     assert_same(expected, plain_greedy(scores, drafts))
     margin = random.randint(0, 3)
     with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
-        assert_same(verify.verify_greedy(buried(scores, margin), buried(drafts, margin)), expected)
+        assert_same(kernels.verify_greedy(buried(scores, margin), buried(drafts, margin)), expected)
 
 
 @both
@@ -321,12 +347,12 @@ def draw_case(random, batch, num_drafts, vocabulary, share_of_point_masses=0.4):
     lengths = torch.randint(1, 5000, (batch,), generator=generator)
     if random.random() < share_of_point_masses:
         return Case(scores, drafts, None, seeds, lengths)
-    draft_ids = reference.invert_draft_vocabulary(target_ids, vocabulary) if kind == "some" else None
+    draft_ids = ops.invert_draft_vocabulary(target_ids, vocabulary) if kind == "some" else None
     return Case(scores, drafts, laws, seeds, lengths, draft_ids)
 
 
-def arrival_times(seed, position, vocabulary):
-    numbers = reference.uniform(seed, position, torch.arange(vocabulary), RandomStream.TARGET)
+def exponential_times(seed, position, vocabulary):
+    numbers = random_reference.uniform(seed, position, torch.arange(vocabulary), RandomStream.TARGET)
     return -torch.log1p(-numbers.double())
 
 
@@ -342,7 +368,7 @@ def plain_sampling(case):
         for step, draft in enumerate(drafts):
             p = float(probs[step, draft])
             q = 1.0 if laws is None else float(laws[row, step, draft])
-            level = q * float(reference.uniform(seed, length, torch.tensor(0), RandomStream.ACCEPT, step))
+            level = q * float(random_reference.uniform(seed, length, torch.tensor(0), RandomStream.ACCEPT, step))
             clear &= abs(level - p) > MARGIN * max(level, p) or level == p == 0.0
             if level >= p:
                 break
@@ -358,7 +384,7 @@ def plain_sampling(case):
                 q = laws[row, count].double()
                 slack = MARGIN * torch.maximum(weights, q) * ((weights > 0) | (q > 0))
                 weights = (weights - q).clamp(min=0.0)
-        times = arrival_times(seed, length + count, vocabulary)
+        times = exponential_times(seed, length + count, vocabulary)
         best = int((weights / times).argmax())
         others = (weights + slack) / times
         others[best] = 0.0
@@ -377,7 +403,7 @@ def test_sampling_equals_reference(random):
     case = draw_case(random, batch, num_drafts, vocabulary)
     expected, is_clear = plain_sampling(case)
     with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
-        got = verify.verify_sampling(*case.buried(random.randint(0, 3)))
+        got = kernels.verify_sampling(*case.buried(random.randint(0, 3)))
     for result in (got, reference.verify_sampling(*case.arguments)):
         assert_same((values.cpu()[is_clear] for values in result), (values[is_clear] for values in expected))
         assert ((result.tokens >= 0) & (result.tokens < vocabulary)).all()
@@ -398,9 +424,9 @@ def test_largest_vocabulary(is_soft):
     case = Case(scores, drafts, laws if is_soft else None, seeds, seeds + 92)
     expected, is_clear = plain_sampling(case)
     assert is_clear.all() and len(expected.accepted.unique()) > 1
-    with blocks(verify.SCAN_BLOCK, verify.RACE_BLOCK if ON_GPU else 16_384):
-        assert_same(verify.verify_sampling(*case.buried(0)), expected)
-        assert_same(verify.verify_greedy(*case.buried(0)[:2]), reference.verify_greedy(*case[:2]))
+    with blocks(reduction.REDUCE_BLOCK, reduction.SAMPLE_BLOCK if ON_GPU else 16_384):
+        assert_same(kernels.verify_sampling(*case.buried(0)), expected)
+        assert_same(kernels.verify_greedy(*case.buried(0)[:2]), reference.verify_greedy(*case[:2]))
 
 
 def test_most_rows_are_away_from_decision_boundaries():
@@ -449,7 +475,7 @@ def test_certain_drafts_are_accepted_by_the_largest_numbers(module, is_soft):
 
 @both
 def test_empty_residual_is_drawn_from_the_target(module):
-    """q is nowhere less than p, and more on the draft; as rounding may make it. The draft is rejected, p is raced."""
+    """q is nowhere less than p, and more on the draft, as by rounding: the draft is rejected, p is sampled."""
     size, batch = 40, 4
     scores = torch.zeros(batch, 2, size)
     probs = torch.full((batch, 1, size), 1.0 / size + 1e-6)
@@ -458,7 +484,7 @@ def test_empty_residual_is_drawn_from_the_target(module):
     with blocks(16, 16):
         result = module.verify_sampling(*Case(scores, drafts, probs, seeds, lengths).buried(1))
     assert result.accepted.tolist() == [0] * batch
-    expected = reference.exponential_sample(scores[:, 0].softmax(-1), seeds, lengths, RandomStream.TARGET)
+    expected = random_reference.exponential_sample(scores[:, 0].softmax(-1), seeds, lengths, RandomStream.TARGET)
     assert result.tokens[:, 0].tolist() == expected.tolist()
 
 
@@ -503,7 +529,7 @@ def test_kernel_rejects_drafts_that_are_no_tokens(token, is_soft):
     probs = torch.full((1, 2, 20), 0.05) if is_soft else None
     case = Case(torch.zeros(1, 3, 20), torch.tensor([[token, 3]]), probs, torch.tensor([5]), torch.tensor([5]))
     with blocks(16, 16):
-        result = verify.verify_sampling(*case.buried(2))
+        result = kernels.verify_sampling(*case.buried(2))
     assert result.accepted.tolist() == [0] and 0 <= result.tokens[0, 0] < 20
 
 
@@ -554,7 +580,7 @@ def plain_block(case, remaining):
         for number in range(1, count + 1):
             weight, level = (
                 weights[number],
-                float(reference.uniform(seed, length, torch.tensor(0), RandomStream.ACCEPT, number - 1)),
+                float(random_reference.uniform(seed, length, torch.tensor(0), RandomStream.ACCEPT, number - 1)),
             )
             if number == count:
                 below, above = level, weight
@@ -571,7 +597,7 @@ def plain_block(case, remaining):
             slack = 10 * MARGIN * torch.maximum(law, laws[row, held])
             weights_next = (law - laws[row, held]).clamp(min=0.0)
             clear &= float(weights_next.sum()) > 1e-4
-        times = arrival_times(seed, length + held, vocabulary)
+        times = exponential_times(seed, length + held, vocabulary)
         best = int((weights_next / times).argmax())
         others = (weights_next + slack) / times
         others[best] = 0.0
@@ -597,7 +623,7 @@ def test_block_equals_reference(random):
     expected, is_clear = plain_block(case, remaining)
     with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
         margin = random.randint(0, 3)
-        got = verify.verify_block(*case.buried(margin), buried(remaining, margin))
+        got = kernels.verify_block(*case.buried(margin), buried(remaining, margin))
     for result in (got, reference.verify_block(*case.arguments, remaining)):
         assert_same((values.cpu()[is_clear] for values in result), (values[is_clear] for values in expected))
         assert ((result.tokens >= 0) & (result.tokens < vocabulary)).all()
@@ -661,10 +687,10 @@ def test_blocks_without_a_softmax_reject_and_stay_in_the_vocabulary(module, scor
 def test_drafts_beyond_the_remaining_tokens_do_not_matter(module):
     case, _ = draw_block_case(Random(5), 3, 4, 60)
     remaining, other = torch.tensor([0, 1, 2]), Case(*(None if part is None else part.clone() for part in case))
-    for row, room in enumerate(remaining.tolist()):
-        other.scores[row, room:] = torch.randn_like(other.scores[row, room:])
-        other.drafts[row, room:] = 1
-        other.draft_probs[row, room:] = 0.5
+    for row, left in enumerate(remaining.tolist()):
+        other.scores[row, left:] = torch.randn_like(other.scores[row, left:])
+        other.drafts[row, left:] = 1
+        other.draft_probs[row, left:] = 0.5
     with blocks(64, 64):
         one, two = (module.verify_block(*each.buried(0), buried(remaining, 0)) for each in (case, other))
     assert torch.equal(one.accepted, two.accepted)
@@ -692,7 +718,7 @@ def test_draws_equal_reference(random):
     margin, first = random.randint(0, 3), random.randint(0, 4)
     index, probs = reference.draw_draft(logits, temperatures, seeds, lengths, first)
     with blocks(*draw_blocks(random, batch * num_drafts, vocabulary)):
-        got, got_probs = verify.draw_draft(
+        got, got_probs = kernels.draw_draft(
             *(buried(values, margin) for values in (logits, temperatures, seeds, lengths)), first
         )
     assert got_probs.dtype == torch.float32 and got_probs.is_contiguous() and got_probs.shape == probs.shape
@@ -700,7 +726,7 @@ def test_draws_equal_reference(random):
     assert (got_probs.cpu()[probs == 0] == 0).all()
     steps = torch.arange(first, first + num_drafts)[:, None]
     places = seeds[:, None, None], lengths[:, None, None], torch.arange(vocabulary)
-    numbers = reference.uniform(*places, RandomStream.DRAFT, steps)
+    numbers = random_reference.uniform(*places, RandomStream.DRAFT, steps)
     best, second = (
         (probs.double() / -torch.log1p(-numbers.double())).topk(2, dim=-1).values.unbind(-1)
         if vocabulary > 1
@@ -769,7 +795,7 @@ def test_kernels_refuse_unsupported_inputs(name):
         "draw_draft": (scores, numbers.float(), numbers, numbers, 0),
     }[name]
     with pytest.raises(AssertionError, match="unit stride"):
-        getattr(verify, name)(*arguments)
+        getattr(kernels, name)(*arguments)
 
 
 @pytest.mark.gpu
@@ -808,7 +834,7 @@ def test_cuda_graph_replays_a_round(vocabulary, mode):
         graph.replay()
         advanced = lengths.clone()
         lengths.copy_(before)
-        assert_same(out, round_of(verify))
+        assert_same(out, round_of(kernels))
         expected = round_of(reference)
         assert torch.equal(out[0], expected[0]) and all(map(torch.equal, out[5:], expected[5:]))
         differing += sum(int((one != other).any()) for one, other in zip(out[1:3], expected[1:3], strict=True))

@@ -272,7 +272,7 @@ def test_weights_that_were_loaded_are_fused(tmp_path, dtype, device_map):
 
 def live_places():
     gc.collect()
-    return sum(not place.expired() for place in fused_linear._moved._places.values())
+    return sum(not place.expired() for place in fused_linear._fused_storages._references.values())
 
 
 @pytest.mark.parametrize("change", ["delete", "meta", "assign", "dtype"])
@@ -297,7 +297,7 @@ def test_fused_storage_is_shared_by_nothing_else():
     target = fresh()
     with fused_linears(target):
         for tensors in groups(target):
-            storage = fused_linear._moved.starting_at(tensors[0].data_ptr())
+            storage = fused_linear._fused_storages.starting_at(tensors[0].data_ptr())
             assert storage.nbytes() == sum(tensor.nbytes for tensor in tensors)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.engine.sessions import SessionPool
 from hf_specdec.patching import patch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,8 +42,6 @@ def looks(value, seen):
         return id(value), flags, backward, layout, str(value.tolist())
     if isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device, type)):
         return value
-    if isinstance(value, SessionPool):
-        return "sessions"  # what is kept for other calls
     if isinstance(value, dict):
         return type(value), [(looks(key, seen), looks(item, seen)) for key, item in value.items()]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -53,7 +50,8 @@ def looks(value, seen):
         if id(value) in seen:
             return id(value)
         seen.add(id(value))
-        own = {name: item for name, item in vars(value).items() if name != "_last_stats"}
+        kept = ("_last_stats", "sessions")  # a drafter keeps these of a call
+        own = {name: item for name, item in vars(value).items() if name not in kept}
         return id(value), type(value), looks(own, seen)
     return id(value)
 
@@ -186,16 +184,16 @@ def test_models_are_restored_after_errors_of_a_drafter(engine, at, monkeypatch):
     target, inputs = fresh("qwen3-moe")
     drafter = configured(random_eagle3(target), engine)
     plain, before = greedy(target, inputs), snapshot(target, drafter)
-    extend, calls = type(drafter).extend, []
+    extend_cache, calls = type(drafter).extend_cache, []
 
     def breaking(self, *args, **kwargs):
         calls.append(args)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return extend(self, *args, **kwargs)
+        return extend_cache(self, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(drafter), "extend", breaking)
+        patch.setattr(type(drafter), "extend_cache", breaking)
         greedy(target, inputs, drafter, 3)
     check(before, target, drafter)
     assert torch.equal(greedy(target, inputs, drafter, 3), plain)

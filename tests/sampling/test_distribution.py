@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 )
 
 from hf_specdec import Drafter, DrafterConfig, ops
-from hf_specdec.kernels import reference
+from hf_specdec.kernels import random_reference
 from hf_specdec.ops import draw_draft, verify_block, verify_sampling
 from hf_specdec.sampling.logits import RowTemperature
 from hf_specdec.sampling.processors import BlockProcessor
@@ -34,13 +34,13 @@ SMALLEST, LARGEST = 2.0**-33, 1.0 - 2.0**-24
 
 
 class ChosenNumbers:
-    """Stands in for the reference's `uniform` and `exponential_sample`: returns chosen numbers, keeps the weights."""
+    """Replaces the references of `uniform`, by given numbers, and `exponential_sample`, whose weights it keeps."""
 
     def __init__(self, monkeypatch):
         self.numbers = torch.empty(0)
         self.weights = torch.empty(0)
-        monkeypatch.setattr(reference, "uniform", self.uniform)
-        monkeypatch.setattr(reference, "exponential_sample", self.exponential_sample)
+        monkeypatch.setattr(random_reference, "uniform", self.uniform)
+        monkeypatch.setattr(random_reference, "exponential_sample", self.exponential_sample)
 
     def uniform(self, seeds, positions, tokens, stream, steps):
         assert stream == RandomStream.ACCEPT
@@ -52,7 +52,7 @@ class ChosenNumbers:
     def exponential_sample(self, weights, seeds, positions, stream, steps=0):
         assert stream == RandomStream.TARGET and steps == 0
         assert weights.isfinite().all() and (weights >= 0).all() and (weights.sum(dim=1) > 0).all()
-        self.weights, self.race_positions = weights, positions
+        self.weights, self.sample_positions = weights, positions
         return weights.argmax(dim=1)
 
 
@@ -70,7 +70,7 @@ def judge(chosen, numbers, scores, drafts, draft_probs, draft_ids=None, verifica
     # Every number belongs to its round and its draft, so none is used twice.
     assert torch.equal(chosen.accept_positions, lengths[:, None].expand(num, width))
     assert torch.equal(chosen.accept_steps, torch.arange(width).expand(num, -1))
-    assert torch.equal(chosen.race_positions, lengths + result.accepted)
+    assert torch.equal(chosen.sample_positions, lengths + result.accepted)
     kept = torch.arange(width) < result.accepted[:, None]
     assert torch.equal(result.tokens[:, :width][kept], drafts[kept])
     return result.accepted
@@ -382,7 +382,7 @@ def test_draft_is_drawn_from_the_reported_distribution(monkeypatch):
         shown.update(weights=weights, positions=positions, stream=stream, steps=steps)
         return weights.argmax(dim=2)
 
-    monkeypatch.setattr(reference, "exponential_sample", exponential_sample)
+    monkeypatch.setattr(random_reference, "exponential_sample", exponential_sample)
     logits = torch.randn(3, 2, 7, generator=torch.Generator().manual_seed(0))
     temperatures, lengths = torch.tensor([0.7, 1.0, 1.9]), torch.tensor([4, 5, 6])
     index, probs = draw_draft(logits, temperatures, torch.arange(3), lengths, 1)
@@ -541,12 +541,12 @@ def test_samples_of_the_engine(how, call):
 
 def test_samples_detect_random_numbers_shared_by_two_rounds(monkeypatch):
     """Block verification looks at all drafts of a round; drawing the next round's by the same numbers bends the law."""
-    target, uniform = tiny_target(), reference.uniform
+    target, uniform = tiny_target(), random_reference.uniform
     options, processors = CALLS["top_k"]
     law = exact_law(target, PROMPT, LogitsProcessorList(processors))
     drafter = tiny_drafter("eagle3", target, 3, draft_probs=True).configure(verification="block")
     monkeypatch.setattr(
-        reference,
+        random_reference,
         "uniform",
         lambda seeds, positions, tokens, stream, steps=0: uniform(seeds, positions + steps, tokens, stream),
     )

@@ -1,4 +1,10 @@
-"""Triton write of new keys and values to the ragged cache; defined by `reference.write_kv`."""
+"""Triton write of new keys and values to the static KV cache; the reference is `kv_cache_reference.write_kv`.
+
+Shapes: cache `[B, slots, kv_heads, D]` for keys and `[B, slots, kv_heads, Dv]` for values, new states
+`[B, kv_heads, n, D]` and `[B, kv_heads, n, Dv]`, positions `[B, n]`.
+
+    keys[b, positions[b, i], h] = key_states[b, h, i],    values[b, positions[b, i], h] = value_states[b, h, i]
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-# Elements that a program writes of the keys, and of the values.
+# Elements of the keys, and of the values, that one program copies.
 _TILE = 2048
 
 
 @triton.jit
-def _copy(
+def _copy_heads(
     target_ptr,
     source_ptr,
     head,
@@ -22,6 +28,7 @@ def _copy(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
+    """Copy HEAD_BLOCK heads of one position, cast to the dtype of the target, whose last dimension has unit stride."""
     dim = tl.arange(0, DIM_BLOCK)
     mask = is_head[:, None] & (dim < DIM)[None, :]
     source = tl.load(source_ptr + head[:, None] * source_stride_h + dim[None, :] * source_stride_d, mask=mask)
@@ -29,7 +36,7 @@ def _copy(
     tl.store(target, source.to(target_ptr.dtype.element_ty), mask=mask)
 
 
-# Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
 @triton.jit(do_not_specialize=["positions_stride_b", "positions_stride_n"])
 def _write_kv_kernel(
     keys_ptr,
@@ -60,14 +67,19 @@ def _write_kv_kernel(
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    step = tl.program_id(0).to(tl.int64)
+    """Write the key and the value of one query position, HEAD_BLOCK heads per program.
+
+    Grid: (n, B, blocks of heads). Reads `positions[b, i]`, and of `key_states[b, :, i]` and `value_states[b, :, i]` the
+    program's heads; writes them to `keys[b, slot]` and `values[b, slot]`.
+    """
+    index = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK).to(tl.int64)
     is_head = head < KV_HEADS
-    slot = tl.load(positions_ptr + batch * positions_stride_b + step * positions_stride_n)
-    _copy(
+    slot = tl.load(positions_ptr + batch * positions_stride_b + index * positions_stride_n)
+    _copy_heads(
         keys_ptr + batch * keys_stride_b + slot * keys_stride_s,
-        key_states_ptr + batch * key_states_stride_b + step * key_states_stride_n,
+        key_states_ptr + batch * key_states_stride_b + index * key_states_stride_n,
         head,
         keys_stride_h,
         key_states_stride_h,
@@ -76,9 +88,9 @@ def _write_kv_kernel(
         DIM,
         DIM_BLOCK,
     )
-    _copy(
+    _copy_heads(
         values_ptr + batch * values_stride_b + slot * values_stride_s,
-        value_states_ptr + batch * value_states_stride_b + step * value_states_stride_n,
+        value_states_ptr + batch * value_states_stride_b + index * value_states_stride_n,
         head,
         values_stride_h,
         value_states_stride_h,
@@ -96,7 +108,7 @@ def write_kv(
     value_states: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """See `reference.write_kv`, bit for bit. One launch for both; a CUDA graph can hold it."""
+    """See `kv_cache_reference.write_kv`; equal bit for bit. One launch for keys and values; safe in a CUDA graph."""
     batch, kv_heads, num_states, dim = key_states.shape
     value_dim = value_states.shape[3]
     assert keys.stride(3) == values.stride(3) == 1

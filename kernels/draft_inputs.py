@@ -1,4 +1,15 @@
-"""Triton input preparation of a drafter's first pass; defined by `reference.prepare_inputs`."""
+"""Triton preparation of a drafter's first inputs of a round; the reference is `draft_inputs_reference.prepare_inputs`.
+
+Shapes: tokens `[B, slots]`; lengths, committed, limits and finished `[B]`; the four results `[B, W]`. With
+`kept = W - num_masks`, column c of row b has
+
+    slot = lengths[b] - shift - kept + c
+    source = c - kept + clamp(committed[b], 0, kept)    (kept columns, c < kept)
+    token = tokens[b, slot + shift] if c < kept, else mask_token
+
+and is padding (token 0, position 0, the dummy slot, source -1) where `source < 0` in a kept column, `slot < 0`,
+`slot + 1 + shift >= limits[b]`, or the row is finished.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +20,7 @@ import triton.language as tl
 from .types import DraftInputs
 
 
-# Triton would build anew for those of the arguments so named that are 1 or divisible by 16, to no gain.
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
 @triton.jit(
     do_not_specialize=[
         "tokens_stride",
@@ -54,10 +65,15 @@ def _prepare_inputs_kernel(
     shift,
     BLOCK: tl.constexpr,
 ):
+    """Prepare one row.
+
+    Grid: (B,). Reads the row's length, number of committed tokens, limit and finished flag, and the tokens of its kept
+    columns; writes the row of the four results.
+    """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + row * lengths_stride)
     committed = tl.load(committed_ptr + row * committed_stride)
-    # No slot lies below a limit of 0.
+    # With a limit of 0 every column is padding.
     limit = tl.where(tl.load(finished_ptr + row * finished_stride), 0, tl.load(limits_ptr + row * limits_stride))
 
     column = tl.arange(0, BLOCK).to(tl.int64)
@@ -87,11 +103,11 @@ def prepare_inputs(
     mask_token: int,
     shift: int,
 ) -> None:
-    """See `reference.prepare_inputs`, bit for bit. One launch, one program a row; a CUDA graph can hold it.
+    """See `draft_inputs_reference.prepare_inputs`; equal bit for bit. One launch; safe in a CUDA graph.
 
-    Reads one element a row of `lengths`, `committed`, `limits` and `finished`, and of `tokens` the kept ones, never
-    outside the row; writes every element of the four tensors of `out` and nothing else. All may be slices of larger
-    buffers; the host looks at shapes and strides only.
+    Reads one element per row of `lengths`, `committed`, `limits` and `finished`, and of `tokens` the kept ones, all
+    inside the row. Writes every element of the four tensors of `out` and nothing else. Any of them may be a slice of a
+    larger buffer; the launch depends on shapes and strides only.
     """
     batch, width = out.tokens.shape
     assert tokens.stride(1) == 1 and all(buffer.stride(1) == 1 for buffer in out), "rows must have unit stride"

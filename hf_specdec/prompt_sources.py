@@ -1,22 +1,18 @@
-"""Prompts: where they come from, and batches of them as `generate()` reads them."""
+"""Prompts from jsonl files and from data sets of the Hub, shared by `hf-specdec bench` and the examples."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
-
-Batch = dict[str, torch.Tensor]
 
 HUB_PREFIX = "hub:"
 DEFAULT_SPLIT, DEFAULT_COLUMN, ID_COLUMN = "train", "prompt", "id"
 
-# Short and varied: answers in prose, lists, code, sums, tables and verse are drafted with very different success.
+# Short and of many kinds, because acceptance differs much between prose, lists, code, arithmetic, tables and verse.
 PROMPTS = (
     "Why does bread rise, and what goes wrong when it does not?",
     "Write a Python function that merges two sorted lists, with a docstring.",
@@ -41,8 +37,8 @@ class Prompt(NamedTuple):
     """A prompt.
 
     Attributes:
-        id: what its source calls it, else its number there, from 0.
-        text: what the user says first.
+        id: the `id` that its source gives, else its index there.
+        text: the first turn of the user.
     """
 
     id: int | str
@@ -50,18 +46,22 @@ class Prompt(NamedTuple):
 
 
 def load_prompts(source: str | Path | None, limit: int | None = None) -> list[str]:
-    """The texts of `read_prompts`."""
+    """The texts of `read_prompts`, which see."""
     return [prompt.text for prompt in read_prompts(source, limit)]
 
 
 def read_prompts(source: str | Path | None, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of `source`: a jsonl file, `hub:name[:split[:column]]`, or our own if None.
+    """The first `limit` prompts of a source.
 
-    A line of a file, or a row of a data set, may have an `id`.
+    Args:
+        source: a jsonl file whose lines have `prompt`, or `hub:name[:split[:column]]`, by default of the split "train"
+            and the column "prompt"; None for `PROMPTS`. Lines and rows may have an `id`.
+        limit: None for all.
 
     Raises:
-        OSError: no such file.
-        ValueError: a line or a data set without prompts, or no `datasets` to load one with.
+        OSError: there is no such file.
+        ValueError: a line is not JSON or has no `prompt`, the source is empty, the data set has no such column, or the
+            library `datasets` is not installed.
     """
     if source is None:
         prompts = [Prompt(*numbered) for numbered in enumerate(PROMPTS)]
@@ -121,7 +121,11 @@ def _prompt(own_id: Any, number: int, text: str) -> Prompt:
 
 
 def _first_turn(value: Any, where: str) -> str:
-    """A prompt is a text, or the turns of a conversation, of which the first is taken."""
+    """`value` if it is a text; the first turn if it is a conversation.
+
+    Raises:
+        ValueError: `value` is neither.
+    """
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
     if isinstance(value, dict) and "content" in value:
@@ -134,12 +138,12 @@ def _first_turn(value: Any, where: str) -> str:
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], as_chat: bool | None = None, **options: Any
 ) -> BatchEncoding:
-    """`texts` as tokens, which a target is to continue.
+    """Tokenize prompts.
 
     Args:
         tokenizer: of the target.
-        texts: what users say.
-        as_chat: whether they are put as users' turns; None if the tokenizer knows a chat format.
+        texts: the prompts.
+        as_chat: whether each is formatted as a user's turn by the chat template; by default if the tokenizer has one.
         options: of the tokenizer, such as `padding` and `return_tensors`.
     """
     if as_chat is None:
@@ -151,41 +155,7 @@ def encode(
 
 
 def pad_on_the_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make `tokenizer` pad as generation needs it."""
+    """Set `tokenizer` to pad on the left, by its end-of-sequence token if it has no padding token."""
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-
-
-def text_batches(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int, device: torch.device
-) -> list[Batch]:
-    """All prompts in order, left-padded, as user's turns if the tokenizer knows a chat format.
-
-    Every batch is full: the last is filled up with the first prompts.
-    """
-    pad_on_the_left(tokenizer)
-    batches = []
-    for texts in _full_batches(prompts, batch_size):
-        inputs = encode(tokenizer, texts, padding=True, return_tensors="pt")
-        batches.append({name: inputs[name].to(device) for name in ("input_ids", "attention_mask")})
-    return batches
-
-
-def random_batches(
-    vocab_size: int, length: int, num_prompts: int, batch_size: int, device: torch.device
-) -> list[Batch]:
-    """Prompts of `length` random tokens, the same ones whatever the batch size."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (num_prompts, length), generator=generator)
-    return [
-        {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
-        for rows in (torch.stack(batch).to(device) for batch in _full_batches(list(ids), batch_size))
-    ]
-
-
-def _full_batches(items: Sequence, size: int) -> list[list]:
-    return [
-        [items[(size * batch + row) % len(items)] for row in range(size)]
-        for batch in range(math.ceil(len(items) / size))
-    ]

@@ -1,0 +1,48 @@
+"""Batches of prompts as `generate()` reads them: of texts, or of random tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..prompt_sources import encode, pad_on_the_left
+
+# `input_ids` and `attention_mask`, `[B, n]` int64 each.
+Batch = dict[str, torch.Tensor]
+
+
+def text_batches(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int, device: torch.device
+) -> list[Batch]:
+    """Batches of all prompts in order, left-padded; as user turns if the tokenizer has a chat template.
+
+    Every batch has `batch_size` rows: the last one is filled up with the first prompts.
+    """
+    pad_on_the_left(tokenizer)
+    batches = []
+    for texts in _full_batches(prompts, batch_size):
+        inputs = encode(tokenizer, texts, padding=True, return_tensors="pt")
+        batches.append({name: inputs[name].to(device) for name in ("input_ids", "attention_mask")})
+    return batches
+
+
+def random_batches(
+    vocab_size: int, length: int, num_prompts: int, batch_size: int, device: torch.device
+) -> list[Batch]:
+    """Batches of prompts of `length` random tokens, which are the same for every batch size."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (num_prompts, length), generator=generator)
+    return [
+        {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+        for rows in (torch.stack(batch).to(device) for batch in _full_batches(list(ids), batch_size))
+    ]
+
+
+def _full_batches(items: Sequence, size: int) -> list[list]:
+    return [
+        [items[(size * batch + row) % len(items)] for row in range(size)]
+        for batch in range(math.ceil(len(items) / size))
+    ]

@@ -1,0 +1,126 @@
+"""MTP modules in the checkpoint of their target, or published on their own, read into the normal form `MtpConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from ..config import MtpConfig, default_chaining, mtp_block_settings
+from .checkpoint import Checkpoint
+from .decisions import Decisions, NormalizedConfig
+from .dialects import speculators_depth, speculators_target
+from .mtp_layouts import (
+    MtpFamily,
+    find_family,
+    is_speculators_mtp,
+    module_tensors,
+    own_copies,
+    stated_count,
+    text_settings,
+)
+from .overrides import MTP_OVERRIDES
+from .rope import rope_by_layer_type
+
+# Draft tokens a round of a single module whose config.json does not state for how many it was trained.
+SINGLE_MODULE_DEPTH = 3
+
+
+def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> NormalizedConfig:
+    """Read the MTP modules of a checkpoint of any supported family.
+
+    Args:
+        checkpoint: of a target, or of a module published on its own.
+        target: the target's text configuration, if there is a target. `bind` checks whether it fits.
+        overrides: see `Overrides`.
+
+    Raises:
+        ValueError: expected a config.json that agrees with itself and the tensors, and only overrides in
+            `MTP_OVERRIDES`, without parallel drafting.
+    """
+    name, config, decisions = checkpoint.name, checkpoint.config, Decisions(overrides)
+    decide = decisions.decide
+    unknown = overrides.keys() - MTP_OVERRIDES
+    if unknown or overrides.get("parallel_drafting"):
+        wrong = ", ".join(sorted(unknown)) or "parallel drafting"
+        raise ValueError(f"{name} holds MTP modules, which draft token by token from one hidden state: no {wrong}.")
+    family, num_modules = find_family(config), _count_modules(checkpoint)
+    text = _text_config(checkpoint, family, decisions)
+    own, rule = own_copies(family, {}), f"as {family.title} publishes and runs them"
+    output_rule = rule if family.norm_output else "as vLLM; transformers hands on the stream after the final norm"
+    hidden_first = decide("hidden_first", family.hidden_first, rule)
+    norm_offset = decide("norm_offset", family.norm_offset, rule)
+    norm_output = decide("norm_output", family.norm_output, output_rule)
+    share_embedding = decide("share_embedding", "embed_tokens" not in own, "the modules have copies of the target's")
+    heads = "each module has a trained head" if "lm_head" in own else "the modules have copies of the target's, or none"
+    share_head = decide("share_head", "lm_head" not in own, heads)
+    chaining = decide("chaining", default_chaining(num_modules), f"{num_modules} module(s)")
+    zero_first_embedding = decide("zero_first_embedding", False, "as in training; vLLM zeroes it for some families")
+    normalized = MtpConfig.for_target(
+        text,
+        _block_settings(text, text_settings(config), num_modules),
+        hidden_first=hidden_first,
+        norm_offset=norm_offset,
+        norm_output=norm_output,
+        own_embedding=not share_embedding,
+        own_head=not share_head,
+        chaining=chaining,
+        zero_first_embedding=zero_first_embedding,
+        num_assistant_tokens=speculators_depth(config) or (num_modules if num_modules > 1 else SINGLE_MODULE_DEPTH),
+        dialect=family.title,
+        target_name_or_path=speculators_target(config),
+    )
+    return NormalizedConfig(normalized, tuple(decisions.made))
+
+
+def _count_modules(checkpoint: Checkpoint) -> int:
+    """The number of modules that the checkpoint holds; config.json and tensors must agree."""
+    config, family = checkpoint.config, find_family(checkpoint.config)
+    stated = stated_count(config)
+    key, count = stated or ("no key", None)
+    found = {tensor.index for tensor in module_tensors(config, checkpoint.tensors)} - {None}
+    if not found:
+        raise ValueError(
+            f"{checkpoint.name} has {count or 'some'} MTP module(s) by its config.json ({key}), but its weights hold "
+            f"no tensors of them ({family.layout.where}): they were left out when it was exported. Use the original "
+            f"checkpoint; or, if it is to draft as a whole model, set {key} to 0 in its config.json."
+        )
+    if found != set(range(count or len(found))):
+        raise ValueError(
+            f"{checkpoint.name} contradicts itself: it has {count or 'no stated number of'} MTP module(s) by its "
+            f"config.json ({key}), but its weights hold the modules {sorted(found)} ({family.layout.where})."
+        )
+    if is_speculators_mtp(config) and len(found) != 1:
+        raise ValueError(f"{checkpoint.name} holds {len(found)} MTP modules; expected 1 in speculators' form.")
+    return len(found)
+
+
+def _text_config(checkpoint: Checkpoint, family: MtpFamily, decisions: Decisions) -> PreTrainedConfig:
+    """transformers' configuration of a text model with the decoder layers of the modules."""
+    settings = dict(checkpoint.config)
+    if is_speculators_mtp(settings):
+        settings = dict(text_settings(settings))
+        rope = rope_by_layer_type(settings.get("rope_parameters") or {}).get("sliding_attention")
+        if rope is not None:
+            settings["rope_parameters"] = rope
+            rule = "speculators' layers all have the RoPE of the target's sliding ones"
+            decisions.decide("rope_parameters", rope, rule)
+    model_type = settings.pop("model_type", None)
+    # transformers knows each family by its own model type or by its block's: MiMo-7B only by the latter.
+    known = model_type if model_type in CONFIG_MAPPING else family.block
+    if known not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{checkpoint.name} has MTP modules of model_type {model_type!r}, whose decoder layers ({family.block}) "
+            f"transformers {transformers.__version__} does not have; a newer one may."
+        )
+    return CONFIG_MAPPING[known].from_dict(settings).get_text_config()
+
+
+def _block_settings(text: PreTrainedConfig, published: Mapping[str, Any], num_modules: int) -> dict[str, Any]:
+    """`mtp_block_settings`, with the modules' part of lists that have an entry for each layer and each module."""
+    block, num_layers = mtp_block_settings(text, num_modules), text.num_hidden_layers
+    lists = {name: value for name, value in published.items() if name in block and isinstance(value, list)}
+    longer = {name: value[num_layers:] for name, value in lists.items() if len(value) == num_layers + num_modules}
+    return block | longer

@@ -1,0 +1,179 @@
+"""A call of `generate()` with a drafter: checked, and given to the engine that can run it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateOutput
+
+from ..drafters.base import Drafter
+from ..engine.equivalence import why_not_equivalent
+from ..engine.prompts import read_prompts
+from ..engine.request import Request
+from ..engine.static_engine import decode
+from ..engine.stock_engine import assist
+from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
+from ..sampling.processors import check_processors
+from ..sampling.randomness import Randomness
+from .eligibility import empty_attentions, why_not_static
+from .validation import check_prompts, check_same_device, check_tokens
+
+logger = logging.getLogger(__name__)
+
+# Settings of transformers' own assisted generation that a drafter cannot follow, and why that does no harm. A caller
+# who asks for one is told so. What would change the text, or name another drafter, is refused by `check_call`.
+UNUSED_SETTINGS = {
+    "num_assistant_tokens_schedule": "a drafter drafts the same number of tokens in every round",
+    "assistant_confidence_threshold": "a drafter drafts all tokens of a round, however sure it is of them",
+    "assistant_lookbehind": "a drafter reads the target's own tokens",
+    "target_lookbehind": "a drafter reads the target's own tokens",
+    "max_matching_ngram_size": "a drafter does not look drafts up in the prompt",
+}
+
+
+_NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+
+
+def _call_of(request: Request, engine: str) -> dict[str, Any]:
+    """What processes that run one model together must agree on, by the name that the caller has for it.
+
+    The names are the same on all of them, whatever was asked for.
+    """
+    model, config, randomness, prompts = request.model, request.config, request.randomness, request.prompts
+    seeds, state = None, None
+    if config.do_sample and randomness.seeds is not None:
+        seeds = torch.as_tensor(randomness.seeds)
+    elif config.do_sample and engine == "stock" and randomness.generator is None:
+        # transformers draws from the target's device wherever it samples; our seeds are the first process's.
+        on_gpu = model.device.type == "cuda"
+        state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
+    return {
+        "prompts": prompts.input_ids,
+        "attention_mask": (prompts.padding, prompts.width),
+        "past_key_values": prompts.cached,
+        "num_assistant_tokens": request.num_draft_tokens,
+        "engine": engine,
+        "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
+        "seeds": seeds,
+        "use of a generator": randomness.generator is not None,
+        "random state (set_seed)": state,
+    }
+
+
+@functools.cache
+def _log_engine(engine: str, reason: str) -> None:
+    """Say once which engine runs and why; loudly if it is the slow one and nobody asked for it."""
+    level = logging.WARNING if engine == "stock" and not reason.startswith("forced") else logging.INFO
+    logger.log(level, "hf_specdec runs the %s engine: %s", engine, reason)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    logger.warning("hf_specdec: %s", message)
+
+
+def _choose_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[str, str]:
+    """The engine that runs `request`, `"static"` or `"stock"`, and why.
+
+    Raises:
+        ValueError: the static engine was forced and cannot run it.
+    """
+    drafter = request.drafter
+    obstacle = why_not_static(request.model, request.config, request.prompts, model_kwargs)
+    if obstacle is None and not drafter.is_equivalence_check:
+        obstacle = why_not_equivalent(request.model, "static")
+    if drafter.engine == "static" and obstacle is not None:
+        raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
+    if drafter.engine != "auto":
+        engine, reason = drafter.engine, f"forced by engine={drafter.engine!r}"
+    else:
+        engine, reason = ("static", "the target and the call fit") if obstacle is None else ("stock", obstacle)
+    if not drafter.is_equivalence_check:
+        _log_engine(engine, reason)
+    if engine == "stock" and drafter.verification != "token":
+        _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
+    return engine, reason
+
+
+def generate_with_drafter(
+    assisted_decoding: Callable,
+    model: PreTrainedModel,
+    drafter: Drafter,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    inputs_tensor: torch.Tensor | None = None,
+    tokenizer: Any = None,
+    seeds: int | Sequence[int] | torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+    **model_kwargs: Any,
+) -> GenerateOutput | torch.Tensor:
+    """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
+
+    Args:
+        assisted_decoding: transformers' own, for the stock engine.
+        model: the target.
+        drafter: bound to it.
+        seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
+        input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
+            tokenizer, model_kwargs: as `generate()` passes them.
+
+    Raises:
+        ValueError: no engine can run the call, or what was given is wrong.
+    """
+    mask = model_kwargs.get("attention_mask")
+    mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
+    check_prompts(input_ids, mask, model_kwargs)
+    check_processors(logits_processor)
+    input_ids = input_ids.long()
+    generation_config.max_length = math.ceil(generation_config.max_length)
+    cache = model_kwargs.get("past_key_values")
+    request = Request(
+        model=model,
+        drafter=drafter,
+        prompts=read_prompts(input_ids, mask, getattr(generation_config, "_mask_length", None), cache),
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        config=generation_config,
+        num_draft_tokens=_num_draft_tokens(drafter, getattr(generation_config, "_asked", {})),
+        randomness=Randomness(seeds, generator),
+        streamer=streamer,
+        cache=cache if getattr(cache, "_is_user_defined", False) else None,
+    )
+    attentions = empty_attentions(model, generation_config)
+    if attentions is not None:
+        generation_config.output_attentions = False
+        model_kwargs.pop("output_attentions", None)
+    engine, reason = _choose_engine(request, model_kwargs)
+    request = replace(request, reason=reason)
+    if engine == "static":
+        check_same_device(model, drafter)
+        check_tokens(model, input_ids.cpu(), mask)
+    drafter.sync_with(model)
+    if tensor_parallel_group(model) is not None:
+        check_same_call(model, stopping_criteria, _call_of(request, engine))
+    run = decode if engine == "static" else functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
+    output = run(request)
+    check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
+    if attentions is not None:
+        output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
+    return output
+
+
+def _num_draft_tokens(drafter: Drafter, asked: dict[str, Any]) -> int:
+    """K of a call with the settings `asked`; warns of those that have no effect."""
+    for setting, why in UNUSED_SETTINGS.items():
+        if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
+            _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
+    return drafter.num_draft_tokens(asked.get("num_assistant_tokens"))

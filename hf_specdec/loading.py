@@ -1,0 +1,98 @@
+"""Targets and tokenizers by their names on a command line, shared by `hf-specdec bench` and the examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from .checkpoints.checkpoint import check_folder
+
+GGUF_SUFFIX = ".gguf"
+
+
+def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a target for inference (see `prepare_target`).
+
+    Args:
+        name: folder, Hub repository or GGUF file.
+        dtype: of its weights; those of a GGUF file are dequantised.
+        device: of its weights.
+
+    Raises:
+        OSError: there is no such folder, repository or file.
+    """
+    options: dict[str, Any] = {"dtype": dtype}
+    if Path(name).suffix == GGUF_SUFFIX:
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    return prepare_target(AutoModelForCausalLM.from_pretrained(**from_pretrained_arguments(name), **options).to(device))
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the target called `name`, a folder, Hub repository or GGUF file."""
+    return AutoTokenizer.from_pretrained(**from_pretrained_arguments(name))
+
+
+def from_pretrained_arguments(name: str) -> dict[str, str]:
+    """The arguments of `from_pretrained` that name the folder, Hub repository or GGUF file `name`.
+
+    Raises:
+        OSError: there is no such folder or file.
+    """
+    path = Path(name)
+    if path.suffix == GGUF_SUFFIX:
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no GGUF file at {path}.")
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    check_folder(name)
+    return {"pretrained_model_name_or_path": name}
+
+
+def prepare_target(model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze `model`, set it to evaluation mode and reduce its generation config to its special tokens.
+
+    Without the generation config of a checkpoint, decoding is greedy unless the options of a call say otherwise.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id, pad_token_id=own.pad_token_id
+    )
+    return model.requires_grad_(False).eval()
+
+
+def set_end_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, eos_token: str | None, ignore_eos: bool
+) -> None:
+    """Set the end-of-sequence and padding tokens in the generation config of `model`.
+
+    Args:
+        model: whose generation config is changed.
+        tokenizer: of the model, if there is one; its tokens are changed too if `eos_token` is given.
+        eos_token: the only end-of-sequence token; None to keep those of the generation config.
+        ignore_eos: whether there are no end-of-sequence tokens.
+
+    Raises:
+        ValueError: `eos_token` is not a token of the tokenizer.
+    """
+    settings = model.generation_config
+    if eos_token is not None:
+        known = {} if tokenizer is None else tokenizer.get_vocab()
+        if eos_token not in known:
+            raise ValueError(f"--eos-token is {eos_token!r}, which is no token of the target's tokenizer.")
+        tokenizer.eos_token = tokenizer.pad_token = eos_token
+        settings.eos_token_id = settings.pad_token_id = known[eos_token]
+    if settings.pad_token_id is None:
+        ends = settings.eos_token_id
+        settings.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
+    if ignore_eos:
+        settings.eos_token_id = None

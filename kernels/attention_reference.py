@@ -1,0 +1,80 @@
+"""PyTorch reference of attention over the static KV cache.
+
+Shapes: query `[B, heads, n, D]`, key `[B, kv_heads, slots, D]`, value `[B, kv_heads, slots, Dv]`, positions `[B, n]`,
+result `[B, n, heads, Dv]`. With G = heads // kv_heads, t = positions[b, n], and f(x) = softcap * tanh(x / softcap), or
+f(x) = x without a softcap:
+
+    result[b, n, h] = sum_s p[s] value[b, h // G, s]
+    p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
+
+Slot s is visible iff starts[b] <= s <= t and, with a window, s > t - window. A sink adds exp(sinks[h]) to the
+denominator of the softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention over a KV cache in which the slot is the position: a query at position t sees the slots s <= t.
+
+    The last slot is the dummy slot: a query at position `slots - 1` or beyond is padding, and its result is 0 whatever
+    the cache holds. So a caller that passes a prefix of a cache passes one slot more than the live ones. Slots after
+    the last live query of a row are never read by the Triton kernel; the reference gives them weight 0, so here they
+    must be finite.
+
+    Args:
+        query: `[B, heads, n, D]`.
+        key: `[B, kv_heads, slots, D]`; the new keys of the row are already in it.
+        value: `[B, kv_heads, slots, Dv]`.
+        positions: `[B, n]` int64, the slot of each query; may differ between rows, in any order.
+        scaling: factor on the scores.
+        window: sliding window; if given, slot s is visible only if t - s < window.
+        sinks: `[heads]` logits that take part in the softmax and have no value (gpt-oss).
+        softcap: if given, scores become softcap * tanh(scores / softcap).
+        starts: `[B]` int64; if given, slot s of row b is visible only if s >= starts[b]. A query before starts[b] is
+            padding.
+
+    Returns:
+        `[B, n, heads, Dv]` in the query's dtype. Scores and softmax are in float32 with sinks or a softcap, and as in
+        `scaled_dot_product_attention` otherwise.
+    """
+    batch, heads, num_queries, _ = query.shape
+    kv_heads, num_slots = key.shape[1:3]
+    groups = heads // kv_heads
+    # Grouped-query attention: the query heads of a key head become further queries of it, without a copy of the cache.
+    query = query.reshape(batch, kv_heads, groups * num_queries, query.shape[-1])
+    slots = torch.arange(num_slots, device=key.device)
+    is_padding = positions >= num_slots - 1
+    positions = positions.clamp(max=num_slots - 1)  # a softmax over no slot is NaN
+    visible = slots <= positions[:, None, :, None]
+    if starts is not None:
+        is_padding = is_padding | (positions < starts[:, None])
+        visible &= (slots >= starts[:, None, None, None]) | is_padding[:, None, :, None]
+    if window is not None:
+        visible &= slots > positions[:, None, :, None] - window
+    visible = visible.repeat(1, 1, groups, 1)
+    if sinks is None and softcap is None:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    else:
+        scores = (query @ key.transpose(-1, -2)).float() * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float().view(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, num_queries, 1)
+            scores = torch.cat([scores, sink.reshape(batch, kv_heads, -1, 1)], dim=-1)
+        out = scores.softmax(-1)[..., :num_slots].to(value.dtype) @ value
+    return out.reshape(batch, heads, num_queries, -1).transpose(1, 2).masked_fill(is_padding[:, :, None, None], 0.0)

@@ -1,0 +1,51 @@
+"""PyTorch reference of the choice of draft tokens from the logits of a drafter.
+
+Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or indices `[B, n]`, probs `[B, n, V_d]`.
+
+    best_draft = target_ids[argmax over v of logits[b, i, v]]
+    draw_draft: q_i = softmax(logits[b, i] / temperatures[b]), index = argmax over v of q_i(v) / e_i(v)
+
+with e_i(v) = exponential(seeds[b], lengths[b], v, DRAFT, first + i).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import random_reference
+from .types import RandomStream
+
+
+def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The most probable draft tokens; ties and NaN as in `verify_greedy`.
+
+    Args:
+        logits: `[B, n, V_d]` or `[n, V_d]` of the draft head, of any floating dtype.
+        target_ids: `[V_d]` int64, the target's token of each token of the draft vocabulary; None if they are the same.
+
+    Returns:
+        `[B, n]` or `[n]` int64 tokens of the target.
+    """
+    index = logits.argmax(dim=-1)
+    return index if target_ids is None else target_ids[index]
+
+
+def draw_draft(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample draft tokens from softmax(logits / temperature).
+
+    Args:
+        logits: `[B, n, V_d]` of the draft head, of any floating dtype.
+        temperatures: `[B]` float32, above 0.
+        seeds: `[B]` int64 row seeds.
+        lengths: `[B]` int64, the position that the first draft of the round would have.
+        first: index within the round, from 0, of the first of these drafts.
+
+    Returns:
+        Indices `[B, n]` int64 into the draft vocabulary, and the distributions, float32 in the shape of the logits.
+    """
+    probs = (logits.float() / temperatures[:, None, None]).softmax(dim=-1)
+    steps = torch.arange(first, first + logits.shape[1], device=logits.device)[:, None]
+    index = random_reference.exponential_sample(probs, seeds[:, None], lengths[:, None], RandomStream.DRAFT, steps)
+    return index, probs

@@ -1,0 +1,109 @@
+"""Triton sampling of the recovered or bonus token after the accepted drafts; see `recovered_token_reference`.
+
+Shapes: residual and probs `[B, V]`, keys `[2, B, blocks]`, tokens `[B, K + 1]`. With e = exponential numbers
+(`random.exponential`) of the row's seed, the token's position and each v:
+
+    next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] where the residual is 0 everywhere
+
+Whether the residual is 0 everywhere is known only when all blocks of a row are done, so every program writes the keys
+(see `reduction`) of both maxima, and the merging kernel chooses.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .random import exponential
+from .reduction import LEAST_KEY, index_of_key, largest_key
+from .types import RandomStream, VerificationResult
+
+_TARGET = tl.constexpr(int(RandomStream.TARGET))
+
+
+@triton.jit
+def draft_prob(draft_probs_ptr, draft_ids_ptr, token, mask, draft_vocabulary, HAS_IDS: tl.constexpr):
+    """Draft probability q of `token`, int64 in the target's vocabulary, from a row `[V_d]`; 0 where `mask` is false."""
+    index = token
+    if HAS_IDS:
+        index = tl.load(draft_ids_ptr + token, mask=mask, other=-1)
+    return tl.load(draft_probs_ptr + index, mask=mask & (index >= 0) & (index < draft_vocabulary), other=0.0)
+
+
+@triton.jit
+def store_sample_keys(keys_ptr, residual, p_next, seed, position, token, is_token):
+    """Write the keys of one block: of the maximum of residual / e, and of the maximum of p_next / e.
+
+    For grids (B, blocks). Writes one element each of `keys[0]` and `keys[1]`, `[B, blocks]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cell = row * tl.num_programs(1) + tl.program_id(1)
+    num_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    noise = exponential(seed, position, token, token * 0, _TARGET)
+    tl.store(keys_ptr + cell, largest_key(residual / noise, token, is_token))
+    tl.store(keys_ptr + num_cells + cell, largest_key(p_next / noise, token, is_token))
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "num_drafts", "num_blocks"])
+def _merge_recovered_kernel(
+    keys_ptr,
+    drafts_ptr,
+    accepted_ptr,
+    tokens_ptr,
+    drafts_stride_b,
+    drafts_stride_n,
+    num_drafts,
+    num_blocks,
+    STEPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Merge the keys of a row, and write its tokens: the drafts, and the next token at index `accepted`.
+
+    Grid: (B,). Reads `keys` `[2, B, blocks]`, `drafts` `[B, K]` and `accepted` `[B]`; writes `tokens` `[B, K + 1]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    cell = row * num_blocks + block
+    num_cells = tl.num_programs(0).to(tl.int64) * num_blocks
+    from_residual = tl.max(tl.load(keys_ptr + cell, mask=block < num_blocks, other=LEAST_KEY), axis=0)
+    from_probs = tl.max(tl.load(keys_ptr + num_cells + cell, mask=block < num_blocks, other=LEAST_KEY), axis=0)
+    # The upper half of a key is 0 if no weight is positive.
+    next_token = index_of_key(tl.where((from_residual >> 32) > 0, from_residual, from_probs))
+    step = tl.arange(0, STEPS)
+    draft = tl.load(drafts_ptr + row * drafts_stride_b + step * drafts_stride_n, mask=step < num_drafts, other=0)
+    token = tl.where(step == tl.load(accepted_ptr + row), next_token, draft)
+    tl.store(tokens_ptr + row * (num_drafts + 1) + step, token, mask=step <= num_drafts)
+
+
+def check_sampling(
+    scores: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor | None, draft_ids: torch.Tensor | None
+) -> None:
+    """Check the shapes, dtypes and strides of the arguments of `verify_sampling` and `verify_block`."""
+    batch, num_drafts = drafts.shape
+    assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
+    assert scores.dtype == torch.float32, "scores must be float32"
+    if draft_probs is not None:
+        assert draft_probs.shape[:2] == (batch, num_drafts), "shapes must agree"
+        assert draft_probs.shape[2] <= scores.shape[2], "the draft vocabulary must be a part of the target's"
+        assert draft_probs.dtype == torch.float32, "draft_probs must be float32"
+        assert draft_probs.stride(2) == 1 or draft_probs.shape[2] == 1, "rows must have unit stride"
+    if draft_ids is not None:
+        assert draft_ids.shape == scores.shape[2:] and draft_ids.is_contiguous(), "draft_ids must be contiguous"
+
+
+def merge_recovered(keys: torch.Tensor, drafts: torch.Tensor, out: VerificationResult) -> None:
+    """Write `out.tokens` from the `keys` `[2, B, blocks]`, once `out.accepted` is written."""
+    batch, num_drafts = drafts.shape
+    _merge_recovered_kernel[(batch,)](
+        keys,
+        drafts,
+        out.accepted,
+        out.tokens,
+        *drafts.stride(),
+        num_drafts,
+        keys.shape[2],
+        STEPS=triton.next_power_of_2(num_drafts + 1),
+        BLOCKS=triton.next_power_of_2(keys.shape[2]),
+    )

@@ -1,0 +1,43 @@
+"""PyTorch reference of the token after the accepted drafts: the recovered token or the bonus token.
+
+Shapes: probs and residual `[B, V]`, drafts `[B, K]`, accepted `[B]`, tokens `[B, K + 1]`.
+
+    tokens[b] = (drafts[b, 0], ..., drafts[b, accepted[b] - 1], next token, undefined ...)
+    next token ~ residual[b] / sum residual[b], or probs[b] after the last draft and where the residual is 0
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import random_reference
+from .types import RandomStream, VerificationResult
+
+
+def append_recovered_or_bonus(
+    probs: torch.Tensor,
+    residual: torch.Tensor,
+    is_bonus: torch.Tensor,
+    drafts: torch.Tensor,
+    accepted: torch.Tensor,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+) -> VerificationResult:
+    """Sample the token after the accepted drafts, and return the result of the round.
+
+    Args:
+        probs: `[B, V]` float32, the target's distribution of that token.
+        residual: `[B, V]` float32, the weights of the recovered token.
+        is_bonus: `[B]` bool, where it is the bonus token, sampled from `probs`. Where the residual sums to 0 it is as
+            well.
+        drafts: `[B, K]` int64.
+        accepted: `[B]` int64, number of accepted drafts.
+        seeds: `[B]` int64 row seeds.
+        lengths: `[B]` int64, the position that the first draft would have.
+    """
+    is_from_probs = is_bonus[:, None] | (residual.sum(dim=1, keepdim=True) <= 0.0)
+    next_token = random_reference.exponential_sample(
+        torch.where(is_from_probs, probs, residual), seeds, lengths + accepted, RandomStream.TARGET
+    )
+    tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)
+    return VerificationResult(tokens.scatter(1, accepted.unsqueeze(1), next_token.unsqueeze(1)), accepted, accepted + 1)

@@ -1,0 +1,158 @@
+"""Triton reductions over the vocabulary that verification and the sampling of draft tokens share.
+
+A row of scores `[V]` is cut into blocks of one program each, in grids that depend on shapes alone. The programs write
+one partial result per block, and the last kernel of an op merges them; the host reads nothing, so every op is safe in a
+CUDA graph.
+
+Argmax: the partial result is an int64 key: in its upper half the largest value of the block, as an integer of the same
+order, in its lower half the complement of the index of that value. The largest key of a row is then that of the largest
+value, and among equal values that of the lowest index.
+
+Softmax: the partial results are m = max score and s = sum exp(score - m) of the block. With M = max m over the blocks,
+softmax = exp(score - M) / sum s exp(m - M).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .types import VerificationResult
+
+LEAST_KEY = tl.constexpr(-(2**63))
+_WORD = tl.constexpr(0xFFFFFFFF)
+
+# Tokens per program: in kernels that only reduce, and in kernels that also compute a random number per token.
+REDUCE_BLOCK = 4096
+SAMPLE_BLOCK = 1024
+REDUCE_WARPS = 8
+SAMPLE_WARPS = 4
+
+
+@triton.jit
+def largest_key(value, index, is_valid):
+    """Key of the first largest of float32 values.
+
+    As in PyTorch NaN is larger than every number, and zeros of both signs are equal.
+    """
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(value != value, 0x7FFFFFFF, order)
+    key = (order.to(tl.int64) << 32) | (_WORD - index.to(tl.int64))
+    return tl.max(tl.where(is_valid, key, LEAST_KEY), axis=0)
+
+
+@triton.jit
+def index_of_key(key):
+    """Index of the value that a key stands for."""
+    return _WORD - (key & _WORD)
+
+
+@triton.jit
+def merge_softmax_stats(maxima, totals):
+    """Base and normaliser of rows from the statistics of their blocks, `[rows, blocks]`.
+
+    softmax = exp(score - base) / normaliser.
+    """
+    base = tl.max(maxima, axis=1)
+    # The maximum of a block or a row of -inf alone is -inf; exp(-inf - -inf) would be NaN.
+    base = tl.where(base == float("-inf"), 0.0, base)
+    return base, tl.sum(totals * tl.exp(maxima - base[:, None]), axis=1)
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["width"])
+def _argmax_kernel(scores_ptr, keys_ptr, scores_stride_b, scores_stride_n, width, vocabulary, BLOCK: tl.constexpr):
+    """Key of one block of a row.
+
+    Grid: (B * n, blocks). Reads BLOCK scores of `scores` `[B, n, V]`; writes one key of `keys` `[B * n, blocks]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocabulary
+    scores_ptr += row // width * scores_stride_b + row % width * scores_stride_n
+    score = tl.load(scores_ptr + token, mask=is_token, other=0.0).to(tl.float32)
+    key = largest_key(score, token, is_token)
+    tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
+
+
+@triton.jit(do_not_specialize=["width", "temperatures_stride"])
+def _softmax_stats_kernel(
+    scores_ptr,
+    maxima_ptr,
+    totals_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    width,
+    vocabulary,
+    temperatures_ptr,
+    temperatures_stride,
+    BLOCK: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Maximum m and sum of exp(score - m) of one block of a row.
+
+    With HAS_TEMPERATURE scores are divided by the temperature of their batch row first.
+
+    Grid: (B * n, blocks). Reads BLOCK scores of `scores` `[B, n, V]` and, if HAS_TEMPERATURE, one of `temperatures`
+    `[B]`; writes one element of `maxima` and of `totals`, `[B * n, blocks]` float32.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scores_ptr += row // width * scores_stride_b + row % width * scores_stride_n
+    score = tl.load(scores_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    if HAS_TEMPERATURE:
+        score = score / tl.load(temperatures_ptr + row // width * temperatures_stride)
+    maximum = tl.max(score, axis=0)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(maxima_ptr + at, maximum)
+    tl.store(totals_ptr + at, tl.sum(tl.exp(score - base), axis=0))
+
+
+def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
+    """Keys `[B * n, blocks]` int64 of `scores` `[B, n, V]`, float32, bfloat16 or float16."""
+    batch, width, vocabulary = scores.shape
+    assert scores.dtype in (torch.float32, torch.bfloat16, torch.float16), "scores must fit float32"
+    assert scores.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
+    keys = torch.empty(batch * width, triton.cdiv(vocabulary, REDUCE_BLOCK), dtype=torch.int64, device=scores.device)
+    _argmax_kernel[keys.shape](
+        scores, keys, *scores.stride()[:2], width, vocabulary, BLOCK=REDUCE_BLOCK, num_warps=REDUCE_WARPS
+    )
+    return keys
+
+
+def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None) -> torch.Tensor:
+    """Maximum and sum of exponentials of each block of `scores` `[B, n, V]`: `[2, B * n, blocks]` float32.
+
+    With `temperatures` `[B]` scores are divided by them first.
+    """
+    batch, width, vocabulary = scores.shape
+    assert scores.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
+    stats = torch.empty(
+        2, batch * width, triton.cdiv(vocabulary, REDUCE_BLOCK), dtype=torch.float32, device=scores.device
+    )
+    _softmax_stats_kernel[stats.shape[1:]](
+        scores,
+        *stats,
+        *scores.stride()[:2],
+        width,
+        vocabulary,
+        scores if temperatures is None else temperatures,
+        0 if temperatures is None else temperatures.stride(0),
+        BLOCK=REDUCE_BLOCK,
+        HAS_TEMPERATURE=temperatures is not None,
+        num_warps=REDUCE_WARPS,
+    )
+    return stats
+
+
+def empty_result(drafts: torch.Tensor) -> VerificationResult:
+    """Uninitialised result for `drafts` `[B, K]`."""
+    batch, num_drafts = drafts.shape
+    return VerificationResult(
+        torch.empty(batch, num_drafts + 1, dtype=torch.int64, device=drafts.device),
+        torch.empty(batch, dtype=torch.int64, device=drafts.device),
+        torch.empty(batch, dtype=torch.int64, device=drafts.device),
+    )

@@ -1,0 +1,273 @@
+"""Triton block verification; the reference is `verify_block_reference.verify_block`.
+
+Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, remaining `[B]`, tokens `[B, K + 1]`,
+accepted and committed `[B]`. With p_i = softmax(scores[b, i]), q_i = draft_probs[b, i], drafts d_1 ... d_K that follow
+p_0 ... p_{K-1}, u_i = uniform(ACCEPT), and c = clamp(remaining[b], 0, K):
+
+    w_0 = 1,    w_i = min(w_{i-1} p_{i-1}(d_i) / q_{i-1}(d_i), 1),    e_i = sum_v max(w_i p_i(v) - q_i(v), 0)
+    h_i = e_i / (e_i + 1 - w_i) for i < c,    h_c = w_c
+    accepted[b] = a = largest i <= c with u_i < h_i, or 0,    committed[b] = a + 1
+    tokens[b, a] ~ max(w_a p_a - q_a, 0) normalised, the recovered token; p_a if a = c, the bonus token
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reduction
+from .random import uniform
+from .recovered_token import check_sampling, draft_prob, merge_recovered, store_sample_keys
+from .reduction import empty_result, merge_softmax_stats, softmax_stats
+from .types import RandomStream, VerificationResult
+
+_ACCEPT = tl.constexpr(int(RandomStream.ACCEPT))
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "num_drafts", "num_stats"])
+def _prefix_weights_kernel(
+    scores_ptr,
+    drafts_ptr,
+    draft_probs_ptr,
+    draft_ids_ptr,
+    maxima_ptr,
+    totals_ptr,
+    row_stats_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    drafts_stride_b,
+    drafts_stride_n,
+    draft_probs_stride_b,
+    draft_probs_stride_n,
+    num_drafts,
+    num_stats,
+    vocabulary,
+    draft_vocabulary,
+    STATS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """Softmax base and normaliser of every row of scores of a batch row, and the weights w_i.
+
+    Grid: (B,). Reads `maxima` and `totals` `[B * (K + 1), stat blocks]`, and the target's and the draft probability of
+    each draft; writes `row_stats` `[B, K + 1, 3]` float32: base, normaliser, w_i.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    stat = tl.arange(0, STATS)[None, :]
+    is_stat = stat < num_stats
+    weight = tl.full([1], 1.0, tl.float32)
+    for step in range(num_drafts + 1):
+        at = (row * (num_drafts + 1) + step) * num_stats + stat
+        maxima = tl.load(maxima_ptr + at, mask=is_stat, other=float("-inf"))
+        base, total = merge_softmax_stats(maxima, tl.load(totals_ptr + at, mask=is_stat, other=0.0))
+        row_stat_ptr = row_stats_ptr + (row * (num_drafts + 1) + step) * 3 + tl.arange(0, 1)
+        tl.store(row_stat_ptr, base)
+        tl.store(row_stat_ptr + 1, total)
+        tl.store(row_stat_ptr + 2, weight)
+
+        is_draft = tl.arange(0, 1) + step < num_drafts
+        at = row * drafts_stride_b + step * drafts_stride_n + tl.arange(0, 1)
+        draft = tl.load(drafts_ptr + at, mask=is_draft, other=-1)
+        is_known = is_draft & (draft >= 0) & (draft < vocabulary)
+        score_ptr = scores_ptr + row * scores_stride_b + step * scores_stride_n
+        p_draft = tl.exp(tl.load(score_ptr + draft, mask=is_known, other=float("-inf")) - base) / total
+        row_ptr = draft_probs_ptr + row * draft_probs_stride_b + step * draft_probs_stride_n
+        q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary, HAS_IDS)
+        is_possible = (weight > 0.0) & (p_draft > 0.0)
+        weight = tl.where(is_possible, tl.minimum(weight * p_draft / q_draft, 1.0), 0.0)
+
+
+@triton.jit(do_not_specialize=["num_drafts"])
+def _excess_kernel(
+    scores_ptr,
+    draft_probs_ptr,
+    draft_ids_ptr,
+    row_stats_ptr,
+    excesses_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    draft_probs_stride_b,
+    draft_probs_stride_n,
+    num_drafts,
+    vocabulary,
+    draft_vocabulary,
+    BLOCK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """Sum of max(w_i p_i - q_i, 0) over one block of the vocabulary.
+
+    Grid: (B * K, blocks). Reads `row_stats[b, i]`, and BLOCK elements of `scores[b, i]` and `draft_probs[b, i]`; writes
+    one element of `excesses` `[B * K, blocks]` float32.
+    """
+    cell = tl.program_id(0).to(tl.int64)
+    row, step = cell // num_drafts, cell % num_drafts
+    row_stat_ptr = row_stats_ptr + (row * (num_drafts + 1) + step) * 3
+    base, total, weight = tl.load(row_stat_ptr), tl.load(row_stat_ptr + 1), tl.load(row_stat_ptr + 2)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocabulary
+    score_ptr = scores_ptr + row * scores_stride_b + step * scores_stride_n
+    score = tl.load(score_ptr + token, mask=is_token, other=float("-inf"))
+    row_ptr = draft_probs_ptr + row * draft_probs_stride_b + step * draft_probs_stride_n
+    q = draft_prob(row_ptr, draft_ids_ptr, token, is_token, draft_vocabulary, HAS_IDS)
+    excess = tl.sum(tl.maximum(weight * (tl.exp(score - base) / total) - q, 0.0), axis=0)
+    tl.store(excesses_ptr + cell * tl.num_programs(1) + tl.program_id(1), excess)
+
+
+@triton.jit(do_not_specialize=["seeds_stride", "lengths_stride", "remaining_stride", "num_drafts", "num_stats"])
+def _verify_block_kernel(
+    scores_ptr,
+    draft_probs_ptr,
+    draft_ids_ptr,
+    seeds_ptr,
+    lengths_ptr,
+    remaining_ptr,
+    row_stats_ptr,
+    excesses_ptr,
+    keys_ptr,
+    accepted_ptr,
+    committed_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    draft_probs_stride_b,
+    draft_probs_stride_n,
+    seeds_stride,
+    lengths_stride,
+    remaining_stride,
+    num_drafts,
+    num_stats,
+    vocabulary,
+    draft_vocabulary,
+    STEPS: tl.constexpr,
+    STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """Count the accepted drafts of a row, and write the keys of one block of the distribution of the token after them.
+
+    Grid: (B, blocks). Reads `row_stats` and `excesses` of the row, and BLOCK elements of `scores[b, a]` and
+    `draft_probs[b, a]`, where a is the number of accepted drafts, which every program computes. Writes one element of
+    `keys[0]` and `keys[1]`, `[B, blocks]`, and in the first block of a row `accepted[b]` and `committed[b]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    seed = tl.load(seeds_ptr + row * seeds_stride)
+    length = tl.load(lengths_ptr + row * lengths_stride)
+    remaining = tl.load(remaining_ptr + row * remaining_stride)
+    count = tl.maximum(tl.minimum(remaining, num_drafts), 0).to(tl.int32)
+
+    # Element i is for the prefix of the first i drafts, 1 to K; its random number is that of its last draft.
+    prefix = tl.arange(0, STEPS)
+    stat = tl.arange(0, STATS)
+    at = (row * num_drafts + prefix)[:, None] * num_stats + stat[None, :]
+    is_stat = (prefix < num_drafts)[:, None] & (stat < num_stats)[None, :]
+    excess = tl.sum(tl.load(excesses_ptr + at, mask=is_stat, other=0.0), axis=1)
+    row_stats_ptr += row * (num_drafts + 1) * 3
+    weight = tl.load(row_stats_ptr + prefix * 3 + 2, mask=prefix <= num_drafts, other=0.0)
+    number = uniform(seed, length, prefix * 0, prefix - 1, _ACCEPT)
+    passes = tl.where(prefix == count, number < weight, number * (excess + 1.0 - weight) < excess)
+    accepted = tl.max(tl.where(passes & (prefix >= 1) & (prefix <= count), prefix, 0), axis=0)
+    is_bonus = accepted == count
+
+    row_stat_ptr = row_stats_ptr + accepted * 3
+    base, total, weight_next = tl.load(row_stat_ptr), tl.load(row_stat_ptr + 1), tl.load(row_stat_ptr + 2)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocabulary
+    score_ptr = scores_ptr + row * scores_stride_b + accepted.to(tl.int64) * scores_stride_n
+    p_next = tl.exp(tl.load(score_ptr + token, mask=is_token, other=float("-inf")) - base) / total
+    row_ptr = draft_probs_ptr + row * draft_probs_stride_b + accepted.to(tl.int64) * draft_probs_stride_n
+    is_read = token < tl.where(is_bonus, 0, vocabulary)
+    q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary, HAS_IDS)
+    residual = tl.where(is_bonus, p_next, tl.maximum(weight_next * p_next - q_next, 0.0))
+    store_sample_keys(keys_ptr, residual, p_next, seed, length + accepted, token, is_token)
+    if tl.program_id(1) == 0:
+        tl.store(accepted_ptr + row, accepted.to(tl.int64))
+        tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
+
+
+def verify_block(
+    scores: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor,
+    draft_ids: torch.Tensor | None,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+    remaining: torch.Tensor,
+) -> VerificationResult:
+    """See `verify_block_reference.verify_block`; equal up to rounding. Five launches.
+
+    `scores` are read once for the softmax statistics of all rows, once with `draft_probs` in all rows but the last for
+    e_i, and once more in the row of the recovered or bonus token.
+    """
+    batch, num_drafts = drafts.shape
+    vocabulary, draft_vocabulary = scores.shape[2], draft_probs.shape[2]
+    check_sampling(scores, drafts, draft_probs, draft_ids)
+    stats, out = softmax_stats(scores), empty_result(drafts)
+    # Of each row of scores the base and the normaliser of its softmax, and w_i of the drafts before it.
+    row_stats = torch.empty(batch, num_drafts + 1, 3, dtype=torch.float32, device=scores.device)
+    _prefix_weights_kernel[(batch,)](
+        scores,
+        drafts,
+        draft_probs,
+        draft_ids,
+        *stats,
+        row_stats,
+        *scores.stride()[:2],
+        *drafts.stride(),
+        *draft_probs.stride()[:2],
+        num_drafts,
+        stats.shape[2],
+        vocabulary,
+        draft_vocabulary,
+        STATS=triton.next_power_of_2(stats.shape[2]),
+        HAS_IDS=draft_ids is not None,
+    )
+    shape = (batch * num_drafts, triton.cdiv(vocabulary, reduction.REDUCE_BLOCK))
+    excesses = torch.empty(shape, dtype=torch.float32, device=scores.device)
+    if num_drafts > 0:
+        _excess_kernel[shape](
+            scores,
+            draft_probs,
+            draft_ids,
+            row_stats,
+            excesses,
+            *scores.stride()[:2],
+            *draft_probs.stride()[:2],
+            num_drafts,
+            vocabulary,
+            draft_vocabulary,
+            BLOCK=reduction.REDUCE_BLOCK,
+            HAS_IDS=draft_ids is not None,
+            num_warps=reduction.REDUCE_WARPS,
+        )
+    keys = torch.empty(
+        2, batch, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK), dtype=torch.int64, device=scores.device
+    )
+    _verify_block_kernel[keys.shape[1:]](
+        scores,
+        draft_probs,
+        draft_ids,
+        seeds,
+        lengths,
+        remaining,
+        row_stats,
+        excesses,
+        keys,
+        out.accepted,
+        out.committed,
+        *scores.stride()[:2],
+        *draft_probs.stride()[:2],
+        seeds.stride(0),
+        lengths.stride(0),
+        remaining.stride(0),
+        num_drafts,
+        shape[1],
+        vocabulary,
+        draft_vocabulary,
+        STEPS=triton.next_power_of_2(num_drafts + 1),
+        STATS=triton.next_power_of_2(shape[1]),
+        BLOCK=reduction.SAMPLE_BLOCK,
+        HAS_IDS=draft_ids is not None,
+        num_warps=reduction.SAMPLE_WARPS,
+    )
+    merge_recovered(keys, drafts, out)
+    return out

@@ -1,0 +1,28 @@
+"""PyTorch reference of greedy verification of draft tokens.
+
+Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, tokens `[B, K + 1]`, accepted and committed `[B]`.
+
+    tokens[b, i] = argmax over v of scores[b, i, v]
+    accepted[b] = number of leading i with drafts[b, i] = tokens[b, i],    committed[b] = accepted[b] + 1
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .types import VerificationResult
+
+
+def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
+    """Accept the longest prefix of the drafts that greedy decoding of the target would have produced.
+
+    Of equal scores the lowest token is the argmax. NaN is larger than every number: the token of a row with NaN is that
+    of its first NaN. The token of a row of -inf alone is 0.
+
+    Args:
+        scores: `[B, K + 1, V]` processed logits of the target, of any floating dtype.
+        drafts: `[B, K]` int64; K may be 0.
+    """
+    tokens = scores.argmax(dim=-1)
+    accepted = (drafts == tokens[:, :-1]).cumprod(dim=1).sum(dim=1)
+    return VerificationResult(tokens, accepted, accepted + 1)

@@ -1,0 +1,176 @@
+"""Triton verification by rejection sampling; the reference is `verify_sampling_reference.verify_sampling`.
+
+Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, tokens `[B, K + 1]`, accepted and committed
+`[B]`. With p_i = softmax(scores[b, i]), q_i the draft distribution, d_i the draft, and u_i = uniform(ACCEPT):
+
+    accepted[b] = a = number of leading i with u_i q_i(d_i) < p_i(d_i),    committed[b] = a + 1
+    tokens[b, a] ~ max(p_a - q_a, 0) normalised, the recovered token; p_K if a = K, the bonus token
+
+Without draft_probs q_i is 1 on d_i and 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reduction
+from .random import uniform
+from .recovered_token import check_sampling, draft_prob, merge_recovered, store_sample_keys
+from .reduction import empty_result, merge_softmax_stats, softmax_stats
+from .types import RandomStream, VerificationResult
+
+_ACCEPT = tl.constexpr(int(RandomStream.ACCEPT))
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(
+    do_not_specialize=[
+        "drafts_stride_b",
+        "drafts_stride_n",
+        "seeds_stride",
+        "lengths_stride",
+        "num_drafts",
+        "num_stats",
+    ]
+)
+def _verify_sampling_kernel(
+    scores_ptr,
+    drafts_ptr,
+    draft_probs_ptr,
+    draft_ids_ptr,
+    seeds_ptr,
+    lengths_ptr,
+    maxima_ptr,
+    totals_ptr,
+    keys_ptr,
+    accepted_ptr,
+    committed_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    drafts_stride_b,
+    drafts_stride_n,
+    draft_probs_stride_b,
+    draft_probs_stride_n,
+    seeds_stride,
+    lengths_stride,
+    num_drafts,
+    num_stats,
+    vocabulary,
+    draft_vocabulary,
+    STEPS: tl.constexpr,
+    STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_PROBS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """Count the accepted drafts of a row, and write the keys of one block of the distribution of the token after them.
+
+    Grid: (B, blocks). Reads the softmax statistics `maxima` and `totals` `[B * (K + 1), stat blocks]`, the drafts of
+    the row and their probabilities, and BLOCK elements of `scores[b, a]` and `draft_probs[b, a]`, where a is the number
+    of accepted drafts, which every program computes. Writes one element of `keys[0]` and `keys[1]`, `[B, blocks]`, and
+    in the first block of a row `accepted[b]` and `committed[b]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    seed = tl.load(seeds_ptr + row * seeds_stride)
+    length = tl.load(lengths_ptr + row * lengths_stride)
+    scores_ptr += row * scores_stride_b
+    draft_probs_ptr += row * draft_probs_stride_b
+
+    step = tl.arange(0, STEPS)
+    stat = tl.arange(0, STATS)
+    at = (row * (num_drafts + 1) + step)[:, None] * num_stats + stat[None, :]
+    is_stat = (step <= num_drafts)[:, None] & (stat < num_stats)[None, :]
+    maxima = tl.load(maxima_ptr + at, mask=is_stat, other=float("-inf"))
+    bases, totals = merge_softmax_stats(maxima, tl.load(totals_ptr + at, mask=is_stat, other=0.0))
+
+    is_draft = step < num_drafts
+    draft = tl.load(drafts_ptr + row * drafts_stride_b + step * drafts_stride_n, mask=is_draft, other=0)
+    # A draft outside the vocabulary has probability 0; nothing is read for it.
+    is_known = is_draft & (draft >= 0) & (draft < vocabulary)
+    wide_step = step.to(tl.int64)
+    score = tl.load(scores_ptr + wide_step * scores_stride_n + draft, mask=is_known, other=float("-inf"))
+    p_draft = tl.exp(score - bases) / totals
+    q_draft = tl.full([STEPS], 1.0, tl.float32)
+    if HAS_PROBS:
+        row_ptr = draft_probs_ptr + wide_step * draft_probs_stride_n
+        q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary, HAS_IDS)
+    number = uniform(seed, length, step * 0, step, _ACCEPT)
+    is_accepted = is_draft & (number * q_draft < p_draft)
+    accepted = tl.min(tl.where(is_accepted, num_drafts, tl.minimum(step, num_drafts)), axis=0)
+    is_bonus = accepted == num_drafts
+
+    is_next = step == accepted
+    base = tl.sum(tl.where(is_next, bases, 0.0), axis=0)
+    total = tl.sum(tl.where(is_next, totals, 0.0), axis=0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocabulary
+    score = tl.load(scores_ptr + accepted.to(tl.int64) * scores_stride_n + token, mask=is_token, other=float("-inf"))
+    p_next = tl.exp(score - base) / total
+    if HAS_PROBS:
+        row_ptr = draft_probs_ptr + accepted.to(tl.int64) * draft_probs_stride_n
+        is_read = token < tl.where(is_bonus, 0, vocabulary)
+        q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary, HAS_IDS)
+        residual = tl.maximum(p_next - q_next, 0.0)
+    else:
+        rejected = tl.sum(tl.where(is_next & is_draft, draft, 0), axis=0)
+        residual = tl.where(token == rejected, 0.0, p_next)
+    residual = tl.where(is_bonus, p_next, residual)
+    store_sample_keys(keys_ptr, residual, p_next, seed, length + accepted, token, is_token)
+    if tl.program_id(1) == 0:
+        tl.store(accepted_ptr + row, accepted.to(tl.int64))
+        tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
+
+
+def verify_sampling(
+    scores: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    draft_ids: torch.Tensor | None,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+) -> VerificationResult:
+    """See `verify_sampling_reference.verify_sampling`; equal up to rounding. Three launches.
+
+    `scores` are read once for the softmax statistics of all rows, and once more in the row of the recovered or bonus
+    token.
+    """
+    batch, num_drafts = drafts.shape
+    vocabulary = scores.shape[2]
+    check_sampling(scores, drafts, draft_probs, draft_ids)
+    stats, out = softmax_stats(scores), empty_result(drafts)
+    keys = torch.empty(
+        2, batch, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK), dtype=torch.int64, device=scores.device
+    )
+    steps, num_stats = triton.next_power_of_2(num_drafts + 1), triton.next_power_of_2(stats.shape[2])
+    _verify_sampling_kernel[keys.shape[1:]](
+        scores,
+        drafts,
+        scores if draft_probs is None else draft_probs,
+        draft_ids,
+        seeds,
+        lengths,
+        *stats,
+        keys,
+        out.accepted,
+        out.committed,
+        *scores.stride()[:2],
+        *drafts.stride(),
+        *((0, 0) if draft_probs is None else draft_probs.stride()[:2]),
+        seeds.stride(0),
+        lengths.stride(0),
+        num_drafts,
+        stats.shape[2],
+        vocabulary,
+        0 if draft_probs is None else draft_probs.shape[2],
+        STEPS=steps,
+        STATS=num_stats,
+        BLOCK=reduction.SAMPLE_BLOCK,
+        HAS_PROBS=draft_probs is not None,
+        HAS_IDS=draft_ids is not None,
+        # The softmax statistics of 64 drafts and 64 blocks do not fit the registers of 4 warps.
+        num_warps=reduction.SAMPLE_WARPS if steps * num_stats <= 2048 else 2 * reduction.SAMPLE_WARPS,
+    )
+    merge_recovered(keys, drafts, out)
+    return out

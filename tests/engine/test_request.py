@@ -1,0 +1,110 @@
+"""A call as the engines get it, and the steps of a run on the static engine, one by one."""
+
+import dataclasses
+
+import pytest
+import torch
+from oracle import RANDOM_DRAFTERS
+from targets import PAD, padded_prompts, tiny_target
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_specdec.engine.prompts import read_prompts
+from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE, Request
+from hf_specdec.engine.static_engine import StaticRun
+from hf_specdec.patching.patch import engine
+from hf_specdec.sampling.logits import RowTemperature
+from hf_specdec.sampling.randomness import Randomness
+
+pytestmark = pytest.mark.core
+
+
+def make_request(drafter_kind="eagle3", lengths=(5, 3), max_new_tokens=6, processors=(), eos=None, **settings):
+    """What `generate()` prepares for a call with a drafter of `tiny_target("llama")`."""
+    target = tiny_target("llama")
+    inputs = padded_prompts(list(lengths))
+    width = inputs["input_ids"].shape[1]
+    config = GenerationConfig(max_length=width + max_new_tokens, **settings)
+    config._pad_token_tensor = torch.tensor(PAD)
+    config._eos_token_tensor = None if eos is None else torch.tensor([eos])
+    criteria = [MaxLengthCriteria(width + max_new_tokens)]
+    if eos is not None:
+        criteria.append(EosTokenCriteria(eos))
+    return Request(
+        model=target,
+        drafter=RANDOM_DRAFTERS[drafter_kind](target),
+        prompts=read_prompts(inputs["input_ids"], inputs["attention_mask"], None, None),
+        processors=LogitsProcessorList(processors),
+        criteria=StoppingCriteriaList(criteria),
+        config=config,
+        num_draft_tokens=3,
+        randomness=Randomness(),
+    )
+
+
+def test_greedy_decoding_draws_nothing():
+    request, before = make_request(), torch.get_rng_state()
+    assert request.temperature is None and not request.draft_probs
+    assert torch.equal(request.seeds, torch.zeros(2, dtype=torch.int64))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sampling_draws_one_number_a_call():
+    request = make_request(do_sample=True, temperature=0.8)
+    torch.manual_seed(4)
+    seeds, state = request.seeds, torch.get_rng_state()
+    assert len(seeds.unique()) == 2
+    assert torch.equal(request.seeds, seeds) and torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(4)
+    torch.randint(0, 2**63 - 1, (1,))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("temperature", [DRAFT_PROBS_TEMPERATURE / 2, DRAFT_PROBS_TEMPERATURE])
+def test_draft_probs_by_temperature(temperature):
+    request = make_request(do_sample=True, temperature=temperature)
+    assert request.draft_probs is (temperature >= DRAFT_PROBS_TEMPERATURE)
+    assert make_request(do_sample=True, temperature=temperature, processors=[RowTemperature([1.0, 2.0])]).draft_probs
+    for wanted in (True, False):
+        request.drafter.configure(draft_probs=wanted)
+        assert request.draft_probs is wanted
+
+
+def test_rows_continue_with_padding_only_after_a_token_that_ends_them():
+    assert make_request().pad_token_id is None
+    assert make_request(eos=7).pad_token_id == PAD
+
+
+def test_records_are_kept_for_returned_dictionaries_only():
+    assert not make_request(output_scores=True).keeps("scores")
+    request = make_request(output_scores=True, return_dict_in_generate=True)
+    assert request.keeps("scores") and not request.keeps("logits")
+
+
+@torch.no_grad()
+def test_steps_of_a_run():
+    """After `prepare` the prompts are prefilled and drafts proposed; `run_rounds` generates; `finish` hands over."""
+    request = make_request(return_dict_in_generate=True)
+    plain = request.model.generate(**padded_prompts([5, 3]), max_new_tokens=6, do_sample=False)
+    with engine(), StaticRun(request) as run:
+        run.prepare()
+        state = run._session.state
+        assert state.lengths.tolist() == [5, 3] and not state.finished.any()
+        assert state.proposal.tokens.shape == (2, 3)
+        run.run_rounds()
+        assert state.lengths.tolist() == [11, 9] and state.finished.all()
+    out = run.finish()
+    assert torch.equal(out.sequences, plain)
+    assert request.drafter.stats is out.speculation and out.speculation.committed == 12
+    assert isinstance(out.past_key_values, DynamicCache) and out.past_key_values.get_seq_length() == 10
+
+
+@torch.no_grad()
+def test_a_cache_of_the_caller_is_filled():
+    cache = DynamicCache()
+    request = dataclasses.replace(make_request(lengths=(5,), return_dict_in_generate=True), cache=cache)
+    with engine(), StaticRun(request) as run:
+        run.prepare()
+        run.run_rounds()
+    out = run.finish()
+    assert out.past_key_values is cache and cache.get_seq_length() == out.sequences.shape[1] - 1

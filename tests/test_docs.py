@@ -1,0 +1,59 @@
+"""README and docs: lengths, links and paths that lead somewhere, examples that are Python, a chart that is current."""
+
+import ast
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+MOST_LINES = {"README.md": 150, "docs/glossary.md": 25}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings of `page` are called, as GitHub makes them."""
+    prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), link
+        assert not anchor or anchor in anchors(there), link
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "inside.md"], ids=lambda page: page.name)
+def test_paths_lead_somewhere(page):
+    for path in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text(encoding="utf-8")):
+        assert any((folder / path).exists() for folder in (ROOT, ROOT / "hf_specdec")), path
+
+
+@pytest.mark.parametrize("name", MOST_LINES)
+def test_pages_are_short(name):
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= MOST_LINES[name]
+
+
+@pages
+def test_examples_are_python(page):
+    for language, content in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            ast.parse(content)
+
+
+def test_chart_shows_its_figures():
+    figures = ROOT / "docs" / "figures"
+    draw = runpy.run_path(str(figures / "rounds.py"))["draw"]
+    drawn = draw(json.loads((figures / "rounds.json").read_text(encoding="utf-8")))
+    assert (figures / "rounds.svg").read_text(encoding="utf-8") == drawn
