@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from case_counts import num_cases
 from chi_square import Cells, p_value
 from hf_specdec.kernels.types import Proposal, RandomStream
 from oracle import RANDOM_DRAFTERS, random_draft_model
@@ -521,7 +522,7 @@ def check_draws(drafter, target, call):
     law = exact_law(target, PROMPT, LogitsProcessorList(processors))
     if drafter is not None:
         options = {**options, "assistant_model": drafter}
-    cells = torch.cat([draw(target, DRAWS // 4, seed, **options) for seed in range(4)])
+    cells = torch.cat([draw(target, DRAWS // 4, seed, **options) for seed in range(num_cases(4, 2))])
     assert p_value(cells.bincount(minlength=len(law)), law) > 1e-4
     if drafter is not None:
         assert drafter.stats.draft_probs == drafter.draft_probs
