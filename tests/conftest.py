@@ -14,7 +14,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 # Files that take longest: a worker that begins one of them last keeps the others waiting.
-LONGEST = {"test_smollm2.py", "test_tensor_parallel.py"}
+LONGEST = {
+    "test_smollm2.py",
+    "test_tensor_parallel.py",
+    "test_cuda_graph_replay.py",
+    "test_generate_options.py",
+    "test_lossless.py",
+    "test_concurrent_use.py",
+    "test_distribution.py",
+    "test_verify_kernel.py",
+    "test_restored_after_call.py",
+    "test_mtp.py",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
