@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Options and settings of all tests."""
 
 import os
 
@@ -17,9 +17,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 LONGEST = {"test_smollm2.py", "test_tensor_parallel.py"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run all tests and cases, also those that take long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.slow:
+        os.environ["HF_SPECDEC_ALL_CASES"] = "1"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = set()
     # All classes of transformers take many minutes: they run when they are asked for by their mark.
     if "zoo" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("zoo")])
-        items[:] = [item for item in items if not item.get_closest_marker("zoo")]
+        left_out.add("zoo")
+    if not config.option.slow:
+        left_out.add("slow")
+    deselected = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
     items.sort(key=lambda item: item.path.name not in LONGEST)

@@ -1,4 +1,4 @@
-"""A wheel built from the tree works outside it, and the tree keeps clear of the `kernels` trap."""
+"""A wheel built from the tree works outside it, and the tree does not shadow the `kernels` package."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""`hf-specdec bench`: figures that agree with each other, scripted acceptance, what is said when something fails."""
+"""`hf-specdec bench`: consistent figures, scripted acceptance, error messages."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_scripted_acceptance_ends_with_its_context():
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
 def test_engine_without_a_drafter(family):
-    """Rounds of K = 0 say what plain `generate()` says; to users K = 0 stays an error."""
+    """Rounds of K = 0 generate what plain `generate()` does; to users K = 0 stays an error."""
     target, prompts = family_target(family), padded_prompts([5, 1, 9])
     options = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.2}
     plain, alone = target.generate(**prompts, **options), NoDrafter(target)

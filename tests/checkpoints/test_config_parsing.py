@@ -1,4 +1,4 @@
-"""How a config.json is read: what is stated, what is a rule, what is in doubt."""
+"""How a config.json is interpreted: stated values, rules, uncertain decisions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_nested_layer_ids_that_count_layer_inputs(tmp_path):
 
 @pytest.mark.core
 def test_ids_under_another_key(tmp_path):
-    """What speculators' DFlash calls them; left unread, the default taps would stand."""
+    """Their name in speculators' DFlash; without it, the default layer ids would be taken."""
     found = read(tmp_path / "a", "speculators", **{NESTED: ...}, aux_hidden_state_layer_ids=[1, 3, 6])
     assert found.config.aux_hidden_state_layer_ids == [1, 3, 6]
     assert (
@@ -410,7 +410,7 @@ def test_no_warning_without_uncertain_decisions(tmp_path, caplog):
 
 
 def test_long_positions_are_not_clamped(tmp_path):
-    """SafeAILab's configs say max_position_embeddings 2048, which is the size of a cache of theirs."""
+    """SafeAILab's configs have max_position_embeddings 2048, which is the size of a cache of theirs."""
     folder = write("safeailab", tmp_path, SPEC, make_weights(SPEC), max_position_embeddings=4)
     drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC))
     cos, _ = drafter.rotary_emb(torch.zeros(1), torch.tensor([[3, 4, 5000]]))
@@ -427,7 +427,7 @@ def test_logit_scale(tmp_path):
 
 
 def test_tied_embeddings_are_never_tied(tmp_path):
-    """Head and embedding have as many rows as draft and target vocabulary, whatever tie_word_embeddings says."""
+    """Head and embedding have as many rows as draft and target vocabulary, whatever tie_word_embeddings is."""
     weights = make_weights(replace(SPEC, own_embedding=True))
     folder = write("safeailab", tmp_path, SPEC, weights, tie_word_embeddings=True)
     drafter = AutoDrafter.from_pretrained(folder, tiny_target(SPEC, dtype=torch.float32))

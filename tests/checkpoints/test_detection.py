@@ -1,4 +1,4 @@
-"""Checkpoints that are known and cannot be run are refused by name."""
+"""Detection of drafter families; unsupported ones are refused by name."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def test_code_in_a_repository_is_not_run(target, tmp_path):
 @pytest.mark.core
 @pytest.mark.parametrize("token", [None, 7], ids=["ordinary", "pard"])
 def test_target_whose_layers_are_elsewhere(token, tmp_path):
-    """GPT-2 keeps them in `transformer.h`: the static engine says so, and the stock one needs no layers."""
+    """GPT-2 keeps them in `transformer.h`: the static engine reports that, and the stock one needs no layers."""
     target, drafter_folder = tiny_gpt2(), write_draft_model(tmp_path, token)
     drafter = AutoDrafter.from_pretrained(drafter_folder, target)
     check_lossless(target, drafter, engine="stock")

@@ -1,4 +1,4 @@
-"""Nonsense in the files of a checkpoint: it loads, or there is one line of why not, quickly and in little memory."""
+"""Invalid values in the files of a checkpoint: it loads, or there is a one-line error, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_values_no_model_can_have(kind, changes, part, target, tmp_path):
 
 @pytest.mark.core
 def test_unknown_dtype(target, tmp_path):
-    """The target's is used, whatever config.json says; for a draft model transformers reads it first."""
+    """The target's is used, whatever is in config.json; for a draft model transformers reads it first."""
     folder = write("safeailab", tmp_path / "a", SPEC, make_weights(SPEC), torch_dtype="float7")
     assert AutoDrafter.from_pretrained(folder, target).dtype == target.dtype
     refused(write_draft_model(tmp_path / "b", dtype="float7"), target, "float7")
@@ -284,6 +284,6 @@ def test_flags_must_be_booleans(target, tmp_path):
 
 @pytest.mark.core
 def test_config_part_that_is_no_object(target, tmp_path):
-    """Taken for absent, it would leave the taps to a default."""
+    """Taken for absent, it would leave the layer ids to a default."""
     folder = write("specforge", tmp_path, SPEC, make_weights(SPEC), eagle_config="x")
     refused(folder, target, "eagle_config 'x' in its config.json; expected an object")

@@ -142,13 +142,13 @@ def test_inspect_with_self_check(chat_template, hub, tmp_path, capsys, monkeypat
     assert main(["inspect", "org/drafter", "--target", "org/target", "--self-check", "--json", *where]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["checkpoint"] == "org/drafter/inside" and report["target"]["fits"]
-    # Three tap conventions, two residuals, two feedbacks, one RoPE base, and whether SpecForge's norm is applied.
+    # Three conventions of layer ids, two residuals, two feedbacks, one RoPE base, and SpecForge's norm applied or not.
     assert len(report["self_check"]["scores"]) == 24
     assert any(request.startswith("GET /api/models/org/target") for request in hub.requests)
 
 
 def test_endpoint_variable(hub, cache, tmp_path):
-    """In a process of its own, told where the Hub is as users tell it."""
+    """In a process of its own, with the endpoint in the environment as users set it."""
     hub.add("org/drafter", checkpoint(tmp_path / "one"))
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -1,4 +1,4 @@
-"""What is saved is one form, and it loads back bit for bit."""
+"""Drafters are saved in one format, which loads back bit for bit."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_narrow_drafter_without_embedding(tmp_path):
 def drafts(drafter, num_steps: int = 4) -> torch.Tensor:
     """`[num_steps, S, V]` logits of drafts from every position of one text.
 
-    Weights mapped from a file lie at any address, on which the last bits of a product depend; those of a copy do not.
+    Weights mapped from a file lie at any address, on which the last bits of a matmul depend; those of a copy do not.
     """
     drafter = copy.deepcopy(drafter)
     generator = torch.Generator().manual_seed(0)

@@ -217,7 +217,7 @@ def test_length_limit(monkeypatch, tmp_path, family):
 
 @pytest.mark.parametrize("family", CASES)
 def test_stock_engine(monkeypatch, tmp_path, family):
-    """There the target judges; it is shown its own words, wrong at random places."""
+    """There the target verifies; its own output is drafted, wrong at random places."""
     case = CASES[family](tmp_path)
     inputs, options = padded_prompts([6], seed=5), {"do_sample": False, "max_new_tokens": 40}
     said = case.target.generate(**inputs, **options)

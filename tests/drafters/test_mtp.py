@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from case_counts import cases, num_cases
 from lossless import PROMPTS, greedy
 from mtp import Published, draft, publish
 from scripted_verification import Script, random_patterns
@@ -37,7 +38,7 @@ def published(tmp_path_factory):
         if (family, num_modules) not in known:
             folder = tmp_path_factory.mktemp("mtp") / "checkpoint"
             known[family, num_modules] = publish(family, folder, num_modules)
-            # Few tokens are ever said, so that drafts of random modules are right now and then.
+            # Few tokens are ever generated, so that drafts of random modules are right now and then.
             with torch.no_grad():
                 known[family, num_modules].target.get_output_embeddings().weight[8:] *= 0.01
         return known[family, num_modules]
@@ -52,7 +53,7 @@ def test_greedy_is_identical(published, family, num_modules, chaining):
     at = published(family, num_modules)
     target = at.target.float()
     drafter, accepted = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining), 0
-    for batch, numbers in ((1, (2,)), (3, (1, 2, 4, 7))):
+    for batch, numbers in ((1, (2,)), (3, cases((1, 2, 4, 7), (1, 4)))):
         inputs = padded_prompts(PROMPTS[batch], seed=batch)
         plain = greedy(target, inputs, max_new_tokens=32)
         for num_draft_tokens in numbers:
@@ -60,7 +61,7 @@ def test_greedy_is_identical(published, family, num_modules, chaining):
             assert torch.equal(out, plain), (batch, num_draft_tokens)
             assert drafter.stats.engine == "static"
             accepted += drafter.stats.accepted
-    assert accepted > 8 or at.family.own_head
+    assert accepted > 4 or at.family.own_head
 
 
 @pytest.mark.parametrize(("family", "num_modules"), STOCK)
@@ -103,7 +104,7 @@ def settled_caches(drafter, state, row: int, length: int) -> list[tuple[torch.Te
 def watch(monkeypatch, drafter, known: torch.Tensor | None = None) -> list[list[Seen]]:
     """Watch `drafter` propose; returns the rounds, which fill as it is called.
 
-    With `known`, `[1, T]`, it drafts the tokens of that text whatever its modules say.
+    With `known`, `[1, T]`, it drafts the tokens of that text whatever its modules predict.
     """
     rounds, scored, propose, draw = [], [], drafter.propose, drafter.draw
 
@@ -135,7 +136,7 @@ def watch(monkeypatch, drafter, known: torch.Tensor | None = None) -> list[list[
 def check(
     at: Published, drafter, rounds: list[list[Seen]], num_draft_tokens: int, known: torch.Tensor | None = None
 ) -> None:
-    """Assert that all that was seen is what a recomputation from scratch says; `known` as for `watch`."""
+    """Assert that all that was seen equals a recomputation from scratch; `known` as for `watch`."""
     chaining = drafter.config.chaining
     fresh = [draft(at, at.target, row.text, num_draft_tokens, chaining)[2] for row in rounds[-1]]
     for row, seen in ((row, seen) for rows in rounds for row, seen in enumerate(rows)):
@@ -190,15 +191,15 @@ def test_all_patterns_of_two_rounds(monkeypatch, published, num_modules, num_dra
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize(("family", "num_modules"), STATIC)
 def test_random_patterns_of_a_ragged_batch(monkeypatch, published, family, num_modules, chaining):
-    patterns = random_patterns(3, 20)
+    patterns = random_patterns(3, num_cases(20, 12))
     run_script(monkeypatch, published(family, num_modules), chaining, 3, patterns)
 
 
 @pytest.mark.parametrize("chaining", CHAININGS)
-@pytest.mark.parametrize("num_draft_tokens", [5, 8])
+@pytest.mark.parametrize("num_draft_tokens", cases([5, 8], [8]))
 @pytest.mark.parametrize(("family", "num_modules"), [("mimo", 2), ("mimo", 3), ("step-3.5", 3)])
 def test_more_drafts_than_modules(monkeypatch, published, family, num_modules, num_draft_tokens, chaining):
-    patterns = random_patterns(num_draft_tokens, 20)
+    patterns = random_patterns(num_draft_tokens, num_cases(20, 12))
     run_script(monkeypatch, published(family, num_modules), chaining, num_draft_tokens, patterns)
 
 
@@ -225,7 +226,7 @@ def test_length_limit(monkeypatch, published, chaining):
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize(("family", "num_modules"), [*STOCK, ("mimo", 3)])
 def test_stock_engine(monkeypatch, published, family, num_modules, chaining):
-    """There the target judges; it is shown its own words, wrong at random places."""
+    """There the target verifies; its own output is drafted, wrong at random places."""
     at = published(family, num_modules)
     target = at.target.double()
     inputs, options = padded_prompts([6], seed=5), {"do_sample": False, "max_new_tokens": 40}

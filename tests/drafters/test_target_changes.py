@@ -1,4 +1,4 @@
-"""A target that its owner changes after a drafter was bound to it: the drafter keeps up, or says what changed."""
+"""A target that is changed after a drafter was bound to it: the drafter follows, or an error names the change."""
 
 import copy
 

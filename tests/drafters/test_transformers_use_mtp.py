@@ -26,7 +26,7 @@ def at(request, tmp_path_factory):
     family, num_modules = request.param
     at = publish(family, tmp_path_factory.mktemp("mtp") / "checkpoint", num_modules)
     target = at.target
-    # Few tokens are ever said, so that drafts of random modules are right now and then.
+    # Few tokens are ever generated, so that drafts of random modules are right now and then.
     with torch.no_grad():
         target.lm_head.weight[4:] *= 0.01
     target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{3 + index}\." for index in range(num_modules)]
@@ -34,7 +34,7 @@ def at(request, tmp_path_factory):
 
 
 def theirs(monkeypatch, target, inputs, options):
-    """What transformers says and, by the length of the text, what it drafts."""
+    """What transformers generates and, by the length of the text, what it drafts."""
     drafted, get_candidates = {}, candidate_generator.MTPCandidateGenerator.get_candidates
 
     def watched(self, input_ids, *args, **kwargs):
@@ -85,7 +85,7 @@ def test_same_proposals_and_same_text(monkeypatch, at, engine):
         our_text, our_drafts = ours(monkeypatch, target, drafter, inputs, options)
         assert torch.equal(our_text, text) and torch.equal(target.generate(**inputs, **options), text)
         accepted += drafter.stats.accepted
-        # Theirs has nothing to say before the target's first pass, and may be out of step with ours after it.
+        # Theirs drafts nothing before the target's first pass, and may be out of step with ours after it.
         drafted_for = [length for length in their_drafts if their_drafts[length] and length in our_drafts]
         for length in drafted_for:
             assert our_drafts[length] == their_drafts[length], f"{length} tokens"

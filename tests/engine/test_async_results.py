@@ -1,4 +1,4 @@
-"""The host may read rounds late: outputs and statistics are the same, however many rounds the device is ahead."""
+"""Results read some rounds late by the host: outputs and statistics are the same."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Saying(StoppingCriteria):
-    """Stops a row once it says `token`."""
+    """Stops a row once it generates `token`."""
 
     def __init__(self, token: int):
         self.token = token

@@ -1,4 +1,4 @@
-"""Targets that do something of their own with masks, windows, caches or inputs: right on some engine, or refused."""
+"""Targets with their own masks, windows, caches or inputs: an engine that generates the same, or an error."""
 
 import copy
 

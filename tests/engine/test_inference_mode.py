@@ -1,4 +1,4 @@
-"""Calls inside and outside of `torch.inference_mode()`: the same texts, and models that can still be trained."""
+"""Calls inside and outside of `torch.inference_mode()`: the same outputs, and models that can still be trained."""
 
 import copy
 import itertools

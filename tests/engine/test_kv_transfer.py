@@ -55,7 +55,7 @@ class Counted:
     ("family", "kind"), [*(("gemma3", kind) for kind in RANDOM_DRAFTERS), ("llama", "eagle3"), ("llama", "draft-model")]
 )
 def test_turns_of_a_chat(family, kind, lengths):
-    """Two calls, each with and without a drafter, whole text or only what is new: the second says the same always."""
+    """Two calls, each with and without a drafter, whole text or new tokens only: the second generates the same."""
     target, inputs = tiny_target(family), padded_prompts(lengths)
     drafter = {"assistant_model": RANDOM_DRAFTERS[kind](target), "num_assistant_tokens": 3}
     plain = target.generate(**inputs, **OPTIONS)
@@ -160,7 +160,7 @@ def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
 
 @pytest.mark.core
 def test_captured_calls(monkeypatch):
-    """One session serves calls with and without a cache, and what it lent is copied before another call needs it."""
+    """One session serves calls with and without a cache, and its cache is copied before another call needs it."""
     replay = replay_on_cpu(monkeypatch)
     target, inputs = tiny_target("gemma3"), padded_prompts([9, 1, 5])
     drafter = random_eagle3(target)

@@ -1,10 +1,12 @@
 """Greedy decoding with a drafter is token-identical to decoding without, whatever the drafter."""
 
-from functools import partial
+from functools import cache, partial
+from itertools import product
 
 import lossless
 import pytest
 import torch
+from case_counts import cases
 from lossless import PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_draft_model, random_eagle3
 from targets import FAMILIES, PAD, STATIC_FAMILIES, padded_prompts, tiny_target
@@ -15,10 +17,13 @@ greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
 DRAFTERS = {**RANDOM_DRAFTERS, "noisy-copy": partial(copy_of, noise=0.08)}
 
 
+@cache
+def plain_output(family: str, batch: int):
+    return greedy(tiny_target(family), padded_prompts(PROMPTS[batch], seed=batch))
+
+
 def prompts_and_plain(family: str, batch: int):
-    target = tiny_target(family)
-    inputs = padded_prompts(PROMPTS[batch], seed=batch)
-    return target, inputs, greedy(target, inputs)
+    return tiny_target(family), padded_prompts(PROMPTS[batch], seed=batch), plain_output(family, batch)
 
 
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
@@ -26,15 +31,15 @@ def prompts_and_plain(family: str, batch: int):
 def test_greedy_is_identical_for_drafters_of_any_accuracy(family, batch):
     target, inputs, plain = prompts_and_plain(family, batch)
     answers = continuations(inputs, plain)
-    for num_draft_tokens in (1, 3, 8, 16):
-        for accuracy in (0.0, 0.6, 1.0):
-            drafter = OracleDrafter(target, answers, PROMPTS[batch], accuracy, seed=num_draft_tokens)
-            assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), (num_draft_tokens, accuracy)
-            assert drafter.stats.engine == "static"
-            if accuracy == 1.0:
-                assert drafter.stats.num_rounds == -(-MAX_NEW_TOKENS // (num_draft_tokens + 1))
-            if accuracy == 0.0:
-                assert drafter.stats.accepted == 0
+    every = list(product((1, 3, 8, 16), (0.0, 0.6, 1.0)))
+    for num_draft_tokens, accuracy in cases(every, [(1, 0.6), (3, 0.6), (3, 1.0), (8, 0.0), (16, 0.6)]):
+        drafter = OracleDrafter(target, answers, PROMPTS[batch], accuracy, seed=num_draft_tokens)
+        assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), (num_draft_tokens, accuracy)
+        assert drafter.stats.engine == "static"
+        if accuracy == 1.0:
+            assert drafter.stats.num_rounds == -(-MAX_NEW_TOKENS // (num_draft_tokens + 1))
+        if accuracy == 0.0:
+            assert drafter.stats.accepted == 0
 
 
 @pytest.mark.core
@@ -60,11 +65,11 @@ def test_greedy_is_identical_for_every_number_of_drafts(kind):
     target, inputs, plain = prompts_and_plain("llama", 3)
     expected = plain[:, : inputs["input_ids"].shape[1] + 6]
     drafter, accepted = DRAFTERS[kind](target), 0
-    for num_draft_tokens in range(1, 17):
+    for num_draft_tokens in cases(range(1, 17), (1, 2, 3, 5, 8, 11, 16)):
         found = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=6)
         assert torch.equal(found, expected), num_draft_tokens
         accepted += drafter.stats.accepted
-    assert kind != "noisy-copy" or accepted > 32
+    assert kind != "noisy-copy" or accepted > 12
 
 
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
@@ -106,7 +111,7 @@ def test_length_limit_anywhere_in_a_block(accuracy):
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("num_draft_tokens", [4, 16])
+@pytest.mark.parametrize("num_draft_tokens", cases([4, 16], [4]))
 def test_ends_and_limits_with_every_family_of_drafters(kind, num_draft_tokens):
     target, inputs, free = prompts_and_plain("llama", 3)
     width, drafter = inputs["input_ids"].shape[1], DRAFTERS[kind](target)
@@ -125,7 +130,7 @@ def test_stock_engine_is_identical(family):
     drafters = [OracleDrafter(target, continuations(inputs, plain), PROMPTS[1], accuracy) for accuracy in (0.0, 0.6, 1)]
     for drafter in [*drafters, random_eagle3(target)]:
         drafter.configure(engine="stock")
-        for num_draft_tokens in (1, 3, 8):
+        for num_draft_tokens in cases((1, 3, 8), (1, 8)):
             assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), num_draft_tokens
             assert drafter.stats.engine == "stock"
 
@@ -136,7 +141,7 @@ def test_stock_engine_is_identical(family):
 def test_stock_engine_is_identical_with_every_family_of_drafters(kind, family):
     target, inputs, plain = prompts_and_plain(family, 1)
     drafter = RANDOM_DRAFTERS[kind](target).configure(engine="stock")
-    for num_draft_tokens in (3, 16):
+    for num_draft_tokens in cases((3, 16), (3,)):
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), num_draft_tokens
         assert drafter.stats.engine == "stock"
 

@@ -1,4 +1,4 @@
-"""What is kept between calls is used again only as long as it says what an eager call would say."""
+"""Sessions kept between calls are reused only as long as an eager call would generate the same."""
 
 import copy
 import functools
@@ -117,7 +117,7 @@ def share_layer(target):
     target.model.layers[1].mlp.up_proj = target.model.layers[1].mlp.gate_proj
 
 
-# By what was changed: how. All of them change what the target says, and none moves a weight that stays.
+# By what was changed: how. All of them change what the target generates, and none moves a weight that stays.
 CHANGES = {
     "forward of a module": lambda target: double(target.model.layers[0].mlp.down_proj),
     "class of a module": lambda target: setattr(target.model.layers[0].mlp.down_proj, "__class__", Doubled),

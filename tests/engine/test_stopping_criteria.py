@@ -1,4 +1,4 @@
-"""What stopping criteria are shown, and that showing it costs the same for every token, however long the text is."""
+"""Arguments of stopping criteria, at a cost per token that does not grow with the text."""
 
 import time
 

@@ -1,8 +1,9 @@
-"""Batch generation: several processes say what one says, and a run that was killed goes on where it was."""
+"""Batch generation: several processes generate what one does, and a killed run resumes."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -67,34 +68,37 @@ def kill_after(process, folder: Path, lines: int) -> int:
     return lines_in(folder)
 
 
-@pytest.mark.parametrize(("options", "processes_after"), [((), 1), (SAMPLING, 2)], ids=["greedy", "sampling"])
-def test_two_processes_restarted_after_a_crash_generate_what_one_does(folders, tmp_path, options, processes_after):
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    assert generate_batch.main(arguments(folders, one, *options, "--batch-size", 5)) == 0
-    expected = [json.loads(line) for line in one.read_text().splitlines()]
+def test_two_processes_resumed_after_a_crash_generate_what_one_does(folders, tmp_path):
+    """Resumed by two processes, and a copy of what they left by one, which need not be as many as before."""
+    uninterrupted = tmp_path / "whole.jsonl"
+    assert generate_batch.main(arguments(folders, uninterrupted, *SAMPLING, "--batch-size", 5)) == 0
+    expected = [json.loads(line) for line in uninterrupted.read_text().splitlines()]
     assert [record["id"] for record in expected] == [f"line {row}" if row % 3 else row for row in range(NUM_PROMPTS)]
 
-    asked = arguments(folders, two, *options, "--batch-size", 1)
-    parts = tmp_path / "two.jsonl.parts"
-    done = kill_after(launch(PROGRAM, *asked), parts, lines=NUM_PROMPTS // 4)
-    assert NUM_PROMPTS // 4 <= done < NUM_PROMPTS and not two.exists(), "the run was not killed half-way"
-    with next(parts.glob("*.jsonl")).open("a") as part:
+    asked = {
+        processes: arguments(folders, tmp_path / f"{processes}.jsonl", *SAMPLING, "--batch-size", 1)
+        for processes in (1, 2)
+    }
+    parts = {processes: tmp_path / f"{processes}.jsonl.parts" for processes in asked}
+    done = kill_after(launch(PROGRAM, *asked[2]), parts[2], lines=NUM_PROMPTS // 4)
+    assert NUM_PROMPTS // 4 <= done < NUM_PROMPTS and not (tmp_path / "2.jsonl").exists(), "the run was not interrupted"
+    with next(parts[2].glob("*.jsonl")).open("a") as part:
         part.write('{"id": "line 1", "compl')
-    if processes_after == 1:
-        assert generate_batch.main(asked) == 0
-    else:
-        finish(launch(PROGRAM, *asked, processes=processes_after))
-    assert two.read_bytes() == one.read_bytes()
-    assert not parts.exists()
+    shutil.copytree(parts[2], parts[1])
+    assert generate_batch.main(asked[1]) == 0
+    finish(launch(PROGRAM, *asked[2], processes=2))
 
-    summary = json.loads((tmp_path / "two.summary.json").read_text())
-    whole = json.loads((tmp_path / "one.summary.json").read_text())
+    whole = json.loads((tmp_path / "whole.summary.json").read_text())
     sums = ("prompts", "tokens", "rounds", "drafted", "accepted", "acceptance_length", "acceptance_per_position")
-    assert {name: summary[name] for name in sums} == {name: whole[name] for name in sums}
-    assert summary["tokens"] == sum(record["tokens"] for record in expected)
-    now = summary["this_run"]
-    assert now["prompts"] == NUM_PROMPTS - done and now["processes"] == processes_after == len(now["busy_seconds"])
-    assert now["tokens_per_second"] > 0 and all(0 < busy <= now["seconds"] * 1.5 for busy in now["busy_seconds"])
+    for processes in (1, 2):
+        assert (tmp_path / f"{processes}.jsonl").read_bytes() == uninterrupted.read_bytes()
+        assert not parts[processes].exists()
+        summary = json.loads((tmp_path / f"{processes}.summary.json").read_text())
+        assert {name: summary[name] for name in sums} == {name: whole[name] for name in sums}
+        assert summary["tokens"] == sum(record["tokens"] for record in expected)
+        now = summary["this_run"]
+        assert now["prompts"] == NUM_PROMPTS - done and now["processes"] == processes == len(now["busy_seconds"])
+        assert now["tokens_per_second"] > 0 and all(0 < busy <= now["seconds"] * 1.5 for busy in now["busy_seconds"])
 
 
 @pytest.mark.core

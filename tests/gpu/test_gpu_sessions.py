@@ -1,4 +1,4 @@
-"""On a GPU: what was captured is replayed only for what it was captured of; calls on several streams and devices."""
+"""On a GPU: validity of captured rounds; calls on several streams and devices."""
 
 import copy
 import gc
@@ -35,7 +35,7 @@ def drafter_of(target, kind="noisy copy", is_compiled=False):
 
 
 def say(target, drafter=None, lengths=LENGTHS, seed=0, mode="greedy", device=None, **options):
-    """Tokens that `target` says to prompts on `device`, or its own."""
+    """Tokens that `target` generates for prompts on `device`, or its own."""
     if drafter is not None:
         options |= {"assistant_model": drafter, "num_assistant_tokens": 4}
         options |= {"seeds": 5} if MODES[mode]["do_sample"] else {}
@@ -44,7 +44,7 @@ def say(target, drafter=None, lengths=LENGTHS, seed=0, mode="greedy", device=Non
 
 
 def check(target, drafter):
-    """What is said in captured rounds is what plain `generate()` says; it is returned."""
+    """Captured rounds generate what plain `generate()` generates; it is returned."""
     said = say(target, drafter)
     assert said == say(target)
     assert drafter.stats.execution.startswith("captured in one graph")

@@ -24,7 +24,7 @@ PEAGLE_DIALECTS = ("amazon", "amazon-nested", "specforge-peagle", "speculators-p
 
 @dataclass(frozen=True)
 class Spec:
-    """An EAGLE-3 drafter, described without any publisher's words. Its taps are the boundaries 2, 4, 5.
+    """An EAGLE-3 drafter, described without any publisher's names. Its auxiliary hidden states enter layers 2, 4 and 5.
 
     With `parallel` it is a P-EAGLE drafter: it has a tensor `mask_hidden`, and `mask_token` stands for no token.
     """
@@ -181,7 +181,7 @@ def safeailab_config(spec: Spec) -> dict[str, Any]:
 
 def specforge_config(spec: Spec) -> dict[str, Any]:
     nested = {
-        "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.aux_hidden_state_layer_ids],
+        "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in spec.aux_hidden_state_layer_ids],
         "use_aux_hidden_state": True,
     }
     return _plain_config(spec) | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": nested}
@@ -191,7 +191,7 @@ def modelopt_config(spec: Spec) -> dict[str, Any]:
     config = _plain_config(spec) | {"architectures": ["LlamaForCausalLMEagle3"], "rope_scaling": None}
     config["rope_scaling"] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     config["eagle_config"] = {
-        "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.aux_hidden_state_layer_ids],
+        "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in spec.aux_hidden_state_layer_ids],
         "use_aux_hidden_state": True,
         "use_input_layernorm_in_first_layer": True,
         "use_last_layernorm": True,
@@ -231,7 +231,7 @@ def speculators_config(spec: Spec) -> dict[str, Any]:
 
 def amazon_config(spec: Spec) -> dict[str, Any]:
     nested = {
-        "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in spec.aux_hidden_state_layer_ids],
+        "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in spec.aux_hidden_state_layer_ids],
         "use_aux_hidden_state": True,
     }
     config = _plain_config(spec) | {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": spec.mask_token}

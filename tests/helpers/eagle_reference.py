@@ -1,11 +1,11 @@
 """Drafting, recomputed in float64 from the files on disk: no cache, no code shared with the package.
 
-EAGLE-3: slot p pairs the embedding of token p + 1 with the taps at position p and predicts token p + 2; after the last
-slot whose taps are known, each draft token adds a slot that reads the previous slot's output instead (SafeAILab/EAGLE
-cnets.py, vLLM llama_eagle3.py).
+EAGLE-3: slot p pairs the embedding of token p + 1 with the hidden states at position p and predicts token p + 2; after
+the last slot whose hidden states are known, each draft token adds a slot that reads the previous slot's output instead
+(SafeAILab/EAGLE cnets.py, vLLM llama_eagle3.py).
 
-P-EAGLE: after that slot stand K - 1 slots of the mask token beside `mask_hidden`, which goes the taps' way, and one
-causal pass drafts K tokens (vLLM llama_eagle3.py, llm_base_proposer.py).
+P-EAGLE: after that slot stand K - 1 slots of the mask token beside `mask_hidden`, which goes through `fc` as hidden
+states do, and one causal pass drafts K tokens (vLLM llama_eagle3.py, llm_base_proposer.py).
 
 Draft models: slot p holds token p and predicts token p + 1; PARD puts K - 1 mask tokens after the text and drafts K
 tokens in one causal pass (AMD-AIG-AIMA/PARD pard_infer.py).
@@ -179,7 +179,7 @@ def propose_in_parallel(
 def eagle_cache(
     weights: dict[str, torch.Tensor], spec: Spec, target, token_ids: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values `[T - 1, kv_heads, D]` of every layer after one pass over `token_ids` with their true taps."""
+    """Keys and values `[T - 1, kv_heads, D]` of every layer after a pass over `token_ids` with true hidden states."""
     hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.aux_hidden_state_layer_ids))
     return _run(weights, spec, hidden, _embedding(weights, target)[token_ids[1:]])[1]
 

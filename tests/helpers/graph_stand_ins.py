@@ -1,4 +1,4 @@
-"""Stand-ins for the CUDA graph on a CPU: the function is run again, or the operations that it did."""
+"""Stand-ins for CUDA graphs on a CPU: run the function again, or the operations that it did."""
 
 from contextlib import contextmanager
 
@@ -43,8 +43,7 @@ class Replay:
     def __init__(self, function, memory=None):
         assert Replay.host is not None, "what is captured needs a host: see `replay_on_cpu`"
         type(self).count += 1
-        for _ in range(cuda_graphs.WARM_UPS):
-            function()
+        function()  # as a CUDA graph is captured after warm-ups
         self._function, self._host = function, Replay.host
         self.result = function()
 
@@ -90,8 +89,7 @@ class Tape:
 
     def __init__(self, function, memory=None):
         type(self).count += 1
-        for _ in range(cuda_graphs.WARM_UPS):
-            function()
+        function()  # as a CUDA graph is captured after warm-ups
         with Recorder() as recorder:
             self.result = function()
         self._operations = recorder.operations

@@ -1,4 +1,4 @@
-"""A Hub on the loopback interface that speaks the parts of the Hub's protocol that loading and pushing need."""
+"""A Hub server on the loopback interface with the parts of the Hub's protocol that loading and pushing need."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, *args) -> None:
-        """Say nothing: the tests read `hub.requests`."""
+        """Log nothing: the tests read `hub.requests`."""
 
     def do_HEAD(self) -> None:
         self.do_GET()

@@ -1,9 +1,11 @@
 """Comparing `generate()` with a drafter to `generate()` without one."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from case_counts import cases
 from oracle import OracleDrafter, random_draft_model, random_eagle3, random_peagle
 from transformers import PreTrainedModel
 
@@ -26,10 +28,13 @@ def greedy(
     num_draft_tokens: int | None = None,
     **options,
 ) -> torch.Tensor:
-    """`[B, P + T]`: what greedy `generate()` says, with a drafter or without."""
+    """`[B, P + T]`: what greedy `generate()` returns, with a drafter or without."""
     if drafter is not None:
         options |= {"assistant_model": drafter, "num_assistant_tokens": num_draft_tokens}
     return target.generate(**inputs, **{"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS, **options})
+
+
+random_pard = partial(random_draft_model, parallel=True)
 
 
 def drafters(
@@ -37,16 +42,17 @@ def drafters(
 ) -> Iterator[tuple[Drafter, tuple[int, ...]]]:
     """A perfect, a mediocre and random drafters on the static engine, one on the stock engine for a single row; and K.
 
-    A parallel drafter is asked for the most draft tokens only, to save time.
+    Every family of drafters is compared so in `test_lossless.py`, also with ends and limits, so that the parallel ones
+    take part with `--slow` only, and so does the smaller K, but for the perfect drafter.
     """
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    some = cases(num_draft_tokens, num_draft_tokens[-1:])
     yield OracleDrafter(target, answers, lengths, accuracy=1.0), num_draft_tokens
-    yield OracleDrafter(target, answers, lengths, accuracy=0.6), num_draft_tokens
-    yield random_eagle3(target), num_draft_tokens
-    yield random_peagle(target), num_draft_tokens[-1:]
-    yield random_draft_model(target, parallel=True), num_draft_tokens[-1:]
+    yield OracleDrafter(target, answers, lengths, accuracy=0.6), some
+    for make in cases([random_eagle3, random_peagle, random_pard], [random_eagle3]):
+        yield make(target), some
     if len(lengths) == 1:
-        yield OracleDrafter(target, answers, lengths, accuracy=0.6).configure(engine="stock"), num_draft_tokens
+        yield OracleDrafter(target, answers, lengths, accuracy=0.6).configure(engine="stock"), some
 
 
 def check_greedy(
@@ -60,13 +66,14 @@ def check_greedy(
 
     Args:
         target, inputs: what generates, from what.
-        options: makes the arguments of a call that shape what is said.
+        options: makes the arguments of a call that shape the output.
         stops: makes the arguments that end it; the perfect drafter knows what would have come after the end.
         num_draft_tokens: the K to try.
     """
 
-    answers = continuations(inputs, greedy(target, inputs, **options()))
-    plain = greedy(target, inputs, **options(), **stops())
+    unstopped = greedy(target, inputs, **options())
+    plain = greedy(target, inputs, **options(), **ends) if (ends := stops()) else unstopped
+    answers = continuations(inputs, unstopped)
     for drafter, numbers in drafters(target, inputs, answers, num_draft_tokens):
         for num in numbers:
             out = greedy(target, inputs, drafter, num, **options(), **stops())

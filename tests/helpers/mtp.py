@@ -43,7 +43,7 @@ class Family:
 
     Attributes:
         options: of the target's (text) configuration.
-        count_key: where config.json says how many modules there are.
+        count_key: where config.json has the number of modules.
         frame: published names of what is around a module's decoder layer: embedding norm, hidden norm, projection,
             final norm, head, embedding; `{i}` is the module, `{n}` its number behind the target's layers.
         block: prefix of a module's decoder layer.

@@ -1,4 +1,4 @@
-"""Drafters for tests: one that knows the answer as well as it is told to, and small random ones of every family."""
+"""Drafters for tests: an oracle of a given accuracy, and small random drafters of every family."""
 
 from functools import partial
 

@@ -1,11 +1,11 @@
-"""Verification that accepts as many draft tokens as a test says."""
+"""Verification that accepts as many draft tokens as a test asks for."""
 
 import torch
 from hf_specdec.kernels.types import VerificationResult
 
 
 class Script:
-    """Takes the place of verification: accepts as many drafts as it is told, then commits a token of its own."""
+    """Takes the place of verification: accepts the given numbers of draft tokens, then commits a random token."""
 
     def __init__(self, patterns, vocab_size: int):
         self.patterns = iter(patterns)

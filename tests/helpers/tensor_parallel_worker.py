@@ -49,14 +49,14 @@ def borrower(target: PreTrainedModel) -> Drafter:
 
 
 def uncompiled(target: PreTrainedModel, name: str) -> Drafter:
-    """A drafter of `DRAFTERS`; compiling takes far longer than what it is to say."""
+    """A drafter of `DRAFTERS`, whose rounds are not compiled, which would take far longer than the call."""
     return DRAFTERS[name](target).configure(compile_rounds=False)
 
 
 DRAFTERS = {"borrower": borrower, "p-eagle": RANDOM_DRAFTERS["p-eagle"], "draft-model": RANDOM_DRAFTERS["draft-model"]}
 
 
-def say(
+def generate(
     target: PreTrainedModel,
     drafter: Drafter | None,
     seed: int = 3,
@@ -80,24 +80,24 @@ def say(
 
 
 def say_all(target: PreTrainedModel) -> dict[str, Any]:
-    """What `target` says with every drafter; the same wherever its weights are."""
-    said = {"plain": say(target, None)}
+    """What `target` generates with every drafter; the same wherever its weights are."""
+    said = {"plain": generate(target, None)}
     for name in DRAFTERS:
         drafter = uncompiled(target, name)
-        said[f"{name}, greedy"] = say(target, drafter)
-        said[f"{name}, sampling"] = say(target, drafter, **SAMPLING)
-    said["row seeds"] = say(target, uncompiled(target, "borrower"), **SAMPLING, seeds=[5, 6, 7])
-    said["compiled, sampling"] = say(target, borrower(target), **SAMPLING)
+        said[f"{name}, greedy"] = generate(target, drafter)
+        said[f"{name}, sampling"] = generate(target, drafter, **SAMPLING)
+    said["row seeds"] = generate(target, uncompiled(target, "borrower"), **SAMPLING, seeds=[5, 6, 7])
+    said["compiled, sampling"] = generate(target, borrower(target), **SAMPLING)
     stock = borrower(target).configure(engine="stock")
-    said["stock, greedy"] = say(target, stock, lengths=[9])
-    said["stock, sampling"] = say(target, stock, lengths=[9], **SAMPLING)
+    said["stock, greedy"] = generate(target, stock, lengths=[9])
+    said["stock, sampling"] = generate(target, stock, lengths=[9], **SAMPLING)
     return said
 
 
 def say_with_generator(target: PreTrainedModel, seed: int) -> list:
-    """What `target` says on the stock engine with a generator of the call's own."""
+    """What `target` generates on the stock engine with a generator of the call's own."""
     drafter = borrower(target).configure(engine="stock")
-    return say(target, drafter, lengths=[9], **SAMPLING, generator=torch.Generator().manual_seed(seed))
+    return generate(target, drafter, lengths=[9], **SAMPLING, generator=torch.Generator().manual_seed(seed))
 
 
 class Willful(LogitsProcessor):
@@ -113,10 +113,10 @@ class Willful(LogitsProcessor):
 
 
 def managed_by_fsdp(target: PreTrainedModel, drafter: Drafter) -> list:
-    """`say` with the mark that transformers knows such models by; it then sets `synced_gpus` by itself."""
+    """`generate` with the mark that transformers knows such models by; it then sets `synced_gpus` by itself."""
     target._is_fsdp_managed_module = True
     try:
-        return say(target, drafter)
+        return generate(target, drafter)
     finally:
         del target._is_fsdp_managed_module
 
@@ -130,9 +130,9 @@ def error_of(call) -> str:
 
 
 def say_briefly(target: PreTrainedModel) -> list:
-    """What `target` says with a drafter that it lends its embedding and head."""
+    """What `target` generates with a drafter that shares its embedding and head."""
     drafter = uncompiled(target, "borrower")
-    return [say(target, drafter), say(target, drafter, **SAMPLING)]
+    return [generate(target, drafter), generate(target, drafter, **SAMPLING)]
 
 
 def load_split(folder: Path) -> PreTrainedModel:
@@ -159,30 +159,30 @@ def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
     oracle = OracleDrafter(target, texts, [9], accuracy=1.0)
     last = LogitsProcessorList([Willful(9 + NEW_TOKENS - 1)])
     return {
-        "other prompts": error_of(lambda: say(target, drafter, lengths=[5 + rank])),
-        "other settings": error_of(lambda: say(target, drafter, max_new_tokens=4 + rank)),
-        "other row seeds": error_of(lambda: say(target, drafter, **SAMPLING, seeds=[1, 2, rank])),
+        "other prompts": error_of(lambda: generate(target, drafter, lengths=[5 + rank])),
+        "other settings": error_of(lambda: generate(target, drafter, max_new_tokens=4 + rank)),
+        "other row seeds": error_of(lambda: generate(target, drafter, **SAMPLING, seeds=[1, 2, rank])),
         "other random state": error_of(
-            lambda: say(target, borrower(target).configure(engine="stock"), rank, [9], **SAMPLING)
+            lambda: generate(target, borrower(target).configure(engine="stock"), rank, [9], **SAMPLING)
         ),
         "a generator on one": error_of(
-            lambda: say(
+            lambda: generate(
                 target, borrower(target), **SAMPLING, generator=None if rank else torch.Generator().manual_seed(3)
             )
         ),
-        "max_time": error_of(lambda: say(target, drafter, max_time=100.0)),
-        "other tokens": error_of(lambda: say(target, oracle, lengths=[9], logits_processor=last)),
+        "max_time": error_of(lambda: generate(target, drafter, max_time=100.0)),
+        "other tokens": error_of(lambda: generate(target, oracle, lengths=[9], logits_processor=last)),
         "fsdp": error_of(lambda: managed_by_fsdp(target, drafter)),
     }
 
 
 def say_again_and_again(target: PreTrainedModel) -> list:
-    """`say`, sampling, in the second of two calls, which only replays by a stand-in for the CUDA graph."""
+    """`generate`, sampling, in the second of two calls, which only replays by a stand-in for the CUDA graph."""
     drafter = uncompiled(target, "borrower")
     with pytest.MonkeyPatch.context() as patch:
         capture = replay_on_cpu(patch)
         patch.setattr(drafter, "release", lambda: None)
-        said = [say(target, drafter, **SAMPLING) for _ in range(2)]
+        said = [generate(target, drafter, **SAMPLING) for _ in range(2)]
         assert said[0] == said[1] and (capture.count, capture.hostings) == (2, 1)
     return said[1]
 
@@ -222,7 +222,7 @@ def watched_sums() -> Iterator[list[tuple[int, ...]]]:
 
 
 def say_in_memory(folder: Path) -> dict[str, Any]:
-    """What targets say whose small sums go through memory, and the shapes of these sums."""
+    """What targets generate whose small all-reduces use symmetric memory, and the shapes of these."""
     said = {}
     with peer_memory_on_cpu():
         for family in ("llama", "qwen3-moe"):
@@ -236,12 +236,12 @@ def say_in_memory(folder: Path) -> dict[str, Any]:
 
 
 def say_in_memory_as_on_a_gpu(folder: Path) -> list:
-    """What is said in plain steps that are compiled whole and replayed, with fused products and sums in memory.
+    """What is generated without drafts in compiled rounds, with fused linears and all-reduces in symmetric memory.
 
     The parts that parameters have of a weight are moved, with no second copy of them.
     """
     with peer_memory_on_cpu() as patch, watched_sums() as shapes:
-        target = load_split(folder / "llama")
+        target = load_split(folder / "shallow")
         attention = target.model.layers[0].self_attn
         expected = attention.k_proj.weight.full_tensor()
         fused = {name for names in fused_linear.GROUPS for name in names}
@@ -259,13 +259,13 @@ def say_in_memory_as_on_a_gpu(folder: Path) -> list:
         out = target.generate(**padded_prompts(PROMPT_LENGTHS), **options)
         assert (4, 1, 32) in shapes
         first, second = (layer.weight.to_local() for layer in (attention.q_proj, attention.k_proj))
-        assert first.data_ptr() + first.nbytes == second.data_ptr(), "products were not fused"
+        assert first.data_ptr() + first.nbytes == second.data_ptr(), "linears were not fused"
         assert torch.equal(attention.k_proj.weight.full_tensor(), expected)
     return [out.tolist(), drafter.stats.execution]
 
 
 def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
-    """What is said, logged and summed in memory where the second process fails in one of the steps to it."""
+    """What is generated, logged and all-reduced in symmetric memory if rank 1 fails in one step of its set-up."""
     check = all_reduce.SymmetricMemoryBuffer.check
 
     def fail(*arguments: Any) -> None:
@@ -331,13 +331,13 @@ def main(folder: str, answers: str, device: str) -> None:
     said |= {
         "sums in memory": sorted(set(shapes)),
         "sharded": [type(head).__name__, *head.to_local().shape],
-        "seeds of their own": say(target, uncompiled(target, "borrower"), seed=rank, **SAMPLING),
+        "seeds of their own": generate(target, uncompiled(target, "borrower"), seed=rank, **SAMPLING),
         "generators of their own": say_with_generator(target, 7 + rank),
         "bytes": round_bytes(target, None, 0, batch=3, length=10),
     }
     if device == "cuda":
         stock = borrower(target).configure(engine="stock")
-        said["seeds of hosts"] = say(target, stock, lengths=[9], host_seed=rank, **SAMPLING)
+        said["seeds of hosts"] = generate(target, stock, lengths=[9], host_seed=rank, **SAMPLING)
     said |= {family: say_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
     if device == "cpu":
         said["replayed"] = say_again_and_again(target)

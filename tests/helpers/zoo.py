@@ -4,8 +4,8 @@
     python tests/helpers/zoo.py --only LlamaForCausalLM      some of them, in full
 
 Each class is built with the default configuration of its own family, shrunk by `zoo_configs`. Then greedy `generate()`
-with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must say what
-plain `generate()` says, or refuse the call before it begins.
+with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must generate
+what plain `generate()` generates, or refuse the call before it begins.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def last_line(error: BaseException) -> str:
 
 
 def is_refusal(error: BaseException, generated: bool) -> bool:
-    """Whether `error` says that the call cannot be, and came before anything was generated."""
+    """Whether `error` refuses the call, and was raised before anything was generated."""
     if not isinstance(error, ValueError):
         return False
     place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -148,7 +148,7 @@ def calls_of(model: PreTrainedModel, notes: list[str]) -> Iterator[tuple[str, Ca
     new = [None if text is None else text[:, -MAX_NEW_TOKENS:] for text in texts]
     if all(text is not None for text in new):
         if not torch.equal(new[0], torch.cat(new[1:])):
-            notes.append("plain generate() says something else of a padded batch than of its rows")
+            notes.append("plain generate() generates other tokens for a padded batch than for its rows")
         variety = [len(set(row.tolist())) for row in new[0]]
         if max(variety) < 4:
             notes.append(f"texts of few different tokens: {variety}")

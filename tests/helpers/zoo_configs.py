@@ -20,7 +20,7 @@ WIDTH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 4, 2, 8
 NUM_LAYERS = 4
 WINDOW = 7
 
-# Largest values of integers by what their names say, first match first; those that are smaller stay as they are.
+# Largest values of integers by parts of their names, first match first; smaller values are kept.
 LARGEST: list[tuple[str, int]] = [
     (r"^(ngram_vocab_size_base|encoder_hash_byte_group_vocab)$", 211),
     (r"type_vocab_size$", 4),

@@ -16,13 +16,13 @@ PROMPT_LENGTHS = (13, 6)
 MAX_NEW_TOKENS = 20
 # Parameters of the largest model that is run.
 LARGEST_MODEL = 80_000_000
-# Ways to make a random model say something, the first that does is taken: what weights of two and more dimensions are
-# scaled to, and whether embeddings and head stay one matrix where a family has it so.
+# Ways to make a random model generate varied tokens, the first that does is taken: what weights of two and more
+# dimensions are scaled to, and whether embeddings and head stay one matrix where a family has it so.
 LIVELINESS = ((0.3, True), (0.3, False), (0.12, True), (0.12, False), (0.06, False))
 SHARED_STD = 0.03
 ENOUGH_VARIETY = 6
 
-# Classes that are encoders unless their configuration says otherwise, and how their names go on where it does.
+# Classes that are encoders unless their configuration makes them decoders, and the suffix of their names then.
 ENCODERS = (
     "BertLMHeadModel",
     "BertGenerationDecoder",
@@ -52,7 +52,7 @@ def class_names() -> list[str]:
 
 
 def build(name: str) -> PreTrainedModel:
-    """A tiny random model of the class `name`, in float32 and evaluation mode, that says something.
+    """A tiny random model of the class `name`, in float32 and evaluation mode, that generates varied tokens.
 
     Raises:
         Exception: whatever transformers raises of a class that cannot be built.

@@ -1,4 +1,4 @@
-"""The self-check finds the reading that a drafter's weights were trained for.
+"""The self-check finds the interpretation of config.json that a drafter's weights were trained for.
 
 The drafter is fitted to one text in under a second, so that it agrees with the target there under the true reading.
 """
@@ -74,7 +74,7 @@ def train(drafter: Eagle3Drafter, target, text: torch.Tensor, steps: int) -> Eag
         for name, weight in drafter.named_parameters():
             if "norm" in name:
                 weight.mul_(1 + 0.5 * torch.randn_like(weight))
-        # A faint embedding, so that the drafter learns to read its taps.
+        # A small embedding, so that the drafter learns to use its hidden states.
         drafter.layers[0].input_layernorm.weight.mul_(0.3)
         drafter.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.01)
@@ -147,7 +147,7 @@ def test_specforge_norm_that_is_not_applied(fitted):
 
 @pytest.mark.core
 def test_inspect_finds_layer_ids_that_count_layer_outputs(fitted, tmp_path, capsys):
-    """Ids that equal the layer-output default and yet are boundaries, as in one of NVIDIA's gpt-oss-120b heads."""
+    """Ids that equal the default of layer outputs, yet count layer inputs, as in one of NVIDIA's gpt-oss-120b heads."""
     spec = replace(SPEC, aux_hidden_state_layer_ids=(1, 3, 4))
     truth = TRUTH._replace(aux_hidden_state_layer_ids=(1, 3, 4), norm_output=False)
     torch.manual_seed(0)

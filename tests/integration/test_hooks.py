@@ -1,4 +1,4 @@
-"""What is not ours stays as transformers has it, and a model is left as it was, also by errors."""
+"""The hooks leave other calls of transformers unchanged, and a model as it was, also after errors."""
 
 import json
 import subprocess

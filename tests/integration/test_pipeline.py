@@ -1,4 +1,4 @@
-"""transformers' text-generation pipeline with a drafter says what it says without one."""
+"""transformers' text-generation pipeline generates the same with a drafter as without one."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Products of a mixture of experts: Triton against its references, those against transformers, and who takes them.
+"""Matmuls of a mixture of experts: Triton against its references, those against transformers, and their use.
 
 On a machine without a GPU the kernels run in Triton's interpreter.
 """
@@ -94,7 +94,7 @@ def test_expert_matmuls(num_experts, tokens, chosen, rows, is_transposed, dtype)
 
 
 def experts_class(**kind):
-    """A class of experts that transformers dispatches, with weights laid out as `kind` says."""
+    """A class of experts that transformers dispatches, with the weight layout of `kind`."""
 
     @use_experts_implementation(**kind)
     class Experts(nn.Module):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from case_counts import num_cases
 from hf_specdec.kernels.draft_inputs import prepare_inputs
 from hf_specdec.kernels.types import DraftInputs
 from hypothesis import given, settings
@@ -125,7 +126,7 @@ def run(prepare, case: Case, margin: int = 0, inputs: list[torch.Tensor] | None 
 
 
 def plain(case: Case) -> torch.Tensor:
-    """What the docstring of `draft_inputs_reference.prepare_inputs` says, a row and a column at a time."""
+    """The docstring of `draft_inputs_reference.prepare_inputs` as a loop over rows and columns."""
     out = []
     for tokens, row in zip(case.tokens, case.rows, strict=True):
         newest = row.length - 1 - case.shift
@@ -166,9 +167,10 @@ def test_reference_equals_plain_loop(random):
 @every_layout
 def test_many_rows(parallel, shift):
     random = Random(0)
+    num_rows = 500 if DEVICE == "cuda" else num_cases(40, 20)
     for num_draft_tokens in range(1, 33):
         slots = random.randint(2, 200)
-        case = draw_case(random, 500 if DEVICE == "cuda" else 40, num_draft_tokens, parallel, shift, slots)
+        case = draw_case(random, num_rows, num_draft_tokens, parallel, shift, slots)
         expected = plain(case)
         for prepare in (draft_inputs_reference.prepare_inputs, prepare_inputs):
             assert torch.equal(run(prepare, case, margin=num_draft_tokens % 4), expected)

@@ -1,4 +1,4 @@
-"""A target split over two processes says what it says in one, and processes that disagree are told so."""
+"""A target split over two ranks generates what one process generates, and ranks that disagree raise an error."""
 
 import copy
 import json
@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracle import eagle_options
 from targets import tiny_target
-from tensor_parallel_worker import DRAFTERS, OTHER_FAMILIES, say_all, say_briefly, say_with_generator
+from tensor_parallel_worker import DRAFTERS, OTHER_FAMILIES, generate, say_all, say_briefly, say_with_generator
 from torchrun import ROOT, finish, launch
 
 from hf_specdec.bench.traffic import round_bytes
@@ -16,11 +16,15 @@ from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.parallel import all_reduce
 
+# Layers of the target that is compiled: each of them takes as long.
+SHALLOW = 2
+
 
 def ask_two(folder, device):
     """What two processes said on devices of the type `device`, each by the name of the case."""
     for family in ("llama", *OTHER_FAMILIES):
         tiny_target(family).save_pretrained(folder / family)
+    tiny_target("llama", num_layers=SHALLOW).save_pretrained(folder / "shallow")
     target = tiny_target("llama")
     target.config.save_pretrained(folder / "bench" / "target")
     Eagle3Config(**eagle_options(target)).save_pretrained(folder / "bench" / "eagle3")
@@ -44,7 +48,7 @@ def test_one_process_and_two_generate_the_same(answers):
     assert answers[0]["sharded"] == ["DTensor", 48, 32], "the target was not split"
     for rank, said in enumerate(answers):
         different = [name for name in expected if said[name] != expected[name]]
-        assert not different, f"process {rank} says something else: {different}"
+        assert not different, f"process {rank} generated something else: {different}"
     accepted = [sum(map(sum, expected[f"{name}, sampling"][1])) for name in DRAFTERS]
     assert all(count > 0 for count in accepted), "drafts were never accepted"
     assert all(expected[f"{name}, greedy"][0] == expected["plain"][0] for name in DRAFTERS)
@@ -95,7 +99,7 @@ def test_split_rounds_are_captured(answers):
 
 @pytest.mark.core
 def test_small_all_reduces_use_symmetric_memory(answers):
-    """Those of rounds, of layers and of experts, but not those of prefill; what is said is what one process says."""
+    """Those of rounds, of layers and of experts, but not those of prefill; the output is that of one process."""
     expected = {family: json.loads(json.dumps(say_briefly(tiny_target(family)))) for family in ("llama", "qwen3-moe")}
     sums, flat, check = [3, 4, 32], [12, 32], [2048 // 4]
     for said in answers:
@@ -108,8 +112,9 @@ def test_small_all_reduces_use_symmetric_memory(answers):
 
 @pytest.mark.core
 def test_rounds_with_symmetric_memory_are_compiled_whole(answers):
-    for said in answers:
-        assert said["in memory, as on a GPU"] == [said["plain"][0], "captured in one graph, compiled"]
+    plain = generate(tiny_target("llama", num_layers=SHALLOW), None)[0]
+    for generated in answers:
+        assert generated["in memory, as on a GPU"] == [plain, "captured in one graph, compiled"]
 
 
 @pytest.mark.core
@@ -122,7 +127,7 @@ def test_rounds_with_symmetric_memory_are_compiled_whole(answers):
     ],
 )
 def test_ranks_fall_back_from_symmetric_memory_together(answers, failing, words):
-    """Where one of them cannot have it; each says so once."""
+    """Where one of them cannot have it; each logs that once."""
     for said, reason in zip(answers, words, strict=True):
         found = said[f"without memory, {failing}"]
         assert found["said"] == [said["borrower, greedy"], said["borrower, sampling"]]
@@ -148,7 +153,7 @@ def test_sizes_for_symmetric_memory(shape, dtype, expected):
 
 
 def check_bench(answers):
-    """Both processes measured, of a target drawn in two parts, and the first one alone spoke."""
+    """Both processes measured, of a target drawn in two parts, and rank 0 alone printed."""
     first, second = (said["bench"] for said in answers)
     assert second == {"status": 0, "printed": "", "wrote": False}
     assert first["status"] == 0 and first["wrote"]
@@ -214,7 +219,7 @@ def test_one_gpu_and_two_generate_the_same(tmp_path):
     }
     for rank, said in enumerate(answers):
         different = [name for name in expected if said[name] != expected[name]]
-        assert not different, f"process {rank} says something else: {different}"
+        assert not different, f"process {rank} generated something else: {different}"
         assert [4, 4, 32] in said["sums in memory"], "sums went through the process group"
         assert said["seeds of hosts"] == answers[0]["seeds of hosts"]
     for case in check_bench(answers).values():

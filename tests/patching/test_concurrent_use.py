@@ -1,4 +1,4 @@
-"""A target that others run while a call with a drafter is under way answers them as it always does."""
+"""Concurrent use of a target: other callers get its usual results while a call with a drafter runs."""
 
 import copy
 import threading
@@ -47,7 +47,7 @@ def drafter_for(target, engine, make=random_eagle3):
 
 
 class Contrast(LogitsProcessor):
-    """Takes away what the target says after the last few tokens alone."""
+    """Contrastive: subtracts the target's scores after the last few tokens alone."""
 
     def __init__(self, target):
         self.target = target
@@ -241,7 +241,7 @@ def test_targets_that_share_a_configuration(engine):
 
 
 def test_attention_functions_that_read_the_configuration(monkeypatch):
-    """Others' attention is told its own name, as flash attention is, also while the target is hosted."""
+    """Attention functions of others get their own name, as flash attention does, also while the target is patched."""
     target, names = fresh("llama"), []
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 

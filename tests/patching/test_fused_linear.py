@@ -1,4 +1,4 @@
-"""Fused products: the same results from the same memory, and a model that its owner does not see changed."""
+"""Fused linears: the same results from the same memory, and no visible change of the model."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A model whose products were fused is saved, copied, moved and trained as if nobody had touched it."""
+"""A model with fused linears is saved, copied, moved and trained as an unchanged one."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Products with weights read them once, however many rows a batch has."""
+"""Matmuls read a weight once, however many rows a batch has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_specdec.patching.patch import engine
 
 
 class WatchProducts(TorchDispatchMode):
-    """Notes products of a batch by one matrix that is broadcast over it, `[B, n, in]` by `[B, in, out]`."""
+    """Records matmuls of a batch by one matrix that is broadcast over it, `[B, n, in]` by `[B, in, out]`."""
 
     def __init__(self):
         super().__init__()

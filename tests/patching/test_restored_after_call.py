@@ -1,4 +1,4 @@
-"""After any call, also one that an error ends, a target and its drafter are to everything what they were before."""
+"""After any call, also one that raises, a target and its drafter are restored exactly."""
 
 import copy
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ def engine(request, monkeypatch):
 
 
 def looks(value, seen):
-    """`value` as something that can be compared: what it is made of, and which objects those are."""
+    """`value` as something that can be compared: its parts and their identities."""
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
         is_alone = storage.data_ptr() == value.data_ptr() and storage.nbytes() == value.nbytes

@@ -1,4 +1,4 @@
-"""Sampling with a drafter has exactly the target's law.
+"""Sampling with a drafter has exactly the target's distribution.
 
 The first part enumerates: random numbers are replaced by chosen ones, so that every outcome of a round and its
 probability come out of `verify_sampling` itself, and nothing is drawn. The second part draws, through the whole engine.
@@ -147,7 +147,7 @@ def block_outcomes(chosen, scores, drafts, draft_probs, draft_ids=None):
 
 
 class Silent(Drafter):
-    """Keeps nothing and proposes what it is told."""
+    """Keeps no state and proposes given tokens."""
 
     def propose(self, state, aux_hidden_states, result):
         return state.proposal
@@ -482,7 +482,7 @@ def first_proposals(monkeypatch, target, drafter, prompt, rows):
 @pytest.mark.parametrize("kind", ["p-eagle", "pard"])
 @pytest.mark.parametrize("width", [2, 3])
 def test_distribution_with_the_drafts_of_a_parallel_drafter(kind, width, monkeypatch):
-    """Its later drafts know nothing of its earlier ones, so a block's law is the product of those it reports."""
+    """Later drafts do not depend on earlier ones, so a block's distribution is the product of the reported ones."""
     target = tiny_target()
     text = ModelText(target, width, [])
     drafter = tiny_drafter(kind, target, width, draft_probs=True)

@@ -1,4 +1,4 @@
-"""Logits processors: our own, and every one of transformers', with drafters as without."""
+"""Logits processors, the package's own and all of transformers': the same scores with drafters as without."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def test_scores_are_those_of_plain_generate(name, batch):
 
 @pytest.mark.core
 def test_draft_vocabulary_in_plain_generate():
-    """A model that scores a third of its vocabulary says what the whole model says of those tokens."""
+    """A model with scores for a third of its vocabulary generates what the whole model does of those tokens."""
     target, inputs = tiny_target("llama"), padded_prompts([9, 4])
     target_ids = torch.arange(1, VOCAB, 3)
     others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, target_ids, False).nonzero()[:, 0].tolist()

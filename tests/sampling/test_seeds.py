@@ -1,4 +1,4 @@
-"""Where random numbers come from: seeds of rows, generators, and what they do not depend on."""
+"""Random numbers: seeds of rows, generators, and what samples do not depend on."""
 
 import pytest
 import torch

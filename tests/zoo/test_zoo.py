@@ -60,7 +60,7 @@ def run(name: str) -> zoo.Outcome:
 def test_static(name):
     outcome = run(name)
     check(outcome)
-    # What `sdpa` of transformers 5.17 says without the soft cap is no text of this engine.
+    # `sdpa` of transformers 5.17 drops the soft cap, so its output is not the static engine's.
     drops_softcap = name == "Gemma2ForCausalLM" and "softcap" not in inspect.getsource(sdpa_attention)
     assert (outcome.engine, outcome.notes) == ("stock" if drops_softcap else "static", [])
 
