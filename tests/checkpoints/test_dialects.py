@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dialects import DIALECTS, PLAIN, VARIANTS, make_weights, tiny_target, write
-from eagle_reference import propose, read_tensors, target_taps
+from eagle_reference import propose, read_tensors, target_hidden_states
 
 from hf_specdec import AutoDrafter
 
@@ -15,7 +15,7 @@ PROMPT = torch.tensor([5, 17, 99, 3, 42, 42, 8, 120, 64])
 @torch.no_grad()
 def draft(drafter, target, token_ids: torch.Tensor, num_draft_tokens: int, aux_hidden_states: tuple[int, ...]):
     """Draft greedily with `Eagle3Drafter.forward`, whole sequence and whole chain each time."""
-    width = target_taps(target, token_ids[:-1], aux_hidden_states)
+    width = target_hidden_states(target, token_ids[:-1], aux_hidden_states)
     drafts, logits, last = [], [], len(token_ids) - 2
     for step in range(num_draft_tokens):
         tokens = torch.cat([token_ids, torch.tensor(drafts, dtype=torch.int64)])

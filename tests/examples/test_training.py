@@ -110,7 +110,7 @@ def tiny_drafter(target: LlamaForCausalLM, family: str = "eagle3", **kwargs) -> 
     return drafter
 
 
-def read_taps(target: LlamaForCausalLM, drafter: CachedDrafter, tokens: torch.Tensor) -> torch.Tensor | None:
+def read_hidden_states(target: LlamaForCausalLM, drafter: CachedDrafter, tokens: torch.Tensor) -> torch.Tensor | None:
     with AuxHiddenStateRecorder(
         target, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state
     ) as recorder:
@@ -327,7 +327,7 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
     target = tiny_target()
     drafter = tiny_drafter(target, **options)
     tokens = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
-    aux_hidden_states = read_taps(target, drafter, tokens)
+    aux_hidden_states = read_hidden_states(target, drafter, tokens)
     unrolled = drafter(tokens, aux_hidden_states, num_steps=4)
     for slot in range(8):
         hidden = drafter.combine_hidden_states(aux_hidden_states[:, : slot + 1])
@@ -345,7 +345,7 @@ def test_unrolled_masks_equal_one_pass_under_an_explicit_mask(dtype):
     drafter = tiny_drafter(target, "p-eagle", num_hidden_layers=2).to(dtype)
     length, steps = 11, 4
     tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
-    aux_hidden_states = read_taps(target, drafter, tokens)
+    aux_hidden_states = read_hidden_states(target, drafter, tokens)
 
     # All slots of all depths side by side: anchors first, then every chain's first mask, its second one, ...
     depth = torch.arange(steps).repeat_interleave(length)
@@ -422,7 +422,7 @@ def test_unrolled_modules_equal_those_in_generate(monkeypatch, family, options):
     monkeypatch.setattr(drafter, "draw", draw_text)
     drafted = target.generate(**inputs, assistant_model=drafter, num_assistant_tokens=num_drafts)
     assert torch.equal(drafted, text)
-    unrolled = drafter.unroll(text, read_taps(target, drafter, text), num_drafts)
+    unrolled = drafter.unroll(text, read_hidden_states(target, drafter, text), num_drafts)
     assert {step for _, step in scored} == set(range(num_drafts)) and len({length for length, _ in scored}) > 6
     for (length, step), logits in scored.items():
         expected = unrolled[step][:, length - 2] @ drafter.head_weight.t()
@@ -454,7 +454,7 @@ def test_fewer_rows_at_greater_depths(family):
     target = tiny_target()
     drafter = tiny_drafter(target, family)
     tokens = torch.randint(0, VOCAB, (5, 9), generator=torch.Generator().manual_seed(0))
-    aux_hidden_states = read_taps(target, drafter, tokens)
+    aux_hidden_states = read_hidden_states(target, drafter, tokens)
     whole, part = (
         drafter.unroll(tokens, aux_hidden_states, 4),
         drafter.unroll(tokens, aux_hidden_states, 4, rows=[5, 3, 3, 1]),
@@ -566,7 +566,7 @@ def test_init_from_a_trained_drafter():
     target = tiny_target()
     trained = new_eagle(target, "eagle3")
     input_ids = torch.randint(3, VOCAB - 1, (2, 9))
-    aux_hidden_states = read_taps(target, trained, input_ids)
+    aux_hidden_states = read_hidden_states(target, trained, input_ids)
     deeper = new_eagle(target, "p-eagle", "--layers", "3")
     assert not torch.allclose(deeper(input_ids, aux_hidden_states)[0], trained(input_ids, aux_hidden_states)[0])
     drafters.start_from(deeper, trained)

@@ -37,8 +37,8 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def target_taps(target, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
-    """`[S, taps * H_t]`: the streams that enter the layers `boundaries`, from a float64 pass over `[S]` tokens."""
+def target_hidden_states(target, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """`[S, ids * H_t]`: the residual streams that enter the layers `layer_ids`, from a pass in float64."""
     if len(token_ids) == 0:
         return torch.zeros(0, len(layer_ids) * target.config.hidden_size, dtype=torch.float64)
     states = target.double()(token_ids[None], output_hidden_states=True, use_cache=False).hidden_states
@@ -148,7 +148,7 @@ def propose(
         of one token, which leaves no slot to draft from.
     """
     embedding = _embedding(weights, target)
-    hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.aux_hidden_state_layer_ids))
+    hidden = _combine(weights, spec, target_hidden_states(target, token_ids[:-1], spec.aux_hidden_state_layer_ids))
     tokens, drafts, logits = token_ids[1:].tolist(), [], []
     for _ in range(num_draft_tokens if tokens else 0):
         stream, _cache = _run(weights, spec, hidden, embedding[tokens])
@@ -166,7 +166,7 @@ def propose_in_parallel(
 ) -> tuple[list[int], list[torch.Tensor]]:
     """P-EAGLE's one pass; as `propose`. After a text of one token there is no slot for the first draft token."""
     num_masks = num_draft_tokens - 1
-    aux_hidden_states = target_taps(target, token_ids[:-1], spec.aux_hidden_state_layer_ids)
+    aux_hidden_states = target_hidden_states(target, token_ids[:-1], spec.aux_hidden_state_layer_ids)
     hidden = torch.cat([aux_hidden_states, weights["mask_hidden"].view(1, -1).expand(num_masks, -1)])
     hidden = _combine(weights, spec, hidden)
     tokens = token_ids[1:].tolist() + [spec.mask_token] * num_masks
@@ -180,7 +180,7 @@ def eagle_cache(
     weights: dict[str, torch.Tensor], spec: Spec, target, token_ids: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values `[T - 1, kv_heads, D]` of every layer after a pass over `token_ids` with true hidden states."""
-    hidden = _combine(weights, spec, target_taps(target, token_ids[:-1], spec.aux_hidden_state_layer_ids))
+    hidden = _combine(weights, spec, target_hidden_states(target, token_ids[:-1], spec.aux_hidden_state_layer_ids))
     return _run(weights, spec, hidden, _embedding(weights, target)[token_ids[1:]])[1]
 
 

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from case_counts import num_cases
 from chi_square import Cells, p_value
 from hf_specdec.kernels.types import Proposal, RandomStream
 from oracle import RANDOM_DRAFTERS, random_draft_model
@@ -406,7 +407,7 @@ def test_exponential_sampling_has_the_distribution_of_its_weights():
     )
 
 
-VOCABULARY, LENGTH, DRAWS = 5, 4, 12000
+VOCABULARY, LENGTH, DRAWS = 5, 4, num_cases(12000, 6000)
 
 
 def tiny_target():
