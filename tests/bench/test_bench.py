@@ -22,7 +22,6 @@ from dialects import (
     write,
     write_draft_model,
 )
-from hf_specdec.kernels.types import RandomStream
 from mtp import publish
 from oracle import RANDOM_DRAFTERS
 from targets import VOCAB, padded_prompts
@@ -41,6 +40,7 @@ from hf_specdec.bench.traffic import copy_bandwidth, round_bytes
 from hf_specdec.cli import main
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import rounds
+from hf_specdec.kernels.types import RandomStream
 from hf_specdec.ops import verify_sampling
 from hf_specdec.prompt_sources import PROMPTS, load_prompts, read_prompts
 
@@ -236,7 +236,6 @@ def test_random_modules_from_a_config(family, num_modules, tmp_path):
             assert experts and all(parameter.isfinite().all() and parameter.std() > 0 for parameter in experts)
 
 
-@pytest.mark.core
 def test_acceptance_rates():
     for length, k in ((1.0, 3), (2.5, 2), (2.5, 7), (4.0, 3)):
         rates = acceptance_rates([length], k)
@@ -344,7 +343,6 @@ def test_bytes_of_a_round():
     assert copy_bandwidth(torch.device("cpu"), groups=1) > 1e8
 
 
-@pytest.mark.core
 def test_counting_tokens():
     new = torch.tensor([[5, 6, 7, 8], [5, 2, 0, 0], [3, 2, 2, 0], [5, 6, 7, 2]])
     assert count_tokens(new, None) == [4, 4, 4, 4]
@@ -370,7 +368,6 @@ def test_batches(folders):
     assert load_prompts(None, 3) == list(PROMPTS[:3]) and len(load_prompts(None)) == 16
 
 
-@pytest.mark.core
 def test_ids_of_prompts(tmp_path):
     """A line separator inside a text is not the end of a line of the file."""
     lines = [{"prompt": "a\u2028b"}, {"id": "x", "prompt": "c"}, {"id": 7, "prompt": ["d", "later"]}]
@@ -489,7 +486,6 @@ def test_failed_cases_are_reported_and_others_run(folders, capsys, monkeypatch, 
     assert captured.err.endswith("No drafter could be measured.\n") and captured.out.count("failed: ") == 1
 
 
-@pytest.mark.core
 def test_errors_are_one_line(folders, capsys, monkeypatch, tmp_path):
     (tmp_path / "no_prompt.jsonl").write_text('{"prompt": "w5"}\n{"text": "w6"}\n')
     (tmp_path / "no_json.jsonl").write_text("w5\n")
@@ -560,7 +556,6 @@ def test_prompts_from_the_hub(monkeypatch):
     assert read_prompts("hub:org/chats") == [("x", "first"), (8, "second"), (2, "third")]
 
 
-@pytest.mark.core
 def test_gpu_time_excludes_waiting_for_the_host():
     intervals = [(10.0, 12.0), (0.0, 4.0), (4.5, 6.0), (5.0, 5.5), (20.0, 21.0)]
     assert busy_time(intervals, short_gap=1.0) == 6.0 + 2.0 + 1.0

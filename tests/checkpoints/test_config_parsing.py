@@ -66,7 +66,6 @@ def test_dialect(config, dialect):
     assert detect_dialect(config) == dialect
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("num_layers", "ids", "aux_hidden_state_layer_ids"),
     [
@@ -90,7 +89,6 @@ def test_nested_ids(num_layers, ids, aux_hidden_state_layer_ids, key, tmp_path):
     assert made.doubtful and f"{key} in eagle_config" in made.rule and counted in made.rule
 
 
-@pytest.mark.core
 def test_nested_layer_ids_that_count_layer_inputs(tmp_path):
     nested = {NESTED: [1, 3, 4], "use_aux_hidden_state": True}
     folder = write("modelopt", tmp_path, SPEC, make_weights(SPEC), eagle_config=nested)
@@ -103,7 +101,6 @@ def test_nested_layer_ids_that_count_layer_inputs(tmp_path):
     )
 
 
-@pytest.mark.core
 def test_ids_under_another_key(tmp_path):
     """Their name in speculators' DFlash; without it, the default layer ids would be taken."""
     found = read(tmp_path / "a", "speculators", **{NESTED: ...}, aux_hidden_state_layer_ids=[1, 3, 6])
@@ -128,7 +125,6 @@ def test_ids_under_another_key(tmp_path):
     assert found.config.aux_hidden_state_layer_ids == [1, 3, 6]
 
 
-@pytest.mark.core
 def test_top_level_layer_ids_count_layer_inputs(tmp_path):
     found = read(tmp_path, "speculators", eagle_aux_hidden_state_layer_ids=[4, 1, 3, 3])
     assert (
@@ -159,7 +155,6 @@ def test_four_layer_target_has_two_default_layer_ids(tmp_path):
     assert drafter.aux_hidden_state_layer_ids == [1, 2]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -195,7 +190,6 @@ BY_LAYER_TYPE = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", ["speculators", "speculators-peagle"])
 def test_rope_by_layer_type(dialect, tmp_path):
     """speculators trains its draft layers with the RoPE of the target's sliding layers."""
@@ -208,7 +202,6 @@ def test_rope_by_layer_type(dialect, tmp_path):
     assert "speculators' draft layers all have the sliding one's" in decision(found, "rope_parameters").rule
 
 
-@pytest.mark.core
 def test_rope_by_layer_type_of_others(tmp_path):
     """No other publisher's trainer is known to take one of several."""
     with pytest.raises(ValueError, match=r"by type of layer \(full_attention, sliding_attention\).*rope_parameters="):
@@ -249,7 +242,6 @@ def test_rope_inside_transformer_layer_config(tmp_path):
     assert found.config.head_dim == 8
 
 
-@pytest.mark.core
 def test_speculators_keys_left_out_are_class_defaults(tmp_path):
     """Qwen3's class default of head_dim is 128, whatever hidden_size / heads is."""
     spec = replace(SPEC, qk_norm=True, head_dim=128)
@@ -306,14 +298,12 @@ def test_final_norm(tmp_path):
     assert not read(tmp_path / "d", "modelopt", weights=weights, eagle_config=nested).config.final_norm
 
 
-@pytest.mark.core
 def test_norm_before_fc_inside_eagle_config(tmp_path):
     spec = replace(SPEC, norm_before_fc=True)
     assert read(tmp_path, "modelopt", spec).config.norm_before_fc
     assert "norm_before_fc" not in open_checkpoint(tmp_path).config
 
 
-@pytest.mark.core
 def test_head_that_reads_the_last_hidden_state(tmp_path):
     weights = make_weights(SPEC)
     del weights["fc.weight"]
@@ -343,7 +333,6 @@ def test_sliding_window(tmp_path):
         read(tmp_path / "d", "safeailab", layer_types=["full_attention"] * 2)
 
 
-@pytest.mark.core
 def test_sizes_from_shapes(tmp_path):
     """What config.json leaves out is read off the tensors."""
     spec = replace(SPEC, hidden_size=24, head_dim=6, own_embedding=True)
@@ -352,7 +341,6 @@ def test_sizes_from_shapes(tmp_path):
     assert (config.draft_vocab_size, config.target_hidden_size, config.num_hidden_layers) == (40, 32, 1)
 
 
-@pytest.mark.core
 def test_ignored_tensors_and_prefix(tmp_path):
     """`model.` is NeMo's prefix; masks, RoPE tables and the trainer's copy of the target are never read."""
     weights = {f"model.{name}": tensor for name, tensor in make_weights(SPEC).items()}
@@ -362,7 +350,6 @@ def test_ignored_tensors_and_prefix(tmp_path):
     assert torch.equal(drafter.fc.weight, weights["model.fc.weight"].double())
 
 
-@pytest.mark.core
 def test_mask_with_a_prefix(tmp_path):
     """Automodel's first P-EAGLE models kept it beside the layers."""
     weights = make_weights(PEAGLE)
@@ -372,7 +359,6 @@ def test_mask_with_a_prefix(tmp_path):
     assert torch.equal(drafter.mask_hidden, weights["model.mask_hidden"])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("table", ["zero", "identity", "absent"])
 def test_full_vocabulary_needs_no_table(table, tmp_path):
     spec = replace(SPEC, draft_vocab_size=SPEC.vocab_size, maps_vocabulary=False)
@@ -438,7 +424,6 @@ def test_tied_embeddings_are_never_tied(tmp_path):
 # ---- P-EAGLE
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", PEAGLE_DIALECTS)
 def test_peagle(dialect, tmp_path):
     found = read(tmp_path, dialect, PEAGLE)
@@ -453,7 +438,6 @@ def test_peagle(dialect, tmp_path):
     assert config.num_assistant_tokens == {"speculators-peagle": 3, "automodel": 6}.get(dialect, 8)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", PEAGLE_DIALECTS)
 def test_peagle_residual_is_raw_unless_stated(dialect, tmp_path):
     found = read(tmp_path / "a", dialect, PEAGLE, norm_before_residual=...)
@@ -461,7 +445,6 @@ def test_peagle_residual_is_raw_unless_stated(dialect, tmp_path):
     assert read(tmp_path / "b", dialect, PEAGLE, norm_before_residual=True).config.norm_before_residual
 
 
-@pytest.mark.core
 def test_amazon_layer_ids_count_layer_outputs(tmp_path):
     """As published for gpt-oss-20b, which has 24 layers."""
     nested = {NESTED: [1, 11, 20], "use_aux_hidden_state": True}
@@ -471,7 +454,6 @@ def test_amazon_layer_ids_count_layer_outputs(tmp_path):
     assert read(tmp_path / "b", "amazon-nested", PEAGLE, num_layers=24).config.aux_hidden_state_layer_ids == [2, 12, 21]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("keys", "token"),
     [
@@ -488,7 +470,6 @@ def test_order_of_mask_tokens(keys, token, tmp_path):
     assert decision(found, "mask_token_id").rule.endswith("of config.json")
 
 
-@pytest.mark.core
 def test_missing_mask_token(tmp_path):
     """As in SpecForge's configs/qwen3-8b-peagle.json."""
     with pytest.raises(
@@ -503,7 +484,6 @@ def test_missing_mask_token(tmp_path):
     assert found.config.mask_token_id is None and not found.config.parallel_drafting
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("token", [-1, 128, "none", 2.5, True])
 def test_mask_token_outside_the_vocabulary(token, tmp_path):
     with pytest.raises(ValueError, match=r"mask token .* expected one of the 128 tokens that it embeds"):
@@ -520,7 +500,6 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.core
 def test_specforge_peagle_is_trained_without_rope_scaling(tmp_path):
     found = read(tmp_path / "a", "specforge-peagle", PEAGLE)
     assert found.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
@@ -533,7 +512,6 @@ def test_specforge_peagle_is_trained_without_rope_scaling(tmp_path):
     assert not [one for one in found.decisions if one.name == "rope_parameters"]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", ["safeailab", "speculators"])
 def test_rope_parameters_by_keyword(dialect, tmp_path):
     assert read(tmp_path / "a", dialect, overrides={"rope_parameters": LLAMA3}).config.rope_parameters == LLAMA3
@@ -547,7 +525,6 @@ def test_rope_parameters_by_keyword(dialect, tmp_path):
         read(tmp_path / "d", dialect, overrides={"rope_parameters": unknown})
 
 
-@pytest.mark.core
 def test_peagle_norms(tmp_path):
     found = read(tmp_path / "a", "speculators-peagle", replace(PEAGLE, fc_norm=True, norm_output=True))
     assert found.config.fc_norm and found.config.norm_output
@@ -558,7 +535,6 @@ def test_peagle_norms(tmp_path):
     assert not found.config.norm_output and not decision(found, "norm_output").doubtful
 
 
-@pytest.mark.core
 def test_mask_hidden_goes_through_fc_as_hidden_states_do(tmp_path):
     spec = replace(PEAGLE, norm_before_fc=True)
     weights = make_weights(spec)
@@ -575,7 +551,6 @@ def test_mask_hidden_goes_through_fc_as_hidden_states_do(tmp_path):
     assert drafter.reads_last_hidden_state and torch.equal(drafter.mask_state, raw["mask_hidden"].double().flatten())
 
 
-@pytest.mark.core
 def test_peagle_embedding_is_not_shared(tmp_path):
     """It was trained, so it is kept; without one the target's is borrowed."""
     target = tiny_target(PEAGLE)

@@ -24,7 +24,6 @@ def target():
     return tiny_target(SPEC, dtype=torch.float32)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", ["safeailab-bin", "specforge", "speculators", "modelopt"])
 def test_missing_unexpected_and_reshaped_tensors(dialect, target, tmp_path):
     weights = make_weights(SPEC)
@@ -48,7 +47,6 @@ def test_missing_d2t_table(target, tmp_path):
     refuse(write("modelopt", tmp_path, SPEC, weights), target, "missing tensors: d2t")
 
 
-@pytest.mark.core
 def test_absolute_d2t_table(target, tmp_path):
     weights = make_weights(SPEC)
     weights["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
@@ -102,7 +100,6 @@ def test_two_norms_before_fc(target, tmp_path):
     refuse(write("speculators", tmp_path, spec, make_weights(spec)), target, "norm_before_fc and fc_norm")
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", ["safeailab-bin", "specforge"])
 @pytest.mark.parametrize("kept", [0, 20, 2000])
 def test_truncated_file(dialect, kept, target, tmp_path):
@@ -112,7 +109,6 @@ def test_truncated_file(dialect, kept, target, tmp_path):
     refuse(tmp_path, target, str(file), "truncated")
 
 
-@pytest.mark.core
 def test_files_of_another_format(target, tmp_path):
     write("specforge", tmp_path / "a", SPEC, make_weights(SPEC))
     (tmp_path / "a" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
@@ -155,7 +151,6 @@ def test_bin_of_the_old_format(target, tmp_path):
     assert torch.equal(drafter.lm_head.weight, make_weights(SPEC)["lm_head.weight"])
 
 
-@pytest.mark.core
 def test_missing_files(target, tmp_path):
     (tmp_path / "empty").mkdir()
     refuse(tmp_path / "empty", target, "has no config.json", error=OSError)
@@ -178,7 +173,6 @@ def test_config_that_is_no_json(target, tmp_path):
     refuse(tmp_path, target, "config.json holds a JSON list")
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("other", "parts"),
     [
@@ -239,7 +233,6 @@ def test_error_has_one_sentence_a_problem(target, tmp_path):
     assert not re.search(r"\n|Traceback", str(caught.value))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "changes",
     [
@@ -260,7 +253,6 @@ def test_invalid_config_values(dialect, changes, target, tmp_path):
 # ---- P-EAGLE
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", PEAGLE_DIALECTS)
 def test_damaged_peagle(dialect, target, tmp_path):
     weights = make_weights(PEAGLE)
@@ -279,7 +271,6 @@ def test_damaged_peagle(dialect, target, tmp_path):
     )
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", [dialect for dialect in PEAGLE_DIALECTS])
 def test_peagle_without_its_mask(dialect, target, tmp_path):
     weights = make_weights(PEAGLE)
@@ -287,7 +278,6 @@ def test_peagle_without_its_mask(dialect, target, tmp_path):
     refuse(write(dialect, tmp_path, PEAGLE, weights), target, "missing tensors: mask_hidden.")
 
 
-@pytest.mark.core
 def test_peagle_with_a_missing_layer(target, tmp_path):
     """`midlayer` is layer 0, so layers 1 and 3 beside it leave a hole."""
     weights = {name.replace("layers.1.", "layers.3."): tensor for name, tensor in make_weights(PEAGLE).items()}
@@ -295,7 +285,6 @@ def test_peagle_with_a_missing_layer(target, tmp_path):
     refuse(folder, target, "num_hidden_layers is 4", "the draft layers [0, 3]")
 
 
-@pytest.mark.core
 def test_masks_are_for_peagle(target, tmp_path):
     """EAGLE-3 has no mask_hidden, neither as published nor as saved."""
     folder = write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
@@ -306,7 +295,6 @@ def test_masks_are_for_peagle(target, tmp_path):
         refuse(place, target, "mask_token_id 3", "drafts token by token", mask_token_id=3)
 
 
-@pytest.mark.core
 def test_mask_token_of_the_normal_form(target, tmp_path):
     folder = write("specforge-peagle", tmp_path / "a", PEAGLE, make_weights(PEAGLE), mask_token_id=...)
     AutoDrafter.from_pretrained(folder, target, parallel_drafting=False).save_pretrained(tmp_path / "b")

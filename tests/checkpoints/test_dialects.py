@@ -26,7 +26,6 @@ def draft(drafter, target, token_ids: torch.Tensor, num_draft_tokens: int, aux_h
     return drafts, logits
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_drafts_match_the_float64_reference(dialect, variant, tmp_path):

@@ -145,7 +145,6 @@ def rewrite(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["eagle-3", "draft model"])
 def test_shards_outside_the_folder(kind, target, tmp_path):
     """They exist, and hold what is asked for, so that only the rule stops them."""
@@ -171,7 +170,6 @@ def test_shards_outside_the_folder(kind, target, tmp_path):
         refused(inside, target, str(index), f"in the shard {shard!r}")
 
 
-@pytest.mark.core
 def test_subfolder_outside_the_folder(target, tmp_path):
     write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
     (tmp_path / "b" / "inside").mkdir(parents=True)
@@ -180,7 +178,6 @@ def test_subfolder_outside_the_folder(target, tmp_path):
     assert AutoDrafter.from_pretrained(tmp_path, target, subfolder="a").is_bound
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["eagle-3", "draft model"])
 def test_damaged_index(kind, target, tmp_path):
     if kind == "eagle-3":
@@ -207,7 +204,6 @@ def test_damaged_index(kind, target, tmp_path):
     assert AutoDrafter.from_pretrained(tmp_path, target).is_bound
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["eagle-3", "draft model"])
 def test_safetensors_without_metadata(kind, target, tmp_path):
     """As other tools write them; transformers loads such files."""
@@ -219,7 +215,6 @@ def test_safetensors_without_metadata(kind, target, tmp_path):
     assert AutoDrafter.from_pretrained(tmp_path, target).is_bound
 
 
-@pytest.mark.core
 def test_deep_json(target, tmp_path):
     write("speculators", tmp_path, SPEC, make_weights(SPEC))
     whole = (tmp_path / "config.json").read_text()
@@ -252,7 +247,6 @@ def test_values_no_model_can_have(kind, changes, part, target, tmp_path):
     refused(tmp_path, target, str(tmp_path), part)
 
 
-@pytest.mark.core
 def test_unknown_dtype(target, tmp_path):
     """The target's is used, whatever is in config.json; for a draft model transformers reads it first."""
     folder = write("safeailab", tmp_path / "a", SPEC, make_weights(SPEC), torch_dtype="float7")
@@ -260,7 +254,6 @@ def test_unknown_dtype(target, tmp_path):
     refused(write_draft_model(tmp_path / "b", dtype="float7"), target, "float7")
 
 
-@pytest.mark.core
 def test_num_assistant_tokens_has_an_upper_bound(target, tmp_path):
     folder = write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
     AutoDrafter.from_pretrained(folder, target, num_assistant_tokens=1024).save_pretrained(tmp_path / "b")
@@ -272,7 +265,6 @@ def test_num_assistant_tokens_has_an_upper_bound(target, tmp_path):
     refused(folder, target, "num_assistant_tokens is 1000000000000", "at most 1024")
 
 
-@pytest.mark.core
 def test_flags_must_be_booleans(target, tmp_path):
     """As a string, "false" would be true."""
     for number, name in enumerate(("norm_before_residual", "norm_output")):
@@ -282,7 +274,6 @@ def test_flags_must_be_booleans(target, tmp_path):
     refused(folder, target, "parallel_drafting 'false' in its config.json; expected true or false")
 
 
-@pytest.mark.core
 def test_config_part_that_is_no_object(target, tmp_path):
     """Taken for absent, it would leave the layer ids to a default."""
     folder = write("specforge", tmp_path, SPEC, make_weights(SPEC), eagle_config="x")

@@ -52,7 +52,6 @@ def test_greedy_is_identical_with_every_family_of_drafters(kind, family):
     assert drafter.stats.engine == "static"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("batch", "num_draft_tokens"), [(1, 3), (8, 16)])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_is_identical_in_batches_of_every_size(kind, batch, num_draft_tokens):
@@ -83,7 +82,6 @@ def test_copy_of_the_target_is_accepted_completely(family):
         assert drafter.stats.acceptance_length == num_draft_tokens + 1
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("accuracy", [0.5, 1.0])
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 6])
 def test_end_of_sequence_anywhere_in_a_block(accuracy, num_draft_tokens):
@@ -97,7 +95,6 @@ def test_end_of_sequence_anywhere_in_a_block(accuracy, num_draft_tokens):
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, **ends), plain), position
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("accuracy", [0.5, 1.0])
 def test_length_limit_anywhere_in_a_block(accuracy):
     target, inputs, free = prompts_and_plain("qwen3", 3)

@@ -116,7 +116,6 @@ def test_completions_are_those_of_generate(folders, tmp_path):
         assert record["speculation"]["rounds"] <= len(plain)
 
 
-@pytest.mark.core
 def test_samples_depend_on_seed_and_id_only(folders, tmp_path):
     def said(name, *options):
         assert generate_batch.main(arguments(folders, tmp_path / name, *options)) == 0
@@ -129,7 +128,6 @@ def test_samples_depend_on_seed_and_id_only(folders, tmp_path):
     assert other.keys() == few.keys() and all(other[name] != few[name] for name in few)
 
 
-@pytest.mark.core
 def test_a_run_resumes_only_with_the_same_arguments(folders, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     asked = arguments(folders, output, "--limit", 2)
@@ -148,7 +146,6 @@ def test_a_run_resumes_only_with_the_same_arguments(folders, tmp_path, capsys):
     assert "out.jsonl exists, but" in said_of() and output.read_bytes() == content
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -174,7 +171,6 @@ def record(name):
     return {"id": name, "completion": "w1\u2028w2"}
 
 
-@pytest.mark.core
 def test_journal(tmp_path):
     output, settings = tmp_path / "new" / "out.jsonl", {"seed": 1}
     first = Journal(output, settings)
@@ -201,7 +197,6 @@ def test_journal(tmp_path):
     assert Journal(output, settings).begin() is None
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("line", "words"), [("nonsense", "is damaged: 'nonsense'"), ('{"id": "a"}', "prompt 'a' was done before")]
 )
@@ -216,7 +211,6 @@ def test_damaged_journal(tmp_path, line, words):
         Journal(tmp_path / "out.jsonl", {}).begin()
 
 
-@pytest.mark.core
 @given(
     st.lists(st.integers(1, 50), max_size=60).map(lambda lengths: sorted(lengths, reverse=True)),
     st.integers(1, 200),
@@ -234,7 +228,6 @@ def test_batches(lengths, limit, processes, by_tokens):
     assert fewest <= len(batches) <= processes * -(-fewest // processes)
 
 
-@pytest.mark.core
 def test_batches_are_even():
     """400 prompts in batches of at most 32 for two processes: 14 of 28 or 29, not 13 of which the last has 16."""
     sizes = [len(batch) for batch in cut_evenly([9] * 400, 32, lambda rows, _: rows, 2)]

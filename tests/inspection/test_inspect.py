@@ -92,7 +92,6 @@ def test_normal_form(target_folder, tmp_path, capsys):
     assert "none: the checkpoint is in normal form" in out and "fits" in out
 
 
-@pytest.mark.core
 def test_errors_are_one_line(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 1
     captured = capsys.readouterr()
@@ -113,7 +112,6 @@ def test_errors_are_one_line(tmp_path, capsys):
     assert "Medusa heads" in capsys.readouterr().err
 
 
-@pytest.mark.core
 def test_peagle(target_folder, tmp_path, capsys):
     folder = write("specforge-peagle", tmp_path, PEAGLE, make_weights(PEAGLE))
     assert main(["inspect", str(folder), "--target", str(target_folder)]) == 0
@@ -141,7 +139,6 @@ def test_peagle(target_folder, tmp_path, capsys):
     }
 
 
-@pytest.mark.core
 def test_draft_models(target_folder, tmp_path, capsys):
     pard, plain = write_draft_model(tmp_path / "pard", pard_token=7), write_draft_model(tmp_path / "plain")
     capsys.readouterr()
@@ -167,7 +164,6 @@ def test_draft_models(target_folder, tmp_path, capsys):
     assert "target  " not in capsys.readouterr().out
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("size", "fits"), [(100, True), (170, True), (2000, False)])
 def test_vocabulary_of_a_draft_model(size, fits, target_folder, tmp_path, capsys):
     folder = write_draft_model(tmp_path, spec=Spec(vocab_size=size, target_layers=2))
@@ -178,7 +174,6 @@ def test_vocabulary_of_a_draft_model(size, fits, target_folder, tmp_path, capsys
     assert fits or "vocabulary of 2000 tokens" in fit["reason"]
 
 
-@pytest.mark.core
 def test_damaged_draft_model(tmp_path, capsys):
     folder = write_draft_model(tmp_path)
     weights = load_file(folder / "model.safetensors")

@@ -145,7 +145,6 @@ def test_specforge_norm_that_is_not_applied(fitted):
     assert not result.best.interpretation.final_norm and "final_norm=False" in result.conclusion
 
 
-@pytest.mark.core
 def test_inspect_finds_layer_ids_that_count_layer_outputs(fitted, tmp_path, capsys):
     """Ids that equal the default of layer outputs, yet count layer inputs, as in one of NVIDIA's gpt-oss-120b heads."""
     spec = replace(SPEC, aux_hidden_state_layer_ids=(1, 3, 4))
@@ -185,7 +184,6 @@ def parallel(fitted) -> Fitted:
     return Fitted(fitted.target, drafter, fitted.prompt)
 
 
-@pytest.mark.core
 def test_peagle_is_scored_as_it_drafts(parallel):
     result = parallel.check(parallel.drafter)
     assert result.best.interpretation == result.current == TRUTH._replace(norm_output=False)
@@ -208,7 +206,6 @@ def test_wrong_interpretation_of_peagle_is_corrected(parallel, wrong):
     assert all(f"{name}=" in result.conclusion for name in wrong)
 
 
-@pytest.mark.core
 def test_rope_scaling_of_the_target_is_an_interpretation(parallel):
     """SpecForge's P-EAGLE trainer drops the scaling that a target has; another trainer may have kept it."""
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}

@@ -689,7 +689,6 @@ def test_seed_reproduces_a_run(draft_probs, engine, kind):
     assert not torch.equal(sample(target, inputs, drafter, seed=1), first)
 
 
-@pytest.mark.core
 @kinds
 @pytest.mark.parametrize("draft_probs", [False, True])
 def test_sampled_row_does_not_depend_on_other_rows(draft_probs, kind):
@@ -703,7 +702,6 @@ def test_sampled_row_does_not_depend_on_other_rows(draft_probs, kind):
         assert torch.equal(out[0, length:], together[row, width:])
 
 
-@pytest.mark.core
 @kinds
 @pytest.mark.parametrize("draft_probs", [False, True])
 def test_seeds_of_rows(draft_probs, kind):

@@ -135,7 +135,6 @@ def test_ranks_fall_back_from_symmetric_memory_together(answers, failing, words)
         assert len(found["logged"]) == 1 and reason in found["logged"][0] and "advice" not in found["logged"][0]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("shape", "dtype", "expected"),
     [
@@ -176,7 +175,6 @@ def test_bench(answers):
     assert "on a device of type cpu" in cases["engine"]["engine"]
 
 
-@pytest.mark.core
 def test_bytes_add_up_to_those_of_one_process(answers):
     """Half of everything but the norms, of which every process has its own."""
     whole = round_bytes(tiny_target("llama"), None, 0, batch=3, length=10)

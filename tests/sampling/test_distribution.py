@@ -10,7 +10,6 @@ import pytest
 import torch
 from case_counts import num_cases
 from chi_square import Cells, p_value
-from hf_specdec.kernels.types import Proposal, RandomStream
 from oracle import RANDOM_DRAFTERS, random_draft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, set_seed
 from transformers.generation.logits_process import (
@@ -26,6 +25,7 @@ from transformers.generation.logits_process import (
 
 from hf_specdec import Drafter, DrafterConfig, ops
 from hf_specdec.kernels import random_reference
+from hf_specdec.kernels.types import Proposal, RandomStream
 from hf_specdec.ops import draw_draft, verify_block, verify_sampling
 from hf_specdec.sampling.logits import RowTemperature
 from hf_specdec.sampling.processors import BlockProcessor
@@ -522,7 +522,7 @@ def check_draws(drafter, target, call):
     law = exact_law(target, PROMPT, LogitsProcessorList(processors))
     if drafter is not None:
         options = {**options, "assistant_model": drafter}
-    cells = torch.cat([draw(target, DRAWS // 4, seed, **options) for seed in range(4)])
+    cells = torch.cat([draw(target, DRAWS // 4, seed, **options) for seed in range(num_cases(4, 2))])
     assert p_value(cells.bincount(minlength=len(law)), law) > 1e-4
     if drafter is not None:
         assert drafter.stats.draft_probs == drafter.draft_probs
