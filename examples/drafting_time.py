@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hf_specdec.kernels.types import VerificationResult
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters import Eagle3Drafter, PEagleDrafter
 from hf_specdec.engine.cuda_graphs import CudaGraph
+from hf_specdec.kernels.types import VerificationResult
 from hf_specdec.patching.linear import patched_linear
 from hf_specdec.patching.patch import engine
 from hf_specdec.state import Shape

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import triton
-from hf_specdec.kernels.types import DraftInputs
 
 from hf_specdec import ops
 from hf_specdec.kernels import (
@@ -29,6 +28,7 @@ from hf_specdec.kernels import (
     verify_greedy_reference,
     verify_sampling_reference,
 )
+from hf_specdec.kernels.types import DraftInputs
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16

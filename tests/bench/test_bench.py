@@ -22,7 +22,6 @@ from dialects import (
     write,
     write_draft_model,
 )
-from hf_specdec.kernels.types import RandomStream
 from mtp import publish
 from oracle import RANDOM_DRAFTERS
 from targets import VOCAB, padded_prompts
@@ -41,6 +40,7 @@ from hf_specdec.bench.traffic import copy_bandwidth, round_bytes
 from hf_specdec.cli import main
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import rounds
+from hf_specdec.kernels.types import RandomStream
 from hf_specdec.ops import verify_sampling
 from hf_specdec.prompt_sources import PROMPTS, load_prompts, read_prompts
 

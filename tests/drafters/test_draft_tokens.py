@@ -12,13 +12,13 @@ import eagle_reference
 import pytest
 import torch
 from dialects import PEAGLE, PLAIN, VARIANTS, make_weights, tiny_target, write
-from hf_specdec.kernels.types import DraftInputs
 from scripted_verification import Script, random_patterns
 from targets import padded_prompts
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specdec import AutoDrafter, Drafter, ops
 from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.kernels.types import DraftInputs
 
 PROMPTS = [6, 1, 9]
 MASK = 5

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from graph_stand_ins import Replay, replay_on_cpu
-from hf_specdec.kernels.types import Proposal
 from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
 from targets import PAD, padded_prompts, set_policy, tiny_target
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import buckets, cuda_graphs, static_engine
+from hf_specdec.kernels.types import Proposal
 from hf_specdec.patching import experts
 from hf_specdec.patching.hidden_states import modules_of
 

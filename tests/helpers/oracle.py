@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from hf_specdec.kernels.types import Proposal
 from transformers import LlamaConfig, PreTrainedModel
 
 from hf_specdec import Drafter, DrafterConfig, register_drafter
@@ -20,6 +19,7 @@ from hf_specdec.drafters import (
     MtpDrafter,
     PEagleDrafter,
 )
+from hf_specdec.kernels.types import Proposal
 
 
 class OracleConfig(DrafterConfig):

@@ -1,6 +1,7 @@
 """Verification that accepts as many draft tokens as a test asks for."""
 
 import torch
+
 from hf_specdec.kernels.types import VerificationResult
 
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from case_counts import cases, num_cases
-from hf_specdec.kernels.attention import attention, choose_splits
-from hf_specdec.kernels.kv_cache import write_kv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.kernels import attention_reference, kv_cache_reference
+from hf_specdec.kernels.attention import attention, choose_splits
+from hf_specdec.kernels.kv_cache import write_kv
 from hf_specdec.patching.cache import RaggedCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_specdec.kernels.experts import expert_linear, plan_experts
 from lossless import PROMPTS, greedy
 from oracle import random_eagle3
 from targets import padded_prompts, set_policy, tiny_target
@@ -17,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 
 from hf_specdec import ops
 from hf_specdec.kernels import experts_reference
+from hf_specdec.kernels.experts import expert_linear, plan_experts
 from hf_specdec.patching import experts
 from hf_specdec.patching.patch import engine
 

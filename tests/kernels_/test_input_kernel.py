@@ -12,13 +12,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from case_counts import num_cases
-from hf_specdec.kernels.draft_inputs import prepare_inputs
-from hf_specdec.kernels.types import DraftInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import ops
 from hf_specdec.kernels import draft_inputs_reference
+from hf_specdec.kernels.draft_inputs import prepare_inputs
+from hf_specdec.kernels.types import DraftInputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MASK_TOKEN = 151_665

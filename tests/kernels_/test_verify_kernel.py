@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from case_counts import num_cases
 from chi_square import p_value
-from hf_specdec.kernels.random import exponential, uniform
-from hf_specdec.kernels.types import RandomStream, VerificationResult
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +31,8 @@ from hf_specdec.kernels import (
     verify_sampling,
     verify_sampling_reference,
 )
+from hf_specdec.kernels.random import exponential, uniform
+from hf_specdec.kernels.types import RandomStream, VerificationResult
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"

@@ -10,7 +10,6 @@ import pytest
 import torch
 from case_counts import num_cases
 from chi_square import Cells, p_value
-from hf_specdec.kernels.types import Proposal, RandomStream
 from oracle import RANDOM_DRAFTERS, random_draft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, set_seed
 from transformers.generation.logits_process import (
@@ -26,6 +25,7 @@ from transformers.generation.logits_process import (
 
 from hf_specdec import Drafter, DrafterConfig, ops
 from hf_specdec.kernels import random_reference
+from hf_specdec.kernels.types import Proposal, RandomStream
 from hf_specdec.ops import draw_draft, verify_block, verify_sampling
 from hf_specdec.sampling.logits import RowTemperature
 from hf_specdec.sampling.processors import BlockProcessor
@@ -407,7 +407,7 @@ def test_exponential_sampling_has_the_distribution_of_its_weights():
     )
 
 
-VOCABULARY, LENGTH, DRAWS = 5, 4, 12000
+VOCABULARY, LENGTH, DRAWS = 5, 4, num_cases(12000, 6000)
 
 
 def tiny_target():
