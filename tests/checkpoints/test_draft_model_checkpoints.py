@@ -183,7 +183,7 @@ def test_keys_of_other_families_do_not_stop_a_model(target, tmp_path):
 
 @pytest.mark.core
 def test_big_bird(target, tmp_path):
-    """Its block_size is not DFlash's. It cannot run on a static cache, and that is what is said."""
+    """Its block_size is not DFlash's. It cannot run on a static cache, and the error is about that."""
     sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BigBirdConfig(**sizes, intermediate_size=64, is_decoder=True, attention_type="original_full")
     refuse(saved(BigBirdForCausalLM(config), tmp_path), target, str(tmp_path), "(BigBirdForCausalLM) cannot draft here")

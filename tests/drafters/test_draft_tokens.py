@@ -220,8 +220,8 @@ def test_stock_engine(monkeypatch, tmp_path, family):
     """There the target verifies; its own output is drafted, wrong at random places."""
     case = CASES[family](tmp_path)
     inputs, options = padded_prompts([6], seed=5), {"do_sample": False, "max_new_tokens": 40}
-    said = case.target.generate(**inputs, **options)
-    known = torch.nn.functional.pad(said, (0, 16), value=2)
+    generated = case.target.generate(**inputs, **options)
+    known = torch.nn.functional.pad(generated, (0, 16), value=2)
     wrong = torch.rand(known.shape, generator=torch.Generator().manual_seed(1)) < 0.2
     known = torch.where(wrong, (known + 1) % PLAIN.vocab_size, known)
 
@@ -231,7 +231,7 @@ def test_stock_engine(monkeypatch, tmp_path, family):
 
     rounds = watch(monkeypatch, case.drafter.configure(engine="stock"), answer)
     out = case.target.generate(**inputs, **options, assistant_model=case.drafter, num_assistant_tokens=4)
-    assert torch.equal(out, said)
+    assert torch.equal(out, generated)
     assert {after[0].text.shape[0] - before[0].text.shape[0] for before, after in itertools.pairwise(rounds)} >= {1, 5}
     check(case, rounds, 4)
 

@@ -230,14 +230,14 @@ def test_stock_engine(monkeypatch, published, family, num_modules, chaining):
     at = published(family, num_modules)
     target = at.target.double()
     inputs, options = padded_prompts([6], seed=5), {"do_sample": False, "max_new_tokens": 40}
-    said = target.generate(**inputs, **options)
-    known = torch.nn.functional.pad(said, (0, 16), value=2)
+    generated = target.generate(**inputs, **options)
+    known = torch.nn.functional.pad(generated, (0, 16), value=2)
     wrong = torch.rand(known.shape, generator=torch.Generator().manual_seed(1)) < 0.2
     known = torch.where(wrong, (known + 1) % VOCAB, known)
 
     drafter = AutoDrafter.from_pretrained(at.folder, target, engine="stock", chaining=chaining)
     rounds = watch(monkeypatch, drafter, known)
     out = target.generate(**inputs, **options, assistant_model=drafter, num_assistant_tokens=4)
-    assert torch.equal(out, said)
+    assert torch.equal(out, generated)
     assert {len(after[0].text) - len(before[0].text) for before, after in itertools.pairwise(rounds)} >= {1, 5}
     check(at, drafter, rounds, 4, known)

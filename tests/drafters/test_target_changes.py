@@ -106,16 +106,16 @@ def test_drafter_follows_weight_changes(kind, change):
     target = own_target()
     drafter = BORROWERS[kind](target)
     drafts(target, drafter)
-    places = {what: loan.weight.data_ptr() for what, loan in drafter._shared_weights.items()}
+    places = {what: shared.weight.data_ptr() for what, shared in drafter._shared_weights.items()}
     change(target)
-    said, accepted = drafts(target, drafter)
+    generated, accepted = drafts(target, drafter)
     plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=12)
     fresh = BORROWERS[kind](target)
-    assert said == plain.tolist() and (said, accepted) == drafts(target, fresh)
-    for what, loan in drafter._shared_weights.items():
-        assert torch.equal(loan.weight, fresh._shared_weights[what].weight) and loan.weight.dtype == target.dtype
+    assert generated == plain.tolist() and (generated, accepted) == drafts(target, fresh)
+    for what, shared in drafter._shared_weights.items():
+        assert torch.equal(shared.weight, fresh._shared_weights[what].weight) and shared.weight.dtype == target.dtype
     if change in IN_PLACE:
-        assert places == {what: loan.weight.data_ptr() for what, loan in drafter._shared_weights.items()}
+        assert places == {what: shared.weight.data_ptr() for what, shared in drafter._shared_weights.items()}
 
 
 @pytest.mark.core
@@ -150,7 +150,7 @@ def test_binding_in_inference_mode():
     with torch.inference_mode():
         drafter = BORROWERS["eagle3"](target)
         drafts(target, drafter)
-    assert not any(loan.weight.is_inference() for loan in drafter._shared_weights.values())
+    assert not any(shared.weight.is_inference() for shared in drafter._shared_weights.values())
     train(target)
     assert drafts(target, drafter) == drafts(target, BORROWERS["eagle3"](target))
 
@@ -213,8 +213,8 @@ def test_vocabulary_resized_back_binds_again():
 @pytest.mark.core
 def test_description_of_a_device_or_dtype_change():
     module = torch.nn.Embedding(6, 4)
-    loan = SharedWeight(module, "embedding", 4, "it")
-    assert loan.how_changed(module) is None
-    assert loan.how_changed(module.to("meta")) == (
+    shared = SharedWeight(module, "embedding", 4, "it")
+    assert shared.how_changed(module) is None
+    assert shared.how_changed(module.to("meta")) == (
         "its embedding was [6, 4] in float32 on cpu and is [6, 4] in float32 on meta"
     )

@@ -9,7 +9,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 
-class Saying(StoppingCriteria):
+class StopsAfterToken(StoppingCriteria):
     """Stops a row once it generates `token`."""
 
     def __init__(self, token: int):
@@ -53,15 +53,15 @@ def test_same_output_and_statistics(monkeypatch, batch, accuracy, lag):
     inputs = padded_prompts(PROMPTS[batch])
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     width = inputs["input_ids"].shape[1]
-    said = free[:, width + 6].tolist()
+    generated = free[:, width + 6].tolist()
     ways = {
         "limit": {},
-        "end of sequence": {"eos_token_id": said, "pad_token_id": PAD},
-        "criterion": {"stopping_criteria": StoppingCriteriaList([Saying(said[0])])},
+        "end of sequence": {"eos_token_id": generated, "pad_token_id": PAD},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([StopsAfterToken(generated[0])])},
         "both": {
-            "eos_token_id": said[-1:],
+            "eos_token_id": generated[-1:],
             "pad_token_id": PAD,
-            "stopping_criteria": StoppingCriteriaList([Saying(said[0])]),
+            "stopping_criteria": StoppingCriteriaList([StopsAfterToken(generated[0])]),
         },
         "sampling": {"do_sample": True, "temperature": 1.2},
     }

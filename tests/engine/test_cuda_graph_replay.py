@@ -238,17 +238,17 @@ def test_out_of_memory_frees_idle_sessions(monkeypatch):
         target.generate(**short, **options, assistant_model=drafter)
 
 
-def say(target, drafter, batches, **options):
+def generate(target, drafter, batches, **options):
     """What `target` generates for batches of prompts, one call each, and the statistics of the drafts."""
-    said = []
+    generated = []
     for seed, lengths in enumerate(batches):
         out = target.generate(
             **padded_prompts(lengths, seed=seed),
             **{"max_new_tokens": 8, "num_assistant_tokens": 3, "seeds": seed, "do_sample": False, **options},
             assistant_model=drafter,
         )
-        said.append((out.tolist(), drafter.stats.rows))
-    return said
+        generated.append((out.tolist(), drafter.stats.rows))
+    return generated
 
 
 # What is drafted, and so every family, matters to rounds that sample and to those in two graphs.
@@ -267,9 +267,9 @@ def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeyp
     target = tiny_target("llama")
     batches = [[9, 1, 5], [1, 1, 1], [17, 16, 2], [3, 12, 4]]
     make = RANDOM_DRAFTERS.get(kind, NoDrafter)
-    eager = say(target, make(target), batches, **OPTIONS[option])
+    eager = generate(target, make(target), batches, **OPTIONS[option])
     capture, drafter = replay_on_cpu(monkeypatch), make(target)
-    assert say(target, drafter, batches, **OPTIONS[option]) == eager
+    assert generate(target, drafter, batches, **OPTIONS[option]) == eager
     assert drafter.stats.execution.startswith("captured in")
     assert (capture.count, capture.hostings, len(drafter.sessions)) == (3 if option == "penalty" else 2, 1, 1)
 
@@ -299,7 +299,7 @@ def test_captured_rounds_do_not_read_the_host(kind, monkeypatch):
     capture = replay_on_cpu(monkeypatch, watched)
     drafter = RANDOM_DRAFTERS.get(kind, NoDrafter)(target)
     for option in ("greedy", "penalty", "sampling"):
-        say(target, drafter, [[9, 1, 5]], **OPTIONS[option])
+        generate(target, drafter, [[9, 1, 5]], **OPTIONS[option])
     assert capture.count == 7
     with pytest.raises(AssertionError, match="reads on the host"), NoHostReads():
         torch.arange(3).sum().item()
@@ -318,9 +318,9 @@ def test_graphs_of_a_session_share_a_memory_pool(monkeypatch):
     replay_on_cpu(monkeypatch, noting)
     target = tiny_target("llama")
     drafter = random_eagle3(target)
-    say(target, drafter, [[9, 1], [17, 30]])
-    say(target, drafter, [[9, 1]], repetition_penalty=1.3)
-    say(target, drafter, [[9]])
+    generate(target, drafter, [[9, 1], [17, 30]])
+    generate(target, drafter, [[9, 1]], repetition_penalty=1.3)
+    generate(target, drafter, [[9]])
     first, *_, last = memories
     assert [memory is first for memory in memories] == 5 * [True] + 2 * [False] and memories[-2] is last
 
@@ -348,7 +348,7 @@ def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
     """Nothing is left of what the attempt did to the state: drafts that are all right would be wrong once."""
     target, batches = tiny_target("llama"), [[9, 1, 5], [3, 12, 4]]
     drafter = copy_of(target)
-    eager = say(target, drafter, batches)
+    eager = generate(target, drafter, batches)
     assert drafter.stats.acceptance_length == 4
 
     def picky(function, memory):
@@ -362,7 +362,7 @@ def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
 
     capture = replay_on_cpu(monkeypatch, picky)
     refused = "cannot be captured and runs eagerly: operation not permitted"
-    assert say(target, drafter, batches) == eager
+    assert generate(target, drafter, batches) == eager
     assert caplog.text.count(f"The prefill of LlamaForCausalLM {refused}") == caplog.text.count(refused) == 1
     assert drafter.stats.execution.startswith("captured in one graph")
     assert (capture.count, capture.hostings) == (1, 2)
@@ -381,7 +381,7 @@ def test_prefill_frees_memory_it_needs(monkeypatch):
         return Replay(function, memory)
 
     capture = replay_on_cpu(monkeypatch, scarce)
-    say(target, drafter, [[5]])
+    generate(target, drafter, [[5]])
     options = {**padded_prompts([600]), "do_sample": False, "max_new_tokens": 6}
     plain = target.generate(**options)
     assert torch.equal(target.generate(**options, assistant_model=drafter), plain)
@@ -397,25 +397,25 @@ def test_weights_that_a_call_moves_are_captured_once(capture, monkeypatch):
     weight = target.model.layers[0].self_attn.k_proj.weight
     before = weight.data_ptr()
     drafter, batches = random_eagle3(target), [[9, 1, 5], [3, 12, 4]]
-    replayed = say(target, drafter, batches)
+    replayed = generate(target, drafter, batches)
     assert weight.data_ptr() != before
     assert (capture.count, capture.hostings, len(drafter.sessions)) == (2, 1, 1)
     set_policy(monkeypatch, "cpu", cuda_graphs=False)
-    assert say(target, random_eagle3(target), batches) == replayed
+    assert generate(target, random_eagle3(target), batches) == replayed
 
 
 @pytest.mark.core
 def test_replaced_weights_are_read(capture):
     target = copy.deepcopy(tiny_target("llama"))
     drafter = random_eagle3(target)
-    said = []
+    generated = []
     for _ in range(2):
-        said.append(say(target, drafter, [[9, 1, 5]]))
+        generated.append(generate(target, drafter, [[9, 1, 5]]))
         plain = target.generate(**padded_prompts([9, 1, 5]), do_sample=False, max_new_tokens=8)
-        assert said[-1][0][0] == plain.tolist()
+        assert generated[-1][0][0] == plain.tolist()
         norm = target.model.layers[0].input_layernorm
         norm.weight = torch.nn.Parameter(norm.weight + torch.arange(len(norm.weight)) % 3)
-    assert said[0] != said[1] and capture.count == 4
+    assert generated[0] != generated[1] and capture.count == 4
 
 
 @pytest.mark.core
@@ -425,7 +425,7 @@ def test_prefills_that_would_copy_experts_are_not_captured(capture, dtype, captu
     target, batches = copy.deepcopy(tiny_target("qwen3-moe")).to(dtype), [[9, 1, 5], [3, 12, 4]]
     target.set_experts_implementation("eager")
     drafter = random_eagle3(target).to(dtype)
-    for seed, (text, _) in enumerate(say(target, drafter, batches)):
+    for seed, (text, _) in enumerate(generate(target, drafter, batches)):
         plain = target.generate(**padded_prompts(batches[seed], seed=seed), do_sample=False, max_new_tokens=8)
         assert text == plain.tolist()
     assert capture.count == captures

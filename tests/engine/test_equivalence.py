@@ -104,22 +104,22 @@ def test_unsupported_targets_are_refused_before_generation(model_type):
         "bert": {"is_decoder": False},
         "mamba": {"state_size": 8, "time_step_rank": 4},
     }[model_type]
-    target, said = build(model_type, **options), []
+    target, generated = build(model_type, **options), []
 
     class Streamer:
         def put(self, tokens):
-            said.append(tokens)
+            generated.append(tokens)
 
-        end = said.clear
+        end = generated.clear
 
     inputs = padded_prompts([9])
     for engine in ("auto", "stock"):
-        said.clear()
+        generated.clear()
         drafter = random_draft_model(target).configure(engine=engine)
         with pytest.raises(ValueError, match="Generate without assistant_model") as error:
             target.generate(**inputs, assistant_model=drafter, max_new_tokens=8, do_sample=False, streamer=Streamer())
         assert "\n" not in str(error.value)
-        assert len(said) <= 1, "tokens were streamed besides the prompt"
+        assert len(generated) <= 1, "tokens were streamed besides the prompt"
     assert target.generate(**inputs, max_new_tokens=8, do_sample=False).shape == (1, 17)
 
 
@@ -178,7 +178,7 @@ def test_custom_prepare_inputs_runs_on_the_stock_engine(place):
         target.prepare_inputs_for_generation = prepare_shifted
     target.generation_config.pad_token_id, target.generation_config.eos_token_id = PAD, None
     inputs = padded_prompts([9])
-    said = []
+    generated = []
     for shift in (0, 5):
         target.shift = shift
         plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
@@ -186,8 +186,8 @@ def test_custom_prepare_inputs_runs_on_the_stock_engine(place):
         out = target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter)
         assert torch.equal(out, plain) and drafter.stats.engine == "stock"
         assert "inputs are prepared by a function that is not transformers' own" in drafter.stats.reason
-        said.append(plain)
-    assert not torch.equal(*said)
+        generated.append(plain)
+    assert not torch.equal(*generated)
 
 
 # peft 0.21 asks for an attribute that transformers 5.23 deprecates.

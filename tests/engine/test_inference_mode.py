@@ -78,8 +78,8 @@ def test_drafters_bound_in_inference_mode_can_be_trained(engine, kind):
     drafter = configured(RANDOM_DRAFTERS[kind](target), engine)
     with torch.inference_mode():
         drafter.bind(target)
-        said = greedy(target, inputs, drafter, 3)
-    assert torch.equal(greedy(target, inputs, drafter, 3), said)
+        generated = greedy(target, inputs, drafter, 3)
+    assert torch.equal(greedy(target, inputs, drafter, 3), generated)
     with (
         torch.no_grad(),
         AuxHiddenStateRecorder(target, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state) as recorder,
@@ -96,7 +96,7 @@ def test_drafters_bound_in_inference_mode_can_be_trained(engine, kind):
     assert any(parameter.grad is not None for parameter in drafter.parameters())
     optimizer.step()
     with torch.inference_mode():
-        assert torch.equal(greedy(target, inputs, drafter, 3), said)
+        assert torch.equal(greedy(target, inputs, drafter, 3), generated)
 
 
 class Noted:
@@ -137,7 +137,7 @@ def test_callbacks_run_in_the_mode_of_the_caller(engine, is_inference):
     target, inputs = fresh()
     drafter = configured(random_eagle3(target), engine)
 
-    def said(**options):
+    def generated(**options):
         with mode(is_inference):
             handed = Processor(), Criterion(), Streamer()
             rules = {
@@ -149,7 +149,7 @@ def test_callbacks_run_in_the_mode_of_the_caller(engine, is_inference):
         assert all(one.modes == {is_inference} for one in handed)
         return out
 
-    assert torch.equal(said(assistant_model=drafter, num_assistant_tokens=3), said())
+    assert torch.equal(generated(assistant_model=drafter, num_assistant_tokens=3), generated())
 
 
 @pytest.mark.core

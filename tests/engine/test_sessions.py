@@ -46,25 +46,25 @@ def test_adapters_switched_between_calls(tape, kind):
     target = own_target(num_layers=3)
     adapted = with_adapters(target)
     drafter = RANDOM_DRAFTERS[kind](target)
-    said = {}
+    generated = {}
 
-    def say(name, num_captures):
+    def generate(name, num_captures):
         before = tape.count
         captured, plain = texts(target, drafter)
         assert captured == plain, name
-        assert said.setdefault(name, plain) == plain, name
+        assert generated.setdefault(name, plain) == plain, name
         assert tape.count - before == num_captures, name
 
-    say("a", 2)
+    generate("a", 2)
     adapted.set_adapter("b")
-    say("b", 2)
+    generate("b", 2)
     adapted.set_adapter("a")
-    say("a", 0)
+    generate("a", 0)
     with adapted.disable_adapter():
-        say("off", 2)
-    say("a", 0)
+        generate("off", 2)
+    generate("a", 0)
     adapted.set_adapter("b")
-    say("b", 0)
+    generate("b", 0)
     adapted.merge_adapter()
     assert texts(target, drafter)[0] == texts(target, drafter)[1]
     adapted.unmerge_adapter()
@@ -72,8 +72,8 @@ def test_adapters_switched_between_calls(tape, kind):
     for module in target.modules():
         if hasattr(module, "set_scale"):
             module.set_scale("b", 5.0)
-    say("b, stronger", 2)
-    assert len(set(map(str, said.values()))) == 4, "adapters change nothing, so nothing was shown"
+    generate("b, stronger", 2)
+    assert len(set(map(str, generated.values()))) == 4, "adapters change nothing, so nothing was shown"
 
 
 @pytest.mark.core
@@ -86,12 +86,12 @@ def test_adapters_added_and_removed(tape):
     assert len(set(map(str, [*texts(target, drafter), *texts(target, drafter)]))) == 1
     adapted.delete_adapter("b")
     gc.collect()
-    said, plain = texts(target, drafter)
-    assert said == plain and len(drafter.sessions) == 2 and tape.count == 6
+    generated, plain = texts(target, drafter)
+    assert generated == plain and len(drafter.sessions) == 2 and tape.count == 6
     base = adapted.unload()
     assert base is target
-    said, plain = texts(target, drafter)
-    assert said == plain and tape.count == 6
+    generated, plain = texts(target, drafter)
+    assert generated == plain and tape.count == 6
 
 
 class Doubled(nn.Linear):
@@ -144,11 +144,11 @@ def test_changes_that_captures_do_not_see_capture_again(tape, change):
     target.model.layers[1].self_attn.scaling = -1.0
     drafter = copy_of(tiny_target("llama", num_layers=2))
     drafter.bind(target)
-    said, plain = texts(target, drafter)
-    assert said == plain
+    generated, plain = texts(target, drafter)
+    assert generated == plain
     CHANGES[change](target)
     changed, plain = texts(target, drafter)
-    assert changed == plain and changed != said
+    assert changed == plain and changed != generated
     assert tape.count == 4
     assert texts(target, drafter)[0] == changed and tape.count == 4
 
@@ -165,9 +165,9 @@ def test_weights_changed_in_place_are_not_captured_again(tape):
         optimizer.step()
         optimizer.zero_grad()
         target.eval()
-        said, plain = texts(target, drafter)
-        assert said == plain
-    assert said != before and tape.count == 2
+        generated, plain = texts(target, drafter)
+        assert generated == plain
+    assert generated != before and tape.count == 2
 
 
 @pytest.mark.core
@@ -181,8 +181,8 @@ def test_changes_that_rounds_do_not_read_are_not_captured_again(tape):
     target.requires_grad_(False)
     forward = vars(target.model.norm)["forward"] = target.model.norm.forward
     del target.model.norm.forward, forward
-    said, plain = texts(target, drafter)
-    assert said == plain and tape.count == 2
+    generated, plain = texts(target, drafter)
+    assert generated == plain and tape.count == 2
 
 
 @pytest.mark.core
@@ -195,16 +195,16 @@ def test_autocast_weights_are_cast_again(tape):
         with torch.autocast("cpu", torch.bfloat16):
             return texts(target, drafter)[0]
 
-    said = cast()
+    generated = cast()
     with torch.no_grad():
         target.lm_head.weight.copy_(target.lm_head.weight.flip(0))
     changed = cast()
-    assert changed != said and tape.count == 2
+    assert changed != generated and tape.count == 2
     drafter.release()
     assert cast() == changed and tape.count == 4
     assert torch.is_autocast_cache_enabled()
-    said, plain = texts(target, drafter)
-    assert said == plain and tape.count == 6
+    generated, plain = texts(target, drafter)
+    assert generated == plain and tape.count == 6
 
 
 @pytest.mark.core
@@ -400,8 +400,8 @@ def test_round_in_one_graph_returns_the_results(tape, monkeypatch, kind):
     monkeypatch.setattr(cuda_graphs, "CudaGraph", noting)
     target = own_target(num_layers=3)
     for options in ({}, {"do_sample": True, "top_p": 0.9}):
-        said, plain = texts(target, RANDOM_DRAFTERS[kind](target), **options)
-        assert options or said == plain
+        generated, plain = texts(target, RANDOM_DRAFTERS[kind](target), **options)
+        assert options or generated == plain
     rounds = [result for result in results if result is not None]
     assert len(rounds) == 2  # prefills return nothing
     assert all(tensor.shape in ((4,), (4, 4)) and tensor.dtype == torch.int64 for one in rounds for tensor in one)
@@ -420,8 +420,8 @@ def test_modules_with_python_state_run_eagerly(tape, caplog):
 
     norm.forward = counting
     drafter = copy_of(target, noise=0.02)
-    said, plain = texts(target, drafter)
-    assert said == plain and drafter.stats.execution == "eager: a round cannot be captured"
+    generated, plain = texts(target, drafter)
+    assert generated == plain and drafter.stats.execution == "eager: a round cannot be captured"
     assert "changes attributes of modules" in caplog.text
 
 
@@ -445,8 +445,8 @@ def test_hooks_are_called_with_a_warning_about_their_cost(tape, caplog, where):
     try:
         for _ in range(2):
             calls.clear()
-            said, plain = texts(target, drafter)
-            assert said == plain and len(calls) > 3
+            generated, plain = texts(target, drafter)
+            assert generated == plain and len(calls) > 3
             assert drafter.stats.execution.startswith("eager: modules have hooks")
     finally:
         handle.remove()

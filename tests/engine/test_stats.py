@@ -21,17 +21,17 @@ def simulate(answers, truth, num_draft_tokens, budget, first=0, reserve=0, once=
     """Counts of one row: what happens when `answers` are verified against `truth`, block by block.
 
     Args:
-        first: tokens said before the first block.
+        first: tokens generated before the first block.
         reserve: tokens of what is left that are never drafted.
         once: stop after one block.
     """
     counts = RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0)
-    said = first
-    while said < budget:
-        room = budget - said
+    generated = first
+    while generated < budget:
+        room = budget - generated
         num_drafted = min(num_draft_tokens, room - reserve)
         matches = 0
-        while matches < num_drafted and answers[said + matches] == truth[said + matches]:
+        while matches < num_drafted and answers[generated + matches] == truth[generated + matches]:
             matches += 1
         committed = min(matches + 1, room)
         for position in range(num_draft_tokens):
@@ -39,7 +39,7 @@ def simulate(answers, truth, num_draft_tokens, budget, first=0, reserve=0, once=
             counts.accepted_per_position[position] += position < min(matches, committed)
         counts.rounds += 1
         counts.committed += committed
-        said += committed
+        generated += committed
         if once:
             break
     return counts
@@ -186,10 +186,10 @@ def test_more_drafts_than_remaining_tokens(kind, budget, monkeypatch):
     for row, prompt_length in enumerate(PROMPTS[3]):
         expected = RowStats(0, [0] * 16, [0] * 16, 0)
         blocks = [(lengths[row] - prompt_length, proposal.tokens[row].tolist()) for lengths, proposal in seen]
-        for said, drafts in blocks:
-            block = simulate([0] * said + drafts, truth[row] + [-1] * 17, 16, budget, first=said, once=True)
+        for generated, drafts in blocks:
+            block = simulate([0] * generated + drafts, truth[row] + [-1] * 17, 16, budget, first=generated, once=True)
             expected = total([expected, block])
-            if said + block.committed == budget:
+            if generated + block.committed == budget:
                 break
         assert drafter.stats.rows[row] == expected
     rows = drafter.stats.rows

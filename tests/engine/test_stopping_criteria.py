@@ -129,8 +129,8 @@ def test_criterion_results_in_a_column():
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[1], seed=1)
     free = target.generate(**inputs, do_sample=False, max_new_tokens=16)
     stops = {"stopping_criteria": StoppingCriteriaList([SaysColumn(int(free[0, -5]))]), "pad_token_id": PAD}
-    said = check_greedy(target, inputs, dict, lambda: stops)
-    assert inputs["input_ids"].shape[1] + 1 < said.shape[1] < free.shape[1]
+    generated = check_greedy(target, inputs, dict, lambda: stops)
+    assert inputs["input_ids"].shape[1] + 1 < generated.shape[1] < free.shape[1]
 
 
 def test_time_is_linear_in_the_length():

@@ -117,14 +117,14 @@ def test_completions_are_those_of_generate(folders, tmp_path):
 
 
 def test_samples_depend_on_seed_and_id_only(folders, tmp_path):
-    def said(name, *options):
+    def generated(name, *options):
         assert generate_batch.main(arguments(folders, tmp_path / name, *options)) == 0
         return {record["id"]: record["token_ids"] for record in map(json.loads, (tmp_path / name).open())}
 
-    every = said("every", *SAMPLING, "--batch-size", 6)
-    few = said("few", *SAMPLING, "--limit", 4, "--tokens-per-batch", 60)
+    every = generated("every", *SAMPLING, "--batch-size", 6)
+    few = generated("few", *SAMPLING, "--limit", 4, "--tokens-per-batch", 60)
     assert len(few) == 4 and few.items() <= every.items()
-    other = said("other", *SAMPLING[:-1], 6, "--limit", 4)
+    other = generated("other", *SAMPLING[:-1], 6, "--limit", 4)
     assert other.keys() == few.keys() and all(other[name] != few[name] for name in few)
 
 

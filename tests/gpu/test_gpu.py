@@ -67,7 +67,7 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
         return capture_prefill(session, target, drafter, width)
 
     monkeypatch.setattr("hf_specdec.engine.static_engine.capture_prefill", counted)
-    said = []
+    generated = []
     for captures in (True, False):
         set_policy(monkeypatch, "cuda", cuda_graphs=captures)
         drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
@@ -80,9 +80,9 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
                 num_assistant_tokens=4,
                 **MODES[mode],
             )
-            said.append((out.tolist(), drafter.stats.rows))
+            generated.append((out.tolist(), drafter.stats.rows))
         assert len(drafter.sessions) == int(captures)
-    assert said[: len(lengths)] == said[len(lengths) :]
+    assert generated[: len(lengths)] == generated[len(lengths) :]
     assert widths == [16, 64, 32]
 
 

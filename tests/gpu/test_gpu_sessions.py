@@ -34,7 +34,7 @@ def drafter_of(target, kind="noisy copy", is_compiled=False):
     return KINDS[kind](target).configure(compile_rounds=is_compiled)
 
 
-def say(target, drafter=None, lengths=LENGTHS, seed=0, mode="greedy", device=None, **options):
+def generate(target, drafter=None, lengths=LENGTHS, seed=0, mode="greedy", device=None, **options):
     """Tokens that `target` generates for prompts on `device`, or its own."""
     if drafter is not None:
         options |= {"assistant_model": drafter, "num_assistant_tokens": 4}
@@ -45,10 +45,10 @@ def say(target, drafter=None, lengths=LENGTHS, seed=0, mode="greedy", device=Non
 
 def check(target, drafter):
     """Captured rounds generate what plain `generate()` generates; it is returned."""
-    said = say(target, drafter)
-    assert said == say(target)
+    generated = generate(target, drafter)
+    assert generated == generate(target)
     assert drafter.stats.execution.startswith("captured in one graph")
-    return str(said)
+    return str(generated)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_adapters_switched_between_calls(captures, is_compiled):
 def test_weights_that_change_in_place_are_replayed(captures):
     target = target_on("cuda")
     drafter = drafter_of(target)
-    said = [check(target, drafter)]
+    generated = [check(target, drafter)]
     assert 1.2 < drafter.stats.acceptance_length < 4.5
     optimizer = torch.optim.SGD(target.parameters(), lr=0.01)
     for _ in range(2):
@@ -101,8 +101,8 @@ def test_weights_that_change_in_place_are_replayed(captures):
         optimizer.step()
         optimizer.zero_grad()
         target.eval()
-        said.append(check(target, drafter))
-    assert len(set(said)) > 1 and len(captures) == 1
+        generated.append(check(target, drafter))
+    assert len(set(generated)) > 1 and len(captures) == 1
 
 
 def test_autocast_weights_are_cast_again(captures):
@@ -112,15 +112,15 @@ def test_autocast_weights_are_cast_again(captures):
 
     def cast():
         with torch.autocast("cuda", torch.bfloat16):
-            return say(target, drafter)
+            return generate(target, drafter)
 
-    said = cast()
+    generated = cast()
     junk = [torch.full_like(parameter, 7.0) for parameter in target.parameters() for _ in range(4)]
-    assert cast() == said
+    assert cast() == generated
     with torch.no_grad():
         target.lm_head.weight.copy_(target.lm_head.weight.flip(0))
     changed = cast()
-    assert changed != said and len(captures) == 1
+    assert changed != generated and len(captures) == 1
     del junk
     drafter.release()
     assert cast() == changed
@@ -144,7 +144,7 @@ def test_sessions_are_reused_on_another_stream(kind):
     """
     target = target_on("cuda")
     drafter = drafter_of(target, kind)
-    expected = [say(target, lengths=lengths, seed=seed) for seed, lengths in enumerate(([9, 1, 5], [3, 12, 4]))]
+    expected = [generate(target, lengths=lengths, seed=seed) for seed, lengths in enumerate(([9, 1, 5], [3, 12, 4]))]
     head, forward = target.lm_head, target.lm_head.forward
 
     def slowly(hidden):
@@ -156,13 +156,13 @@ def test_sessions_are_reused_on_another_stream(kind):
     for _ in range(3):
         for seed, (lengths, stream) in enumerate(zip(([9, 1, 5], [3, 12, 4]), streams, strict=True)):
             with torch.cuda.stream(stream):
-                said = say(target, drafter, lengths, seed, device="cpu")
+                generated = generate(target, drafter, lengths, seed, device="cpu")
             were_busy.append(not stream.query())
-            assert said == expected[seed]
+            assert generated == expected[seed]
     assert any(were_busy), "no round was left behind, so nothing was shown"
     assert len(drafter.sessions) == 1 and drafter.stats.execution.startswith("captured in one graph")
     with torch.cuda.stream(streams[0]):
-        say(target, drafter, device="cpu")
+        generate(target, drafter, device="cpu")
     drafter.release()  # The round that was left behind has ended when its memory is given to others.
     assert streams[0].query()
 
@@ -213,9 +213,11 @@ def in_threads(*functions):
     return results
 
 
-def say_often(target, drafter, mode):
-    said = [say(target, drafter, lengths, seed, mode) for seed, lengths in enumerate(([9, 1], [5], [30, 2], [7, 7]))]
-    return said, drafter.stats.execution
+def generate_often(target, drafter, mode):
+    generated = [
+        generate(target, drafter, lengths, seed, mode) for seed, lengths in enumerate(([9, 1], [5], [30, 2], [7, 7]))
+    ]
+    return generated, drafter.stats.execution
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -224,10 +226,10 @@ def test_two_targets_in_two_threads(mode, is_compiled):
     """Which capture on one device at the same time."""
     pairs = [(target, drafter_of(target, is_compiled=is_compiled)) for target in (target_on("cuda"), target_on("cuda"))]
     alone = target_on("cuda")
-    expected = say_often(alone, drafter_of(alone, is_compiled=is_compiled), mode)
+    expected = generate_often(alone, drafter_of(alone, is_compiled=is_compiled), mode)
     assert expected[1].startswith("captured in one graph")
-    for said in in_threads(*(lambda pair=pair: say_often(*pair, mode) for pair in pairs)):
-        assert said == expected
+    for generated in in_threads(*(lambda pair=pair: generate_often(*pair, mode) for pair in pairs)):
+        assert generated == expected
 
 
 @two_gpus
@@ -236,9 +238,9 @@ def test_two_targets_in_two_threads(mode, is_compiled):
 def test_a_target_on_another_device_than_the_current_one(monkeypatch, kind, mode):
     """Eagerly and captured; nothing of it is on the current device."""
     here, there = target_on("cuda:0"), target_on("cuda:1")
-    expected = say(here, drafter_of(here, kind), mode=mode)
+    expected = generate(here, drafter_of(here, kind), mode=mode)
     if mode != "hot sampling":
-        assert expected == say(here, mode=mode)
+        assert expected == generate(here, mode=mode)
     torch.cuda.synchronize(0)
     torch.cuda.reset_peak_memory_stats(0)
     before = torch.cuda.memory_allocated(0)
@@ -246,7 +248,7 @@ def test_a_target_on_another_device_than_the_current_one(monkeypatch, kind, mode
         set_policy(monkeypatch, "cuda", cuda_graphs=captures)
         drafter = drafter_of(there, kind)
         for _ in range(2):
-            assert say(there, drafter, mode=mode) == expected
+            assert generate(there, drafter, mode=mode) == expected
         assert drafter.stats.execution.startswith("captured" if captures else "eager")
     assert torch.cuda.max_memory_allocated(0) == before
     assert torch.cuda.current_device() == 0
@@ -257,12 +259,12 @@ def test_a_target_on_another_device_than_the_current_one(monkeypatch, kind, mode
 @pytest.mark.parametrize("mode", ["greedy", "hot sampling"])
 def test_engines_on_another_device_than_the_current_one(mode, engine):
     here, there = target_on("cuda:0"), target_on("cuda:1")
-    said = []
+    generated = []
     for target in (here, there):
         drafter = drafter_of(target).configure(engine=engine)
-        said.append(say(target, drafter, [9], mode=mode))
+        generated.append(generate(target, drafter, [9], mode=mode))
         assert drafter.stats.engine == engine
-    assert said[0] == said[1]
+    assert generated[0] == generated[1]
 
 
 @two_gpus
@@ -270,11 +272,11 @@ def test_engines_on_another_device_than_the_current_one(mode, engine):
 def test_compiled_rounds_on_two_devices(kind):
     """One after the other, again and again."""
     targets = [target_on(f"cuda:{index}", num_layers=3) for index in range(2)]
-    expected = say(targets[0])
+    expected = generate(targets[0])
     drafters = [drafter_of(target, kind, is_compiled=True) for target in targets]
     for _ in range(3):
         for target, drafter in zip(targets, drafters, strict=True):
-            assert say(target, drafter) == expected
+            assert generate(target, drafter) == expected
             assert drafter.stats.execution == "captured in one graph, compiled"
 
 
@@ -284,10 +286,10 @@ def test_compiled_rounds_on_two_devices(kind):
 def test_two_devices_in_two_threads(mode, is_compiled):
     targets = [target_on(f"cuda:{index}") for index in range(2)]
     alone = target_on("cuda:0")
-    expected = say_often(alone, drafter_of(alone, is_compiled=is_compiled), mode)
+    expected = generate_often(alone, drafter_of(alone, is_compiled=is_compiled), mode)
     pairs = [(target, drafter_of(target, is_compiled=is_compiled)) for target in targets]
-    for said in in_threads(*(lambda pair=pair: say_often(*pair, mode) for pair in pairs)):
-        assert said == expected
+    for generated in in_threads(*(lambda pair=pair: generate_often(*pair, mode) for pair in pairs)):
+        assert generated == expected
 
 
 @two_gpus

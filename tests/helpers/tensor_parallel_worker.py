@@ -79,28 +79,28 @@ def generate(
     return [out.tolist(), [row.accepted_per_position for row in stats.rows], stats.execution]
 
 
-def say_all(target: PreTrainedModel) -> dict[str, Any]:
+def generate_all(target: PreTrainedModel) -> dict[str, Any]:
     """What `target` generates with every drafter; the same wherever its weights are."""
-    said = {"plain": generate(target, None)}
+    generated = {"plain": generate(target, None)}
     for name in DRAFTERS:
         drafter = uncompiled(target, name)
-        said[f"{name}, greedy"] = generate(target, drafter)
-        said[f"{name}, sampling"] = generate(target, drafter, **SAMPLING)
-    said["row seeds"] = generate(target, uncompiled(target, "borrower"), **SAMPLING, seeds=[5, 6, 7])
-    said["compiled, sampling"] = generate(target, borrower(target), **SAMPLING)
+        generated[f"{name}, greedy"] = generate(target, drafter)
+        generated[f"{name}, sampling"] = generate(target, drafter, **SAMPLING)
+    generated["row seeds"] = generate(target, uncompiled(target, "borrower"), **SAMPLING, seeds=[5, 6, 7])
+    generated["compiled, sampling"] = generate(target, borrower(target), **SAMPLING)
     stock = borrower(target).configure(engine="stock")
-    said["stock, greedy"] = generate(target, stock, lengths=[9])
-    said["stock, sampling"] = generate(target, stock, lengths=[9], **SAMPLING)
-    return said
+    generated["stock, greedy"] = generate(target, stock, lengths=[9])
+    generated["stock, sampling"] = generate(target, stock, lengths=[9], **SAMPLING)
+    return generated
 
 
-def say_with_generator(target: PreTrainedModel, seed: int) -> list:
+def generate_with_generator(target: PreTrainedModel, seed: int) -> list:
     """What `target` generates on the stock engine with a generator of the call's own."""
     drafter = borrower(target).configure(engine="stock")
     return generate(target, drafter, lengths=[9], **SAMPLING, generator=torch.Generator().manual_seed(seed))
 
 
-class Willful(LogitsProcessor):
+class ForbidsOnOtherRanks(LogitsProcessor):
     """Forbids the tokens that the first process likes best from `length` on, on the other processes only."""
 
     def __init__(self, length: int):
@@ -129,7 +129,7 @@ def error_of(call) -> str:
     return "no error"
 
 
-def say_briefly(target: PreTrainedModel) -> list:
+def generate_briefly(target: PreTrainedModel) -> list:
     """What `target` generates with a drafter that shares its embedding and head."""
     drafter = uncompiled(target, "borrower")
     return [generate(target, drafter), generate(target, drafter, **SAMPLING)]
@@ -152,12 +152,12 @@ def check_weights(target: PreTrainedModel) -> None:
     assert fingerprint(modules_of(target, drafter), target.device) != before, "a part of a weight moved unnoticed"
 
 
-def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
+def errors_of_disagreeing_ranks(target: PreTrainedModel) -> dict[str, str]:
     """The errors of processes that disagree, by what they disagree about."""
     rank, drafter = dist.get_rank(), borrower(target)
     texts = torch.tensor([[2] * NEW_TOKENS])
     oracle = OracleDrafter(target, texts, [9], accuracy=1.0)
-    last = LogitsProcessorList([Willful(9 + NEW_TOKENS - 1)])
+    last = LogitsProcessorList([ForbidsOnOtherRanks(9 + NEW_TOKENS - 1)])
     return {
         "other prompts": error_of(lambda: generate(target, drafter, lengths=[5 + rank])),
         "other settings": error_of(lambda: generate(target, drafter, max_new_tokens=4 + rank)),
@@ -176,15 +176,15 @@ def say_what_is_wrong(target: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def say_again_and_again(target: PreTrainedModel) -> list:
+def generate_replayed(target: PreTrainedModel) -> list:
     """`generate`, sampling, in the second of two calls, which only replays by a stand-in for the CUDA graph."""
     drafter = uncompiled(target, "borrower")
     with pytest.MonkeyPatch.context() as patch:
         capture = replay_on_cpu(patch)
         patch.setattr(drafter, "release", lambda: None)
-        said = [generate(target, drafter, **SAMPLING) for _ in range(2)]
-        assert said[0] == said[1] and (capture.count, capture.hostings) == (2, 1)
-    return said[1]
+        generated = [generate(target, drafter, **SAMPLING) for _ in range(2)]
+        assert generated[0] == generated[1] and (capture.count, capture.hostings) == (2, 1)
+    return generated[1]
 
 
 def sum_by_messages(room: torch.Tensor, operation: str, group_name: str) -> torch.Tensor:
@@ -221,21 +221,21 @@ def watched_sums() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
-def say_in_memory(folder: Path) -> dict[str, Any]:
+def generate_with_symmetric_memory(folder: Path) -> dict[str, Any]:
     """What targets generate whose small all-reduces use symmetric memory, and the shapes of these."""
-    said = {}
+    generated = {}
     with peer_memory_on_cpu():
         for family in ("llama", "qwen3-moe"):
             target = load_split(folder / family)
             modules = [(module, vars(module).get("forward")) for module in target.modules()]
             with watched_sums() as shapes:
-                said[family] = say_briefly(target)
-            said[f"{family}, sums"] = sorted(set(shapes))
+                generated[family] = generate_briefly(target)
+            generated[f"{family}, sums"] = sorted(set(shapes))
             assert all(vars(module).get("forward") is forward for module, forward in modules), "wrappers were changed"
-    return said
+    return generated
 
 
-def say_in_memory_as_on_a_gpu(folder: Path) -> list:
+def generate_with_gpu_policy(folder: Path) -> list:
     """What is generated without drafts in compiled rounds, with fused linears and all-reduces in symmetric memory.
 
     The parts that parameters have of a weight are moved, with no second copy of them.
@@ -264,7 +264,7 @@ def say_in_memory_as_on_a_gpu(folder: Path) -> list:
     return [out.tolist(), drafter.stats.execution]
 
 
-def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
+def generate_without_symmetric_memory(folder: Path, failing: str) -> dict[str, Any]:
     """What is generated, logged and all-reduced in symmetric memory if rank 1 fails in one step of its set-up."""
     check = all_reduce.SymmetricMemoryBuffer.check
 
@@ -290,11 +290,11 @@ def say_without_memory(folder: Path, failing: str) -> dict[str, Any]:
                     fail,
                 )
             target = load_split(folder / "llama")
-            said = say_briefly(target)
+            generated = generate_briefly(target)
     finally:
         all_reduce.logger.setLevel(logging.NOTSET)
         all_reduce.logger.removeHandler(handler)
-    return {"said": said, "logged": logged, "sums": sorted(set(shapes))}
+    return {"generated": generated, "logged": logged, "sums": sorted(set(shapes))}
 
 
 def bench(folder: Path, output: Path) -> dict[str, Any]:
@@ -327,28 +327,28 @@ def main(folder: str, answers: str, device: str) -> None:
     rank = dist.get_rank()
     head = target.lm_head.weight
     with watched_sums() as shapes:
-        said = say_all(target)
-    said |= {
+        generated = generate_all(target)
+    generated |= {
         "sums in memory": sorted(set(shapes)),
         "sharded": [type(head).__name__, *head.to_local().shape],
         "seeds of their own": generate(target, uncompiled(target, "borrower"), seed=rank, **SAMPLING),
-        "generators of their own": say_with_generator(target, 7 + rank),
+        "generators of their own": generate_with_generator(target, 7 + rank),
         "bytes": round_bytes(target, None, 0, batch=3, length=10),
     }
     if device == "cuda":
         stock = borrower(target).configure(engine="stock")
-        said["seeds of hosts"] = generate(target, stock, lengths=[9], host_seed=rank, **SAMPLING)
-    said |= {family: say_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
+        generated["seeds of hosts"] = generate(target, stock, lengths=[9], host_seed=rank, **SAMPLING)
+    generated |= {family: generate_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
     if device == "cpu":
-        said["replayed"] = say_again_and_again(target)
-        said |= say_what_is_wrong(target)
-        said["in memory"] = say_in_memory(Path(folder))
-        said["in memory, as on a GPU"] = say_in_memory_as_on_a_gpu(Path(folder))
+        generated["replayed"] = generate_replayed(target)
+        generated |= errors_of_disagreeing_ranks(target)
+        generated["in memory"] = generate_with_symmetric_memory(Path(folder))
+        generated["in memory, as on a GPU"] = generate_with_gpu_policy(Path(folder))
         for failing in ("host", "allocate", "check"):
-            said[f"without memory, {failing}"] = say_without_memory(Path(folder), failing)
+            generated[f"without memory, {failing}"] = generate_without_symmetric_memory(Path(folder), failing)
         check_weights(target)
-    said["bench"] = bench(Path(folder) / "bench", Path(answers) / f"figures-{rank}.json")
-    (Path(answers) / f"{rank}.json").write_text(json.dumps(said))
+    generated["bench"] = bench(Path(folder) / "bench", Path(answers) / f"figures-{rank}.json")
+    (Path(answers) / f"{rank}.json").write_text(json.dumps(generated))
     dist.barrier()
     dist.destroy_process_group()
 

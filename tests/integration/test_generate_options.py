@@ -45,7 +45,7 @@ def free_run(batch):
     return *target_and_inputs(batch), free_output(batch)
 
 
-def tokens_said(inputs, sequences, row=0):
+def new_tokens(inputs, sequences, row=0):
     return sequences[row, inputs["input_ids"].shape[1] :].tolist()
 
 
@@ -57,19 +57,25 @@ def oracle(target, inputs, sequences, accuracy=1.0):
 # ---- logits processors
 
 
-def shaping_options(name, said):
-    """Arguments of `generate()` that change the text `said`, a list of tokens."""
+def shaping_options(name, generated):
+    """Arguments of `generate()` that change the text `generated`, a list of tokens."""
     return {
         "repetition_penalty": {"repetition_penalty": 1.8},
         "no_repeat_ngram": {"no_repeat_ngram_size": 1},
         "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
         "encoder_no_repeat_ngram": {"encoder_no_repeat_ngram_size": 1},
-        "bad_words": {"bad_words_ids": [said[2:4], said[5:7], [said[8]]]},
-        "sequence_bias": {"sequence_bias": {tuple(said[1:3]): -30.0, (said[0], 11): 25.0, (11, 12): 25.0, (13,): 1.0}},
-        "suppress_tokens": {"suppress_tokens": [said[0], said[6]]},
-        "begin_suppress_tokens": {"begin_suppress_tokens": [said[0]]},
-        "min_length": {"min_length": 20, "eos_token_id": [said[1], said[4]], "pad_token_id": PAD},
-        "min_new_tokens": {"min_new_tokens": 6, "eos_token_id": [said[1], said[4], said[9]], "pad_token_id": PAD},
+        "bad_words": {"bad_words_ids": [generated[2:4], generated[5:7], [generated[8]]]},
+        "sequence_bias": {
+            "sequence_bias": {tuple(generated[1:3]): -30.0, (generated[0], 11): 25.0, (11, 12): 25.0, (13,): 1.0}
+        },
+        "suppress_tokens": {"suppress_tokens": [generated[0], generated[6]]},
+        "begin_suppress_tokens": {"begin_suppress_tokens": [generated[0]]},
+        "min_length": {"min_length": 20, "eos_token_id": [generated[1], generated[4]], "pad_token_id": PAD},
+        "min_new_tokens": {
+            "min_new_tokens": 6,
+            "eos_token_id": [generated[1], generated[4], generated[9]],
+            "pad_token_id": PAD,
+        },
         "forced_eos": {"forced_eos_token_id": 7, "eos_token_id": 7, "pad_token_id": PAD},
         "forced_bos": {"forced_bos_token_id": 5},
         "exponential_decay": {
@@ -78,7 +84,7 @@ def shaping_options(name, said):
             "pad_token_id": PAD,
             "renormalize_logits": True,
         },
-        "remove_invalid_values": {"remove_invalid_values": True, "suppress_tokens": [said[3]]},
+        "remove_invalid_values": {"remove_invalid_values": True, "suppress_tokens": [generated[3]]},
         "several_at_once": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
     }[name]
 
@@ -112,7 +118,7 @@ def test_processors_of_generate(name, batch):
     if name.startswith("encoder"):  # the "encoder" of a decoder is its prompt, which must have something to repeat
         inputs = padded_prompts([40, 25, 33][:batch])
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
-    options = shaping_options(name, tokens_said(inputs, free))
+    options = shaping_options(name, new_tokens(inputs, free))
     shaped = check_greedy(target, inputs, lambda: options)
     assert not torch.equal(shaped, free), "the option changed nothing, so the comparison showed nothing"
 
@@ -186,16 +192,18 @@ def test_prefix_constraint_that_knows_one_text(batch):
     width, text = inputs["input_ids"].shape[1], [30, 31, 32, 33, 34, 7]
 
     def allowed(row, tokens):
-        said = tokens[width:].tolist()
-        if len(said) > len(text) and batch > 1:
+        generated = tokens[width:].tolist()
+        if len(generated) > len(text) and batch > 1:
             return [PAD]  # plain generate() asks about rows that have finished while others go on
-        assert said == text[: len(said)] and len(said) < len(text) + (batch > 1), f"asked about {said}"
-        return [text[len(said)]] if len(said) < len(text) else [PAD]
+        assert generated == text[: len(generated)] and len(generated) < len(text) + (batch > 1), (
+            f"asked about {generated}"
+        )
+        return [text[len(generated)]] if len(generated) < len(text) else [PAD]
 
     shaped = check_greedy(
         target, inputs, lambda: {"prefix_allowed_tokens_fn": allowed, "eos_token_id": 7, "pad_token_id": PAD}
     )
-    assert tokens_said(inputs, shaped) == text
+    assert new_tokens(inputs, shaped) == text
 
 
 @pytest.mark.core
@@ -226,9 +234,9 @@ def test_sampling_with_one_candidate_is_greedy(batch):
 @pytest.mark.parametrize("num_ends", [1, 3])
 def test_end_of_sequence_tokens(batch, num_ends):
     target, inputs, free = free_run(batch)
-    said = [tokens_said(inputs, free, row) for row in range(batch)]
+    generated = [new_tokens(inputs, free, row) for row in range(batch)]
     for position in (0, 2, 5, 9):
-        ends = [said[row % batch][position + 2 * row] for row in range(num_ends)]
+        ends = [generated[row % batch][position + 2 * row] for row in range(num_ends)]
         plain = check_greedy(target, inputs, dict, lambda ends=ends: {"eos_token_id": ends, "pad_token_id": 3})
         assert batch > 1 or plain.shape[1] < free.shape[1]
 
@@ -237,7 +245,7 @@ def test_end_of_sequence_tokens(batch, num_ends):
 @batches
 def test_end_without_a_padding_token(batch):
     target, inputs, free = free_run(batch)
-    end = tokens_said(inputs, free)[4]
+    end = new_tokens(inputs, free)[4]
     config = GenerationConfig(eos_token_id=end, max_new_tokens=MAX_NEW_TOKENS)
     before, target.generation_config.pad_token_id = target.generation_config.pad_token_id, None
     try:
@@ -252,8 +260,8 @@ def test_end_without_a_padding_token(batch):
 def test_stop_strings(batch, with_end):
     target, inputs, free = free_run(batch)
     tokenizer = word_tokenizer()
-    words = tokenizer.convert_ids_to_tokens(tokens_said(inputs, free, batch - 1))
-    ends = {"eos_token_id": tokens_said(inputs, free)[8], "pad_token_id": PAD} if with_end else {}
+    words = tokenizer.convert_ids_to_tokens(new_tokens(inputs, free, batch - 1))
+    ends = {"eos_token_id": new_tokens(inputs, free)[8], "pad_token_id": PAD} if with_end else {}
     for position in (1, 4, 7):
         stop = words[position][-1] + words[position + 1] + words[position + 2][0]  # begins and ends inside a word
         plain = check_greedy(
@@ -327,7 +335,7 @@ class BatchEnds(StoppingCriteria):
 
 
 class BoolEnds(BatchEnds):
-    """The same, said with one bool instead of one a row."""
+    """The same, as one bool instead of one a row."""
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids.shape[1] >= self.length
@@ -346,14 +354,14 @@ class KnowsEnd(RowEnds):
 def test_custom_criteria(rule, with_end, batch):
     """Without an end-of-sequence token plain `generate()` does not pad rows that stopped before the others."""
     target, inputs, free = free_run(batch)
-    width, said = inputs["input_ids"].shape[1], tokens_said(inputs, free)
+    width, generated = inputs["input_ids"].shape[1], new_tokens(inputs, free)
     argument = {
         BatchEnds: [width + 6],
         BoolEnds: [width + 6],
         MaxLengthCriteria: [width + 6],
-        EosTokenCriteria: [torch.tensor([said[3], said[6]])],
+        EosTokenCriteria: [torch.tensor([generated[3], generated[6]])],
     }
-    ends = {"eos_token_id": said[9], "pad_token_id": PAD} if with_end else {}
+    ends = {"eos_token_id": generated[9], "pad_token_id": PAD} if with_end else {}
     plain = check_greedy(
         target,
         inputs,
@@ -422,7 +430,7 @@ class Puts(BaseStreamer):
 @pytest.mark.parametrize("accuracy", [0.6, 1.0])
 def test_streamer_gets_the_same_puts(batch, accuracy):
     target, inputs, free = free_run(batch)
-    stops = {"eos_token_id": [tokens_said(inputs, free, row)[5 + row] for row in range(batch)], "pad_token_id": PAD}
+    stops = {"eos_token_id": [new_tokens(inputs, free, row)[5 + row] for row in range(batch)], "pad_token_id": PAD}
 
     def puts(**options):
         streamer = Puts()
@@ -459,7 +467,7 @@ def test_text_streamers(skip_prompt, capsys):
     drafter = oracle(target, inputs, free, 0.6)
     for run in (printed, iterated):
         plain = run()
-        assert tokenizer.decode(tokens_said(inputs, free)) in plain
+        assert tokenizer.decode(new_tokens(inputs, free)) in plain
         assert run(assistant_model=drafter, num_assistant_tokens=3) == plain
 
 
@@ -475,7 +483,7 @@ def test_returned_scores_logits_and_hidden_states(family, batch, engine):
         batch = 1
     target, inputs = tiny_target(family), padded_prompts(PROMPTS[batch], seed=batch)
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
-    ends = [tokens_said(inputs, free, row)[7 + 2 * row] for row in range(batch)]
+    ends = [new_tokens(inputs, free, row)[7 + 2 * row] for row in range(batch)]
 
     def generate(**options):
         return target.generate(
@@ -616,7 +624,7 @@ def test_three_places_for_num_assistant_tokens():
 def test_generation_config_object():
     target, inputs, free = free_run(3)
     config = GenerationConfig(
-        max_new_tokens=9, repetition_penalty=1.5, eos_token_id=tokens_said(inputs, free)[2], pad_token_id=PAD
+        max_new_tokens=9, repetition_penalty=1.5, eos_token_id=new_tokens(inputs, free)[2], pad_token_id=PAD
     )
     before = config.to_dict()
     plain = target.generate(**inputs, generation_config=config)

@@ -56,11 +56,11 @@ calls = {
     "assistant_number": dict(do_sample=False, assistant_model=assistant, num_assistant_tokens=2),
     "prompt_lookup": dict(do_sample=False, prompt_lookup_num_tokens=2),
 }
-said = {}
+generated = {}
 for name, options in calls.items():
     set_seed(0)
-    said[name] = target.generate(**{"inputs": prompt, "max_new_tokens": 12, **options}).tolist()
-    said[name + "_random"] = torch.rand(1).item()
+    generated[name] = target.generate(**{"inputs": prompt, "max_new_tokens": 12, **options}).tolist()
+    generated[name + "_random"] = torch.rand(1).item()
 for name, options in {
     "assistant_batch": dict(inputs=prompt.repeat(2, 1), assistant_model=assistant),
     "assistant_sequences": dict(num_return_sequences=2, do_sample=True, assistant_model=assistant),
@@ -68,8 +68,8 @@ for name, options in {
     try:
         target.generate(**{"inputs": prompt, "max_new_tokens": 4, **options})
     except Exception as error:
-        said[name] = [type(error).__name__, str(error)]
-print(json.dumps(said))
+        generated[name] = [type(error).__name__, str(error)]
+print(json.dumps(generated))
 """
 
 
@@ -77,15 +77,15 @@ print(json.dumps(said))
 def test_calls_without_a_drafter_are_unchanged():
     """Plain generate() and transformers' own assistants do the same with us, without us, and after us."""
 
-    def said(how):
+    def generated(how):
         run = subprocess.run([sys.executable, "-c", BYSTANDER, how], capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, run.stderr
         return json.loads(run.stdout.splitlines()[-1])
 
-    alone = said("alone")
+    alone = generated("alone")
     assert alone["assistant"] == alone["greedy"] and "batch" in alone["assistant_batch"][1]
-    assert said("imported") == alone
-    assert said("uninstalled") == alone
+    assert generated("imported") == alone
+    assert generated("uninstalled") == alone
 
 
 @pytest.mark.core
@@ -269,17 +269,17 @@ def test_threads_take_turns_on_a_target(engine):
     options = {"do_sample": False, "max_new_tokens": 24}
     plain = [target.generate(**inputs, **options) for inputs in batches]
     drafters = [RANDOM_DRAFTERS[kind](target).configure(engine=engine) for kind in ("eagle3", "pard")]
-    start, said = threading.Barrier(3), {}
+    start, generated = threading.Barrier(3), {}
 
     def generate(index):
         start.wait()
         for turn in range(3):
-            said[index, turn] = target.generate(**batches[index], **options, assistant_model=drafters[index % 2])
+            generated[index, turn] = target.generate(**batches[index], **options, assistant_model=drafters[index % 2])
 
     threads = [threading.Thread(target=generate, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(said) == 9
-    assert all(torch.equal(text, plain[index]) for (index, _), text in said.items())
+    assert len(generated) == 9
+    assert all(torch.equal(text, plain[index]) for (index, _), text in generated.items())

@@ -77,7 +77,7 @@ def test_quantised_target(kind, monkeypatch):
     before = fingerprint(modules_of(target, drafter), target.device)
     assert fingerprint(modules_of(target, drafter), target.device) == before
     weights = {"embedding": target.model.embed_tokens.weight, "head": target.lm_head.weight}
-    assert all(type(loan.weight) is torch.Tensor for loan in drafter._shared_weights.values())
+    assert all(type(shared.weight) is torch.Tensor for shared in drafter._shared_weights.values())
     assert torch.equal(drafter._shared_weights["embedding"].weight, weights["embedding"].dequantize())
     assert torch.equal(drafter._shared_weights["head"].weight, weights["head"].dequantize()[drafter.target_ids])
     assert all(isinstance(weight, RoundedWeight) for weight in weights.values()), "the target has changed"

@@ -404,14 +404,14 @@ def test_no_drafts_beyond_the_remaining_tokens(target, kind, engine, monkeypatch
 def test_samples_do_not_depend_on_drafts_beyond_the_remaining_tokens(target, room, verification, monkeypatch):
     options = {**padded_prompts(PROMPTS[3]), "do_sample": True, "max_new_tokens": room, "seeds": 7}
 
-    def say(number):
+    def generate(number):
         drafter = copy_of(target, noise=0.2).configure(verification=verification)
         out = target.generate(**options, assistant_model=drafter, num_assistant_tokens=number)
         return out.tolist(), [row.accepted for row in drafter.stats.rows]
 
-    cut = say(20)
+    cut = generate(20)
     monkeypatch.setattr("hf_specdec.engine.static_engine.useful_drafts", lambda asked, room, is_kept: asked)
-    assert say(20) == cut
+    assert generate(20) == cut
 
 
 @pytest.mark.core

@@ -8,7 +8,14 @@ import pytest
 import torch
 from oracle import eagle_options
 from targets import tiny_target
-from tensor_parallel_worker import DRAFTERS, OTHER_FAMILIES, generate, say_all, say_briefly, say_with_generator
+from tensor_parallel_worker import (
+    DRAFTERS,
+    OTHER_FAMILIES,
+    generate,
+    generate_all,
+    generate_briefly,
+    generate_with_generator,
+)
 from torchrun import ROOT, finish, launch
 
 from hf_specdec.bench.traffic import round_bytes
@@ -20,8 +27,8 @@ from hf_specdec.parallel import all_reduce
 SHALLOW = 2
 
 
-def ask_two(folder, device):
-    """What two processes said on devices of the type `device`, each by the name of the case."""
+def run_two_processes(folder, device):
+    """What two processes generated on devices of the type `device`, each by the name of the case."""
     for family in ("llama", *OTHER_FAMILIES):
         tiny_target(family).save_pretrained(folder / family)
     tiny_target("llama", num_layers=SHALLOW).save_pretrained(folder / "shallow")
@@ -38,16 +45,16 @@ def ask_two(folder, device):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """What the two processes said on CPUs, each by the name of the case."""
-    return ask_two(tmp_path_factory.mktemp("tensor_parallel"), "cpu")
+    """What the two processes generated on CPUs, each by the name of the case."""
+    return run_two_processes(tmp_path_factory.mktemp("tensor_parallel"), "cpu")
 
 
 @pytest.mark.core
 def test_one_process_and_two_generate_the_same(answers):
-    expected = json.loads(json.dumps(say_all(tiny_target("llama"))))
+    expected = json.loads(json.dumps(generate_all(tiny_target("llama"))))
     assert answers[0]["sharded"] == ["DTensor", 48, 32], "the target was not split"
-    for rank, said in enumerate(answers):
-        different = [name for name in expected if said[name] != expected[name]]
+    for rank, generated in enumerate(answers):
+        different = [name for name in expected if generated[name] != expected[name]]
         assert not different, f"process {rank} generated something else: {different}"
     accepted = [sum(map(sum, expected[f"{name}, sampling"][1])) for name in DRAFTERS]
     assert all(count > 0 for count in accepted), "drafts were never accepted"
@@ -58,17 +65,17 @@ def test_one_process_and_two_generate_the_same(answers):
 @pytest.mark.core
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_other_families(answers, family):
-    expected = json.loads(json.dumps(say_briefly(tiny_target(family))))
-    assert [said[family] for said in answers] == [expected, expected]
+    expected = json.loads(json.dumps(generate_briefly(tiny_target(family))))
+    assert [generated[family] for generated in answers] == [expected, expected]
 
 
 @pytest.mark.core
 def test_seeds_are_those_of_rank_0(answers):
     for case in ("seeds of their own", "generators of their own"):
-        first, second = (said[case] for said in answers)
+        first, second = (generated[case] for generated in answers)
         assert first == second
-    said = [json.loads(json.dumps(say_with_generator(tiny_target("llama"), seed))) for seed in (7, 8)]
-    assert said[0] == first and said[1] != first
+    generated = [json.loads(json.dumps(generate_with_generator(tiny_target("llama"), seed))) for seed in (7, 8)]
+    assert generated[0] == first and generated[1] != first
 
 
 @pytest.mark.core
@@ -86,28 +93,30 @@ def test_seeds_are_those_of_rank_0(answers):
     ],
 )
 def test_ranks_that_disagree(answers, case, words):
-    for said in answers:
-        assert re.match(words, said[case]), said[case]
+    for generated in answers:
+        assert re.match(words, generated[case]), generated[case]
 
 
 @pytest.mark.core
 def test_split_rounds_are_captured(answers):
     """What transformers wraps around split layers is no obstacle."""
-    for said in answers:
-        assert said["replayed"] == [*said["borrower, sampling"][:2], "captured in one graph, not compiled"]
+    for generated in answers:
+        assert generated["replayed"] == [*generated["borrower, sampling"][:2], "captured in one graph, not compiled"]
 
 
 @pytest.mark.core
 def test_small_all_reduces_use_symmetric_memory(answers):
     """Those of rounds, of layers and of experts, but not those of prefill; the output is that of one process."""
-    expected = {family: json.loads(json.dumps(say_briefly(tiny_target(family)))) for family in ("llama", "qwen3-moe")}
+    expected = {
+        family: json.loads(json.dumps(generate_briefly(tiny_target(family)))) for family in ("llama", "qwen3-moe")
+    }
     sums, flat, check = [3, 4, 32], [12, 32], [2048 // 4]
-    for said in answers:
-        in_memory = said["in memory"]
+    for generated in answers:
+        in_memory = generated["in memory"]
         assert {family: in_memory[family] for family in expected} == expected
         assert in_memory["llama, sums"] == [sums, check]
         assert in_memory["qwen3-moe, sums"] == [sums, flat], "memory is made once for the same processes"
-        assert said["sums in memory"] == [], "there is no such memory on a CPU"
+        assert generated["sums in memory"] == [], "there is no such memory on a CPU"
 
 
 @pytest.mark.core
@@ -128,9 +137,9 @@ def test_rounds_with_symmetric_memory_are_compiled_whole(answers):
 )
 def test_ranks_fall_back_from_symmetric_memory_together(answers, failing, words):
     """Where one of them cannot have it; each logs that once."""
-    for said, reason in zip(answers, words, strict=True):
-        found = said[f"without memory, {failing}"]
-        assert found["said"] == [said["borrower, greedy"], said["borrower, sampling"]]
+    for generated, reason in zip(answers, words, strict=True):
+        found = generated[f"without memory, {failing}"]
+        assert found["generated"] == [generated["borrower, greedy"], generated["borrower, sampling"]]
         assert found["sums"] == ([[2048 // 4]] if failing == "check" else [])
         assert len(found["logged"]) == 1 and reason in found["logged"][0] and "advice" not in found["logged"][0]
 
@@ -153,7 +162,7 @@ def test_sizes_for_symmetric_memory(shape, dtype, expected):
 
 def check_bench(answers):
     """Both processes measured, of a target drawn in two parts, and rank 0 alone printed."""
-    first, second = (said["bench"] for said in answers)
+    first, second = (generated["bench"] for generated in answers)
     assert second == {"status": 0, "printed": "", "wrote": False}
     assert first["status"] == 0 and first["wrote"]
     assert first["printed"].splitlines()[0].startswith("batch  case") and "drift: " in first["printed"]
@@ -179,7 +188,7 @@ def test_bytes_add_up_to_those_of_one_process(answers):
     """Half of everything but the norms, of which every process has its own."""
     whole = round_bytes(tiny_target("llama"), None, 0, batch=3, length=10)
     norms = 4 * (6 * 2 * 32 + 32)
-    assert [2 * said["bytes"] - whole for said in answers] == [norms, norms]
+    assert [2 * generated["bytes"] - whole for generated in answers] == [norms, norms]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +214,9 @@ def test_invalid_tensor_parallel_arguments(monkeypatch, capsys, options, process
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_one_gpu_and_two_generate_the_same(tmp_path):
     """In captured rounds, which hold the processes' collectives too."""
-    answers = ask_two(tmp_path, "cuda")
-    expected = say_all(copy.deepcopy(tiny_target("llama")).to("cuda"))
-    expected |= {family: say_briefly(copy.deepcopy(tiny_target(family)).to("cuda")) for family in OTHER_FAMILIES}
+    answers = run_two_processes(tmp_path, "cuda")
+    expected = generate_all(copy.deepcopy(tiny_target("llama")).to("cuda"))
+    expected |= {family: generate_briefly(copy.deepcopy(tiny_target(family)).to("cuda")) for family in OTHER_FAMILIES}
     expected = json.loads(json.dumps(expected))
     executions = {name: expected[name][2] for name in ("borrower, greedy", "p-eagle, sampling", "compiled, sampling")}
     assert executions == {
@@ -215,10 +224,10 @@ def test_one_gpu_and_two_generate_the_same(tmp_path):
         "p-eagle, sampling": "captured in one graph, not compiled",
         "compiled, sampling": "captured in one graph, compiled",
     }
-    for rank, said in enumerate(answers):
-        different = [name for name in expected if said[name] != expected[name]]
+    for rank, generated in enumerate(answers):
+        different = [name for name in expected if generated[name] != expected[name]]
         assert not different, f"process {rank} generated something else: {different}"
-        assert [4, 4, 32] in said["sums in memory"], "sums went through the process group"
-        assert said["seeds of hosts"] == answers[0]["seeds of hosts"]
+        assert [4, 4, 32] in generated["sums in memory"], "sums went through the process group"
+        assert generated["seeds of hosts"] == answers[0]["seeds of hosts"]
     for case in check_bench(answers).values():
         assert case["name"] == "dynamic" or case["engine"].endswith("captured in one graph, not compiled")

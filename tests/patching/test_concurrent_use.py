@@ -87,14 +87,14 @@ class Continue(LogitsProcessor):
 
 
 class Agrees(StoppingCriteria):
-    """Stops rows once the target, asked about the text, has said a token of few."""
+    """Stops rows once the target, asked about the text, has generated a token of few."""
 
     def __init__(self, target):
-        self.target, self.said = target, []
+        self.target, self.generated = target, []
 
     def __call__(self, input_ids, scores, **kwargs):
         logits = self.target(input_ids, attention_mask=(input_ids != 0).long()).logits[:, -1]
-        self.said.append(logits.argmax(-1).tolist())
+        self.generated.append(logits.argmax(-1).tolist())
         return logits.argmax(-1) % 17 == 0
 
 
@@ -102,17 +102,17 @@ class Scored(BaseStreamer):
     """Asks the target about every token that it gets, and for gradients."""
 
     def __init__(self, target):
-        self.target, self.said = target, []
+        self.target, self.generated = target, []
 
     def put(self, value):
         with torch.inference_mode(False), torch.enable_grad():
             self.target(value.reshape(len(value), -1).to(DEVICE)).logits.logsumexp(-1).sum().backward()
         gradient = self.target.model.layers[0].self_attn.k_proj.weight.grad
-        self.said.append(gradient.clone())
+        self.generated.append(gradient.clone())
         self.target.zero_grad()
 
     def end(self):
-        self.said.append(torch.zeros(1))
+        self.generated.append(torch.zeros(1))
 
 
 def alike(found, expected):
@@ -143,7 +143,9 @@ def test_criteria_and_streamers_that_run_the_target(engine, family):
         rule, streamer = Agrees(target), Scored(target)
         rules = {"stopping_criteria": StoppingCriteriaList([rule]), "streamer": streamer}
         texts.append(greedy(target, inputs(engine, batch=1), **rules, **options))
-        answers.append([rule.said if engine != "stock" else [], streamer.said[1:] if engine != "stock" else []])
+        answers.append(
+            [rule.generated if engine != "stock" else [], streamer.generated[1:] if engine != "stock" else []]
+        )
     assert all(torch.equal(text, texts[0]) for text in texts)
     for decided, gradients in answers:
         assert decided == answers[0][0] and len(gradients) == len(answers[0][1])
@@ -157,13 +159,13 @@ def test_processors_that_generate(engine, family, kind):
     drafter = drafter_for(target, engine)
     other = {"plain": None, "same drafter": drafter}.get(kind, drafter_for(target, "stock", random_mtp))
 
-    def said(inner=None, **options):
+    def generated(inner=None, **options):
         rules = LogitsProcessorList([Continue(target, inner)])
         return greedy(target, inputs("stock"), max_new_tokens=8, logits_processor=rules, **options)
 
-    plain = said()
+    plain = generated()
     for _ in range(2):
-        assert torch.equal(said(other, assistant_model=drafter, num_assistant_tokens=3), plain)
+        assert torch.equal(generated(other, assistant_model=drafter, num_assistant_tokens=3), plain)
     assert drafter.stats.num_assistant_tokens == 3
 
 
@@ -227,7 +229,7 @@ def test_targets_that_share_a_configuration(engine):
     plain = {target: greedy(target, inputs(engine)) for target in (first, second)}
     before = dict(vars(first.config))
     inside, is_over = threading.Event(), threading.Event()
-    said = {}
+    generated = {}
 
     class Wait(StoppingCriteria):
         def __init__(self, begin, end):
@@ -240,7 +242,7 @@ def test_targets_that_share_a_configuration(engine):
 
     def generate(target, begin, end):
         rules = StoppingCriteriaList([Wait(begin, end)])
-        said[target] = greedy(target, inputs(engine), drafter_for(target, engine), 3, stopping_criteria=rules)
+        generated[target] = greedy(target, inputs(engine), drafter_for(target, engine), 3, stopping_criteria=rules)
 
     other = threading.Thread(
         target=lambda: (generate(first, inside.set, lambda: is_over.wait(0.2)), is_over.set()),
@@ -249,7 +251,7 @@ def test_targets_that_share_a_configuration(engine):
     inside.wait()
     generate(second, lambda: None, is_over.wait)
     other.join()
-    assert all(torch.equal(said[target], plain[target]) for target in plain)
+    assert all(torch.equal(generated[target], plain[target]) for target in plain)
     assert vars(first.config) == before
 
 

@@ -24,12 +24,12 @@ OF_OTHER_MODELS = {
 }
 
 
-def standard_processors(input_ids, said):
-    """Makers of transformers' processors for prompts `[B, P]` that are continued by `said`, a list of tokens."""
+def standard_processors(input_ids, generated):
+    """Makers of transformers' processors for prompts `[B, P]` that are continued by `generated`, a list of tokens."""
     width = input_ids.shape[1]
     made = {
-        "MinLengthLogitsProcessor": (width + 6, said[1:4]),
-        "MinNewTokensLengthLogitsProcessor": (width, 6, said[1:4]),
+        "MinLengthLogitsProcessor": (width + 6, generated[1:4]),
+        "MinNewTokensLengthLogitsProcessor": (width, 6, generated[1:4]),
         "TemperatureLogitsWarper": (1.7,),
         "RepetitionPenaltyLogitsProcessor": (1.8,),
         "EncoderRepetitionPenaltyLogitsProcessor": (3.0, input_ids),
@@ -42,8 +42,8 @@ def standard_processors(input_ids, said):
         "EtaLogitsWarper": (0.02,),
         "NoRepeatNGramLogitsProcessor": (1,),
         "EncoderNoRepeatNGramLogitsProcessor": (1, input_ids),
-        "SequenceBiasLogitsProcessor": ([[said[1:3], -30.0], [[said[0], 11], 25.0], [[13], 1.0]],),
-        "NoBadWordsLogitsProcessor": ([said[2:4], said[5:7], [said[8]]],),
+        "SequenceBiasLogitsProcessor": ([[generated[1:3], -30.0], [[generated[0], 11], 25.0], [[13], 1.0]],),
+        "NoBadWordsLogitsProcessor": ([generated[2:4], generated[5:7], [generated[8]]],),
         "PrefixConstrainedLogitsProcessor": (
             lambda row, tokens: [int(tokens.sum() + row + step) % VOCAB for step in range(9)],
             1,
@@ -53,16 +53,16 @@ def standard_processors(input_ids, said):
         "InfNanRemoveLogitsProcessor": (),
         "ExponentialDecayLengthPenalty": ((3, 3.0), [7], width),
         "LogitNormalization": (),
-        "SuppressTokensAtBeginLogitsProcessor": (said[:1], width),
-        "SuppressTokensLogitsProcessor": (said[:1],),
+        "SuppressTokensAtBeginLogitsProcessor": (generated[:1], width),
+        "SuppressTokensLogitsProcessor": (generated[:1],),
         "WatermarkLogitsProcessor": (VOCAB, "cpu", 0.25, 8.0),
     }
     return {name: (getattr(logits_process, name), arguments) for name, arguments in made.items()}
 
 
-def own_processors(input_ids, said):
+def own_processors(input_ids, generated):
     return {
-        "MaskTokenLogitsProcessor": (MaskTokenLogitsProcessor, (said[0],)),
+        "MaskTokenLogitsProcessor": (MaskTokenLogitsProcessor, (generated[0],)),
         "RowTemperature": (RowTemperature, ([0.5 + row for row in range(len(input_ids))],)),
     }
 
@@ -99,8 +99,8 @@ def test_scores_are_those_of_plain_generate(name, batch):
         "output_scores": True,
     }
     free = target.generate(**inputs, **call)
-    said = free.sequences[0, width:].tolist()
-    makers = standard_processors(inputs["input_ids"], said) | own_processors(inputs["input_ids"], said)
+    generated = free.sequences[0, width:].tolist()
+    makers = standard_processors(inputs["input_ids"], generated) | own_processors(inputs["input_ids"], generated)
     make, arguments = makers[name]
 
     def generate(**options):
@@ -145,10 +145,10 @@ def test_draft_vocabulary_in_plain_generate():
 def test_mask_token_is_not_generated():
     target, inputs = tiny_target("llama"), padded_prompts([9])
     call = {"do_sample": False, "max_new_tokens": 8}
-    said = target.generate(**inputs, **call)[0, 9:].tolist()
-    processors = LogitsProcessorList([MaskTokenLogitsProcessor(said[3])])
+    generated = target.generate(**inputs, **call)[0, 9:].tolist()
+    processors = LogitsProcessorList([MaskTokenLogitsProcessor(generated[3])])
     out = target.generate(**inputs, **call, logits_processor=processors)[0, 9:].tolist()
-    assert out[:3] == said[:3] and said[3] not in out
+    assert out[:3] == generated[:3] and generated[3] not in out
 
 
 @pytest.mark.core
