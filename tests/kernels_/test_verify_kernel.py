@@ -547,7 +547,7 @@ def test_rows_do_not_depend_on_other_rows(module):
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_sampling_has_the_distribution_of_the_target(module, is_soft):
     """The first committed token, and the second where there is one, whatever the drafts were drawn from."""
-    draws, size = 40_000 if ON_GPU or module is reference else 130, 7
+    draws, size = 40_000 if ON_GPU or module is reference else num_cases(130, 80), 7
     generator = torch.Generator().manual_seed(1)
     scores = 1.5 * torch.randn(2, size, generator=generator)
     logits = (scores[0] + torch.randn(size, generator=generator)).expand(draws, 1, size)
@@ -739,7 +739,7 @@ def test_draws_equal_reference(random):
 
 @both
 def test_drafts_have_the_reported_distribution(module):
-    draws = 40_000 if ON_GPU or module is reference else 180
+    draws = 40_000 if ON_GPU or module is reference else num_cases(180, 100)
     logits = torch.tensor([0.0, 1.0, -INF, 2.0, -1.0, 0.5]).expand(draws, 1, 6)
     rows = torch.arange(draws)
     arguments = logits, torch.full((draws,), 0.8), torch.full((draws,), 5), rows

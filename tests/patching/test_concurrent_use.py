@@ -245,7 +245,7 @@ def test_targets_that_share_a_configuration(engine):
         generated[target] = greedy(target, inputs(engine), drafter_for(target, engine), 3, stopping_criteria=rules)
 
     other = threading.Thread(
-        target=lambda: (generate(first, inside.set, lambda: is_over.wait(0.2)), is_over.set()),
+        target=lambda: (generate(first, inside.set, lambda: is_over.wait(0.05)), is_over.set()),
     )
     other.start()
     inside.wait()
