@@ -131,7 +131,8 @@ class StaticRun:
 
     def _prepared_session(self) -> Session:
         request = self._request
-        session = self._kept_session() if self._is_captured else None
+        # A second try has a key, as modules may be patched by then, and finds nothing that is kept.
+        session = self._kept_session() if self._is_captured and self._key is None else None
         if session is None:
             num_layers = num_cache_layers(request.model)
             session = Session(request.drafter.new_state(self._shape, num_layers, request.model.device))
@@ -152,14 +153,12 @@ class StaticRun:
     def _kept_session(self) -> Session | None:
         """A session that earlier calls have left for calls such as this one; None if there is none."""
         request = self._request
-        self._key = SessionKey(
-            self._shape, request.drafter.compile_rounds, fingerprint(self._modules, request.model.device)
-        )
-        session = self._pool.take(self._key)
+        key = SessionKey(self._shape, request.drafter.compile_rounds, fingerprint(self._modules, request.model.device))
+        session = self._pool.take(key)
         if session is None:
             self._target()  # patching may move weights
-            now = self._key.fingerprint._replace(weights=weights_of(self._modules))
-            self._key = self._key._replace(fingerprint=now)
+            key = key._replace(fingerprint=key.fingerprint._replace(weights=weights_of(self._modules)))
+        self._key = key
         return session
 
     def _begin(self, session: Session) -> None:

@@ -387,6 +387,8 @@ def test_prefill_frees_memory_it_needs(monkeypatch):
     assert torch.equal(target.generate(**options, assistant_model=drafter), plain)
     assert failures == ["out of memory"] and len(drafter.sessions) == 1
     assert capture.count == 5  # both prefills, both rounds, the second of which was captured twice
+    assert torch.equal(target.generate(**options, assistant_model=drafter), plain)
+    assert capture.count == 5 and len(drafter.sessions) == 1  # the session of the second try serves the next call
 
 
 @pytest.mark.core
