@@ -354,10 +354,10 @@ def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
     def picky(function, memory):
         if Replay.count == 0:
             return Replay(function, memory)
-        with monkeypatch.context() as patch:
-            propose = drafter.propose
-            patch.setattr(drafter, "propose", lambda *args: Proposal(propose(*args).tokens.fill_(2), None))
-            function()
+        propose = drafter.propose
+        drafter.propose = lambda *args: Proposal(propose(*args).tokens.fill_(2), None)
+        function()
+        del drafter.propose
         refuse(function, memory)
 
     capture = replay_on_cpu(monkeypatch, picky)
