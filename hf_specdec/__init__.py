@@ -6,7 +6,7 @@ model.generate(**inputs, assistant_model=drafter)
 
 from .auto import AutoDrafter
 from .config import DrafterConfig
-from .drafters import Drafter, register_drafter
+from .drafters import Drafter, NoDrafter, register_drafter
 from .integration.hooks import install, uninstall
 from .stats import SpeculationStats
 
@@ -14,6 +14,7 @@ __all__ = [
     "AutoDrafter",
     "Drafter",
     "DrafterConfig",
+    "NoDrafter",
     "SpeculationStats",
     "install",
     "register_drafter",

@@ -136,29 +136,56 @@ class DecodeState:
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
             cached, draft_starts: of each prompt; 0 for all if None.
         """
-        self.tokens.zero_()
+        self.clear()
         for row, prompt in enumerate(prompts):
             self.tokens[row, : len(prompt)] = prompt
         count = len(prompts)
-        self.lengths.fill_(1)
         self.lengths[:count] = torch.tensor([len(prompt) for prompt in prompts])
-        self.limits.fill_(1)
         self.limits[:count] = self.lengths[:count] + torch.tensor(max_new_tokens, device=self.lengths.device)
-        self.finished.fill_(True)
         self.finished[:count] = False
-        self.eos.fill_(NO_TOKEN)
-        if eos is not None:
-            self.eos[: len(eos)] = eos
+        self.set_sampling(eos, temperature)
         self.seeds[:count] = seeds
-        self.temperature.fill_(1.0 if temperature is None else temperature)
-        self.row_temperatures.fill_(1.0)
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures
         for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
-            buffer.zero_()
             if values is not None:
                 buffer[:count] = torch.tensor(values)
         self.live = max(map(len, prompts)) + self.num_draft_tokens
+
+    def clear(self) -> None:
+        """Make all rows finished ones, of one token."""
+        for buffer in (self.tokens, self.cached, self.draft_starts):
+            buffer.zero_()
+        for buffer in (self.lengths, self.limits, self.row_temperatures):
+            buffer.fill_(1)
+        self.finished.fill_(True)
+
+    def set_sampling(self, eos: torch.Tensor | None, temperature: float | None) -> None:
+        """Set what all rows share: tokens that end them, `[E]` int64 or None; the temperature, None if greedy."""
+        self.eos.fill_(NO_TOKEN)
+        if eos is not None:
+            self.eos[: len(eos)] = eos
+        self.temperature.fill_(1.0 if temperature is None else temperature)
+
+    def copy_rows(self, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor) -> None:
+        """Continue rows of another state, which has proposed drafts for them, in rows of this one.
+
+        The drafter's memory is copied by `Drafter.copy_rows`.
+
+        Args:
+            rows: `[n]` int64, which rows of this state they become.
+            source: of the same K, with any numbers of rows and of slots; the rows fit into both.
+            source_rows: `[n]` int64, its rows.
+        """
+        slots = min(source.dummy_slot, self.dummy_slot)
+        self.tokens[rows, :slots] = source.tokens[source_rows, :slots]
+        for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts"):
+            getattr(self, name)[rows] = getattr(source, name)[source_rows]
+        self.cache.copy_rows(rows, source.cache, source_rows, len(self.lengths))
+        self.proposal.tokens[rows] = source.proposal.tokens[source_rows]
+        if self.proposal.probs is not None:
+            self.proposal.probs[rows] = source.proposal.probs[source_rows]
+        self.finished[rows] = source.finished[source_rows]
 
     @contextmanager
     def idle(self) -> Iterator[None]:

@@ -42,6 +42,7 @@ def test_public_names():
         "AutoDrafter",
         "Drafter",
         "DrafterConfig",
+        "NoDrafter",
         "SpeculationStats",
         "install",
         "register_drafter",

@@ -5,6 +5,7 @@ from .base import Drafter, register_drafter
 from .draft_model import DraftModelDrafter
 from .eagle3 import Eagle3Drafter
 from .mtp import MtpDrafter
+from .none import NoDrafter
 from .peagle import PEagleDrafter
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Drafter",
     "Eagle3Drafter",
     "MtpDrafter",
+    "NoDrafter",
     "PEagleDrafter",
     "Proposal",
     "register_drafter",

@@ -37,6 +37,8 @@ class Drafter(PreTrainedModel):
         prefill(state, aux_hidden_states, positions)  process a chunk of the prompt
         propose(state, aux_hidden_states, result)     draft K tokens after the committed ones
 
+    For continuous batching it also implements `copy_rows`, if it keeps anything.
+
     A family without weights also overrides `device`, the device that it runs on.
 
     `propose` runs inside the round, which may be captured in a CUDA graph: no value is copied to the CPU, and shapes
@@ -266,6 +268,17 @@ class Drafter(PreTrainedModel):
     def new_memory(self, state: DecodeState) -> Any:
         """Allocate what the drafter keeps through one generation; stored as `state.memory`."""
         return None
+
+    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor) -> None:
+        """Copy what the drafter keeps of rows of another state, for continuous batching; see `DecodeState.copy_rows`.
+
+        Raises:
+            NotImplementedError: expected a family that implements it, or that keeps nothing.
+        """
+        if state.memory is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} does not implement copy_rows(), which continuous batching needs."
+            )
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         """Process one chunk of the prompt.

@@ -31,6 +31,10 @@ class DraftMemory:
     inputs: DraftInputs
     draft_ids: torch.Tensor | None
 
+    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, source_rows: torch.Tensor) -> None:
+        """Copy what is kept of rows `source_rows` `[n]` int64 of another generation to `rows` `[n]` int64."""
+        self.cache.copy_rows(rows, source.cache, source_rows, len(self.inputs.tokens))
+
 
 class CachedDrafter(Drafter):
     """A drafter with a KV cache of its own.
@@ -136,6 +140,9 @@ class CachedDrafter(Drafter):
             if state.draft_probs and self.target_ids is not None
             else None,
         )
+
+    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor) -> None:
+        state.memory.copy_rows(rows, source.memory, source_rows)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))

@@ -94,6 +94,12 @@ class MtpMemory(DraftMemory):
     hidden: torch.Tensor
     num_columns: torch.Tensor
 
+    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, source_rows: torch.Tensor) -> None:
+        super().copy_rows(rows, source, source_rows)
+        for cache, other in zip(self.later_caches, source.later_caches, strict=True):
+            cache.copy_rows(rows, other, source_rows, len(self.hidden))
+        self.hidden[rows] = source.hidden[source_rows]
+
     def append(self, hidden: torch.Tensor, count: torch.Tensor) -> None:
         """Append the first `count` `[B]` of each row's `[B, n, H]` hidden states, dropping as many of the oldest."""
         all_hidden = torch.cat([self.hidden, hidden.to(self.hidden.dtype)], dim=1)

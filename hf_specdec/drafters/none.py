@@ -12,9 +12,9 @@ from .base import Drafter
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing: K is 0, and a round is one decoding step of `target` on the static engine. For benchmarks.
+    """Drafts nothing: K is 0, and a round is one decoding step of `target` on the static engine.
 
-    It is not registered, since it is neither saved nor loaded.
+    For targets that have no drafter, and to compare with. It is not registered, since it is neither saved nor loaded.
     """
 
     def __init__(self, target: PreTrainedModel):

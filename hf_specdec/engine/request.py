@@ -106,16 +106,25 @@ class Request:
         Raises:
             ValueError: a prompt has more tokens than there are positions.
         """
+        error = next(filter(None, map(self.why_too_long, self.prompts.lengths)), None)
+        if error is not None:
+            raise ValueError(error)
+        return list(map(self.remaining_after, self.prompts.lengths))
+
+    def why_too_long(self, length: int) -> str | None:
+        """What is wrong with a prompt of `length` tokens, if the target has no positions for them; None otherwise."""
         count = num_positions(self.model)
-        if count is None:
-            return [self.max_new_tokens] * self.batch
-        if self.prompts.longest > count:
-            raise ValueError(
-                f"A prompt has {self.prompts.longest} tokens, but {type(self.model).__name__} has {count} positions "
-                "(max_position_embeddings); expected no more tokens than that."
-            )
-        # The last token of a text is not embedded.
-        return [min(self.max_new_tokens, count + 1 - length) for length in self.prompts.lengths]
+        if count is None or length <= count:
+            return None
+        return (
+            f"A prompt has {length} tokens, but {type(self.model).__name__} has {count} positions "
+            "(max_position_embeddings); expected no more tokens than that."
+        )
+
+    def remaining_after(self, length: int) -> int:
+        """How many tokens a prompt of `length` tokens may add; the last token of a text is not embedded."""
+        count = num_positions(self.model)
+        return self.max_new_tokens if count is None else min(self.max_new_tokens, count + 1 - length)
 
     def keeps(self, name: str) -> bool:
         """Whether the caller gets the `"scores"`, `"logits"` or `"hidden_states"` of every step."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -136,61 +137,116 @@ class RoundReport:
         return [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
 
 
+class Rows(Protocol):
+    """What occupies the rows of a state: one call, or requests that come and go."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no row needs another round."""
+
+    def admit(self) -> None:
+        """Called before every round: put waiting requests into free rows."""
+
+    def longest(self) -> int:
+        """Committed tokens of the longest row, prompt included, as far as results are read."""
+
+    def occupants(self) -> Any:
+        """What occupies the rows now; passed on to `take` with the results of the next round."""
+
+    def take(
+        self, occupants: Any, tokens: list[list[int]], accepted: list[int], committed: list[int], **records: Any
+    ) -> None:
+        """Take the results of a round: K + 1 tokens, accepted drafts and committed tokens of each row of the state."""
+
+
 class RoundLoop:
     """The loop over rounds on the host. It reads results one round late on a GPU, which therefore never waits for it.
 
     Args:
         state: prefilled.
         next_round: runs `run_round` on it, eagerly or captured.
-        transcript: collects the generated text.
-        counters: of the rows of the call; the batch of the state may be larger.
-        longest: length of the longest prompt.
-        remaining: new tokens that the target has positions for, for each row. A row that has as many and has not ended
-            is an error.
+        rows: what occupies the rows.
     """
 
     def __init__(
         self,
         state: DecodeState,
         next_round: Callable[[], tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]],
-        transcript: Transcript,
-        counters: Counters,
-        longest: int,
-        remaining: list[int],
+        rows: Rows,
     ):
-        self.state = state
+        self._state = state
+        self._next_round = next_round
+        self._rows = rows
+        self._rounds_ahead = policy_of(state.tokens.device).rounds_ahead
+        self._reports: deque[tuple[Any, RoundReport, dict[str, torch.Tensor | None]]] = deque()
+
+    def run(self) -> None:
+        """Run rounds until the rows are complete. Rounds that the device began after that are ignored."""
+        while not self._rows.is_complete:
+            self._rows.admit()
+            # Tokens of rounds whose results are not read yet.
+            unseen = len(self._reports) * (self._state.num_draft_tokens + 1)
+            # The drafts verified in this round, and those proposed after all of them were accepted.
+            self._state.live = self._rows.longest() + unseen + 2 * self._state.num_draft_tokens
+            result, scores, logits = self._next_round()
+            report = RoundReport(result)
+            self._reports.append((self._rows.occupants(), report, {"scores": scores, "logits": logits}))
+            if len(self._reports) > self._rounds_ahead:
+                occupants, report, records = self._reports.popleft()
+                self._rows.take(occupants, *report.read(), **records)
+
+
+class CallRows:
+    """The rows of one `generate()` call, all there from the start.
+
+    Args:
+        transcript: collects the generated text.
+        counters: of the rows of the call; the batch of the state may be larger.
+        longest: length of the longest prompt.
+        remaining: new tokens that the target has positions for, for each row. A row that has as many and has not ended
+            is an error.
+        finished: `[B]` bool of the state.
+    """
+
+    def __init__(
+        self, transcript: Transcript, counters: Counters, longest: int, remaining: list[int], finished: torch.Tensor
+    ):
         self.transcript = transcript
         self.counters = counters
-        self._next_round = next_round
-        self._batch = len(counters.rows)
         self.num_rounds = 0
         self._longest = longest
         self._remaining = remaining
-        self._rounds_ahead = policy_of(state.tokens.device).rounds_ahead
-        self._reports: deque[tuple[RoundReport, dict[str, torch.Tensor | None]]] = deque()
+        self._finished = finished
 
-    def run(self) -> None:
-        """Run rounds until the transcript is complete. Rounds that the device began after that are ignored."""
-        while not self.transcript.is_complete:
-            # Tokens of rounds whose results are not read yet.
-            unseen = len(self._reports) * (self.state.num_draft_tokens + 1)
-            longest = self._longest + self.transcript.longest_row() + unseen
-            # The drafts verified in this round, and those proposed after all of them were accepted.
-            self.state.live = longest + 2 * self.state.num_draft_tokens
-            result, scores, logits = self._next_round()
-            self._reports.append((RoundReport(result), {"scores": scores, "logits": logits}))
-            if len(self._reports) > self._rounds_ahead:
-                self._take(*self._reports.popleft())
+    @property
+    def is_complete(self) -> bool:
+        return self.transcript.is_complete
 
-    def _take(self, report: RoundReport, records: dict[str, torch.Tensor | None]) -> None:
-        tokens, accepted, committed = (part[: self._batch] for part in report.read())
+    def admit(self) -> None:
+        pass
+
+    def longest(self) -> int:
+        return self._longest + self.transcript.longest_row()
+
+    def occupants(self) -> None:
+        return None
+
+    def take(
+        self,
+        occupants: None,
+        tokens: list[list[int]],
+        accepted: list[int],
+        committed: list[int],
+        **records: torch.Tensor | None,
+    ) -> None:
+        batch = len(self.counters.rows)
         self.num_rounds += 1
-        for row, (num_accepted, num_committed) in enumerate(zip(accepted, committed, strict=True)):
+        for row, (num_accepted, num_committed) in enumerate(zip(accepted[:batch], committed[:batch], strict=True)):
             if num_committed > 0 and not self.transcript.is_done(row):
                 remaining = self._remaining[row] - self.transcript.length(row)
                 self.counters.count(row, num_accepted, num_committed, remaining)
         before = self.transcript.stopped
-        self.transcript.add(tokens, committed, **records)
+        self.transcript.add(tokens[:batch], committed[:batch], **records)
         for row, remaining in enumerate(self._remaining):
             if not self.transcript.stopped[row] and self.transcript.steps >= remaining:
                 raise ValueError(
@@ -199,5 +255,5 @@ class RoundLoop:
                     "max_position_embeddings."
                 )
         if self.transcript.pads_finished_rows and self.transcript.stopped != before:
-            stopped = torch.tensor(self.transcript.stopped, device=self.state.finished.device)
-            self.state.finished[: self._batch] |= stopped
+            stopped = torch.tensor(self.transcript.stopped, device=self._finished.device)
+            self._finished[:batch] |= stopped

@@ -6,32 +6,22 @@ shape. A `StaticRun` runs the request on the session: prefill, rounds, output.
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from typing import Any
 
 import torch
 
-from ..patching.hidden_states import modules_of
 from ..patching.patch import caller
-from ..patching.support import num_cache_layers
 from ..sampling.processors import BlockProcessor
-from ..state import Shape
 from ..stats import Counters
-from .buckets import captured_width, next_power_of_two, slots_for, useful_drafts
-from .capture import capture_prefill, capture_round, why_not_captured
-from .cuda_graphs import start_compiler
-from .fingerprint import fingerprint, weights_of
+from .buckets import next_power_of_two
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
+from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, execution, shape_of
 from .output import SpeculativeOutput
 from .request import Request
-from .rounds import RoundLoop, prefill, prefill_drafter, run_round
-from .sessions import Session, SessionKey, sessions_of, settled_on_error
-from .target import Target, patched_target
+from .rounds import CallRows, RoundLoop, prefill_drafter
+from .sessions import Session, sessions_of, settled_on_error
 from .transcript import Transcript
-
-PREFILL_CHUNK_SIZE = 2048
 
 
 @torch.inference_mode(False)  # whatever the caller's: buffers and weights that are moved outlive the call
@@ -58,9 +48,8 @@ class StaticRun:
 
     def __init__(self, request: Request):
         self._request = request
-        self._modules = modules_of(request.model, request.drafter)
         kept = [name for name in ("scores", "logits", "hidden_states") if request.keeps(name)]
-        self._eager_reason = why_not_captured(request.model, self._modules, kept)
+        self._target = LazyTarget(request.model, request.drafter, kept)
         prompts = request.prompts
         self._process = BlockProcessor(
             request.processors,
@@ -68,11 +57,12 @@ class StaticRun:
             [pad - prompts.hidden for pad in prompts.padding],
             request.temperature,
         )
-        self._shape = _shape_of(request, is_captured=self._is_captured, is_padded=self._process.key is not None)
+        is_captured = self._target.is_captured
+        # Rows beyond those of the call take no part in it.
+        batch = next_power_of_two(request.batch) if is_captured and self._process.key is not None else request.batch
+        shape = shape_of(request, batch, prompts.longest + request.max_new_tokens, is_captured)
         self._chunk_size = request.config.prefill_chunk_size or PREFILL_CHUNK_SIZE
-        self._prefill_width = (
-            captured_width(prompts.longest_uncached, self._shape.batch, self._chunk_size) if self._is_captured else None
-        )
+        self._lease = SessionLease(self._target, shape, self._chunk_size)
         self._transcript = Transcript(
             prompts.input_ids,
             request.criteria,
@@ -83,83 +73,46 @@ class StaticRun:
             keep_logits="logits" in kept,
         )
         self._remaining, self._seeds = request.remaining, request.seeds
-        self._pool = sessions_of(request.drafter)
-        self._contexts = ExitStack()
-        self._patched: Target | None = None
-        self._key: SessionKey | None = None  # of a session that is kept
-
-    @property
-    def _is_captured(self) -> bool:
-        """Whether rounds are to be captured; then the session is kept for other calls."""
-        return self._eager_reason is None
-
-    @property
-    def _reads_aux_hidden_states(self) -> bool:
-        drafter = self._request.drafter
-        return bool(drafter.aux_hidden_state_layer_ids) or drafter.reads_last_hidden_state
 
     def __enter__(self) -> StaticRun:
+        self._target.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._contexts.close()
-
-    def _target(self) -> Target:
-        """The target, patched from the first use on: a call that only replays graphs leaves its modules alone."""
-        if self._patched is None:
-            request = self._request
-            self._patched = self._contexts.enter_context(
-                patched_target(request.model, request.drafter, request.keeps("hidden_states"))
-            )
-        return self._patched
+    def __exit__(self, *exception: Any) -> None:
+        self._target.__exit__(*exception)
 
     def prepare(self) -> None:
         """Get a session, prefill it and capture what it lacks.
 
         Where memory does not suffice, what is kept for other calls is freed, and it is tried once more.
         """
+        pool = sessions_of(self._request.drafter)
         try:
-            self._session = self._prepared_session()
+            self._prepare_session()
             return
         except torch.OutOfMemoryError:
-            if not len(self._pool):
+            if not len(pool):
                 raise
         # The error, which held what was allocated, is gone.
-        self._pool.clear()
+        pool.clear()
         torch.cuda.empty_cache()
-        self._session = self._prepared_session()
+        self._prepare_session()
 
-    def _prepared_session(self) -> Session:
-        request = self._request
-        # A second try has a key, as modules may be patched by then, and finds nothing that is kept.
-        session = self._kept_session() if self._is_captured and self._key is None else None
-        if session is None:
-            num_layers = num_cache_layers(request.model)
-            session = Session(request.drafter.new_state(self._shape, num_layers, request.model.device))
+    def _prepare_session(self) -> None:
+        lease, process, longest = self._lease, self._process, self._request.prompts.longest_uncached
+        session = lease.take()
         with settled_on_error(session):
-            session.acquire()
             self._begin(session)
-            lacks_round = self._is_captured and self._process.key not in session.rounds
-            if lacks_round and request.drafter.compile_rounds:
-                start_compiler(request.model.device)
+            lacks_round = lease.lacks_round(process)
+            if lacks_round:
+                lease.start_compiler()
             self._prefill(session)
             if lacks_round:
-                self._capture_round(session)
-            if self._lacks_prefill(session):
-                self._capture_prefill(session)
+                lease.capture_round(process)
+            # Where rounds cannot be captured, nor can a prefill.
+            if lease.captured_round(process) is not None and lease.lacks_prefill(longest):
+                lease.capture_prefill(longest)
                 self._prefill(session)
-        return session
-
-    def _kept_session(self) -> Session | None:
-        """A session that earlier calls have left for calls such as this one; None if there is none."""
-        request = self._request
-        key = SessionKey(self._shape, request.drafter.compile_rounds, fingerprint(self._modules, request.model.device))
-        session = self._pool.take(key)
-        if session is None:
-            self._target()  # patching may move weights
-            key = key._replace(fingerprint=key.fingerprint._replace(weights=weights_of(self._modules)))
-        self._key = key
-        return session
 
     def _begin(self, session: Session) -> None:
         request, prompts = self._request, self._request.prompts
@@ -171,68 +124,43 @@ class StaticRun:
             request.temperature,
             request.row_temperatures,
             prompts.cached_lengths,
-            prompts.draft_starts(self._reads_aux_hidden_states),
+            prompts.draft_starts(self._target.reads_hidden_states),
         )
 
     def _prefill(self, session: Session) -> None:
-        """Bring the caller's cache and the prompts into the session, captured if that was done before, and draft."""
+        """Bring the caller's cache and the prompts into the session and draft."""
         request, prompts, state = self._request, self._request.prompts, session.state
         if prompts.cached:
-            read_cache(request.cache, state.cache, prompts, self._shape.batch, request.model.device)
-            if not (self._reads_aux_hidden_states or prompts.hidden):
+            read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.model.device)
+            if not (self._target.reads_hidden_states or prompts.hidden):
                 self._target()  # which patches the drafter, too
                 prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._chunk_size)
-        replay = session.prefills.get(self._prefill_width)
-        if replay is None:
-            width = max(prompts.longest_uncached - 1, 1)
-            prefill(state, self._target(), request.drafter, width, self._chunk_size)
-        else:
-            replay()
-
-    def _capture_round(self, session: Session) -> None:
-        captured = capture_round(session, self._target(), self._request.drafter, self._process)
-        session.rounds.add(self._process.key, captured)
-
-    def _lacks_prefill(self, session: Session) -> bool:
-        """Whether a prefill of this width is to be captured: where that cannot be, nor are the rounds."""
-        has_round = session.rounds.get(self._process.key) is not None
-        return self._prefill_width is not None and self._prefill_width not in session.prefills and has_round
-
-    def _capture_prefill(self, session: Session) -> None:
-        width = self._prefill_width
-        session.prefills.add(width, capture_prefill(session, self._target(), self._request.drafter, width))
+        self._lease.prefill(prompts.longest_uncached)
 
     def run_rounds(self) -> None:
         """Run rounds until every row has ended; then fill the caller's cache, and keep the session for other calls."""
-        request, session = self._request, self._session
+        request, session = self._request, self._lease.session
         with settled_on_error(session):
-            self._captured = session.rounds.get(self._process.key)
-            self._counters = Counters(request.batch, request.num_draft_tokens)
-            self._loop = RoundLoop(
-                session.state,
-                self._next_round(),
+            self._captured = self._lease.captured_round(self._process)
+            self._rows = CallRows(
                 self._transcript,
-                self._counters,
+                Counters(request.batch, request.num_draft_tokens),
                 request.prompts.longest,
                 self._remaining,
+                session.state.finished,
             )
+            loop = RoundLoop(session.state, self._lease.next_round(self._process), self._rows)
             start = time.perf_counter()
-            self._loop.run()
+            loop.run()
             self._seconds = time.perf_counter() - start
-            self._hand_over_cache()
-        if self._key is not None:
-            self._pool.keep(self._key, session)
+            self._hand_over_cache(session)
+        self._lease.keep()
 
-    def _next_round(self) -> Callable[[], tuple]:
-        if self._captured is not None:
-            return functools.partial(self._captured, self._process)
-        return functools.partial(run_round, self._session.state, self._target(), self._request.drafter, self._process)
-
-    def _hand_over_cache(self) -> None:
+    def _hand_over_cache(self, session: Session) -> None:
         """Copy keys and values to the caller's cache; if there is none, let the output copy them when it is asked."""
-        request, session = self._request, self._session
-        self._sequences = self._transcript.sequences
-        columns = self._transcript.columns_run(request.prompts)
+        request, transcript = self._request, self._transcript
+        self._sequences = transcript.sequences
+        columns = transcript.columns_run(request.prompts)
         self._finished = FinishedCall(request.model, session.state.cache, request.prompts, self._sequences, columns)
         self._past_key_values = request.cache
         if request.cache is not None:
@@ -248,22 +176,19 @@ class StaticRun:
             with caller():
                 self._finished.complete(request.cache)
         transcript.finish()
-        captured = self._captured
-        stats = self._counters.summary(
+        stats = self._rows.counters.summary(
             num_assistant_tokens=request.num_draft_tokens,
             engine="static",
             reason=request.reason,
-            execution=captured.execution
-            if captured
-            else f"eager: {self._eager_reason or 'a round cannot be captured'}",
-            draft_probs=self._shape.draft_probs,
-            num_rounds=self._loop.num_rounds,
+            execution=execution(self._captured, self._target),
+            draft_probs=self._lease.shape.draft_probs,
+            num_rounds=self._rows.num_rounds,
             seconds=self._seconds,
         )
         request.drafter._last_stats = stats
         if not request.config.return_dict_in_generate:
             return self._sequences
-        kept = self._patched.hidden_states if request.keeps("hidden_states") else None
+        kept = self._target.hidden_states
         return SpeculativeOutput(
             sequences=self._sequences,
             scores=transcript.scores,
@@ -272,23 +197,3 @@ class StaticRun:
             past_key_values=self._past_key_values,
             speculation=stats,
         )
-
-
-def _shape_of(request: Request, is_captured: bool, is_padded: bool) -> Shape:
-    """The shape of the buffers that `request` needs.
-
-    Args:
-        is_captured: whether they are kept for other calls, and therefore of a few sizes only.
-        is_padded: whether the batch may have more rows than the call, which then take no part in it.
-    """
-    batch, max_new_tokens = request.batch, request.max_new_tokens
-    ends = request.eos_token_ids
-    return Shape(
-        batch=next_power_of_two(batch) if is_captured and is_padded else batch,
-        slots=slots_for(request.prompts.longest + max_new_tokens, is_captured),
-        num_draft_tokens=useful_drafts(request.num_draft_tokens, max_new_tokens, is_captured),
-        is_sampling=request.temperature is not None,
-        draft_probs=request.draft_probs,
-        num_ends=next_power_of_two(max(0 if ends is None else ends.numel(), 8)),
-        verification=request.drafter.verification,
-    )

@@ -19,8 +19,8 @@ from .prompts import Prompts
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-# Criteria that are evaluated here, without calling them.
-_DECIDED_HERE = (EosTokenCriteria, MaxLengthCriteria)
+# Criteria that the generated tokens decide, without being called.
+DECIDED_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)
 # transformers' own criteria that work on any device; with the text on the host they need no synchronisation with a GPU.
 _JUDGE_ANYWHERE = (MaxTimeCriteria, StopStringCriteria)
 
@@ -57,7 +57,7 @@ class Transcript:
         keep_logits: bool = False,
     ):
         batch, self._width = prompts.shape
-        called = [rule for rule in criteria if type(rule) not in _DECIDED_HERE]
+        called = [rule for rule in criteria if type(rule) not in DECIDED_BY_TOKENS]
         self._host_criteria = StoppingCriteriaList(rule for rule in called if type(rule) in _JUDGE_ANYWHERE)
         self._criteria = StoppingCriteriaList(rule for rule in called if type(rule) not in _JUDGE_ANYWHERE)
         self._ends = {

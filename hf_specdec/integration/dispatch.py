@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
 from ..drafters.base import Drafter
+from ..engine.continuous import ContinuousBatching, ContinuousOutput, decode_continuously
 from ..engine.equivalence import why_not_equivalent
 from ..engine.prompts import read_prompts
 from ..engine.request import Request
@@ -37,6 +40,20 @@ UNUSED_SETTINGS = {
     "target_lookbehind": "a drafter reads the target's own tokens",
     "max_matching_ngram_size": "a drafter does not look drafts up in the prompt",
 }
+
+
+# How the next call of this thread is run by continuous batching; None for the usual call.
+_CONTINUOUS: ContextVar[ContinuousBatching | None] = ContextVar("continuous_batching", default=None)
+
+
+@contextmanager
+def continuous_batching(settings: ContinuousBatching) -> Iterator[None]:
+    """Context in which a call of `generate()` with a drafter runs by continuous batching: see `ContinuousOutput`."""
+    before = _CONTINUOUS.set(settings)
+    try:
+        yield
+    finally:
+        _CONTINUOUS.reset(before)
 
 
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
@@ -118,7 +135,7 @@ def generate_with_drafter(
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
-) -> GenerateOutput | torch.Tensor:
+) -> GenerateOutput | torch.Tensor | ContinuousOutput:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
 
     Args:
@@ -132,6 +149,8 @@ def generate_with_drafter(
     Raises:
         ValueError: no engine can run the call, or what was given is wrong.
     """
+    continuous = _CONTINUOUS.get()
+    _CONTINUOUS.set(None)  # calls that are made during this one are usual calls
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     check_prompts(input_ids, mask, model_kwargs)
@@ -163,7 +182,17 @@ def generate_with_drafter(
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
         check_same_call(model, stopping_criteria, _call_of(request, engine))
-    run = decode if engine == "static" else functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
+    if continuous is not None:
+        if engine != "static":
+            raise ValueError(
+                f"Continuous batching runs on the static engine, but {type(model).__name__} with this drafter runs on "
+                f"the {engine} engine: {reason}. Use generate(assistant_model=...), row by row."
+            )
+        run = functools.partial(decode_continuously, settings=continuous)
+    elif engine == "static":
+        run = decode
+    else:
+        run = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
     output = run(request)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
     if attentions is not None:

@@ -21,6 +21,7 @@ from ..engine.cuda_graphs import on_device
 from ..engine.stock_engine import DrafterCandidateGenerator
 from ..patching.patch import engine
 from ..sampling.randomness import Randomness
+from .continuous import generate_batch
 from .dispatch import UNUSED_SETTINGS, generate_with_drafter
 from .validation import check_call
 
@@ -142,13 +143,25 @@ def _without_drafters(method: Callable) -> Callable:
             _refuse_class(value)
             if isinstance(value, Drafter):
                 raise ValueError(
-                    f"{method.__name__}() was given {name}={type(value).__name__}, but continuous batching does not "
-                    f"run drafters; expected a call without one. Use generate(assistant_model=...) with a padded "
-                    f"batch, or drop {name}."
+                    f"{method.__name__}() was given {name}={type(value).__name__}, but continuous batching by a "
+                    f"manager does not run drafters; expected a call without one. Use "
+                    f"generate_batch(assistant_model=...), or drop {name}."
                 )
         return method(self, *args, **kwargs)
 
     return refuse
+
+
+_GENERATE_BATCH = ContinuousMixin.generate_batch
+
+
+@functools.wraps(_GENERATE_BATCH)
+def _generate_batch(self, inputs, *args, assistant_model=None, **kwargs):
+    _refuse_class(assistant_model)
+    if isinstance(assistant_model, Drafter):
+        return generate_batch(self, assistant_model, inputs, *args, **kwargs)
+    others = {} if assistant_model is None else {"assistant_model": assistant_model}
+    return _GENERATE_BATCH(self, inputs, *args, **others, **kwargs)
 
 
 # By owner and name: transformers' method and ours.
@@ -161,10 +174,11 @@ _METHODS: dict[tuple[type, str], tuple[Callable, Callable]] = {
     (GenerationMixin, "_get_candidate_generator"): (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
     (GenerationMixin, "_prepare_generation_config"): (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
     (GenerationMixin, "_validate_generation_mode"): (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
+    (ContinuousMixin, "generate_batch"): (_GENERATE_BATCH, _generate_batch),
     **{
         (owner, name): (vars(owner)[name], _without_drafters(vars(owner)[name]))
         for owner, names in (
-            (ContinuousMixin, ("continuous_batching_context_manager", "generate_batch", "init_continuous_batching")),
+            (ContinuousMixin, ("continuous_batching_context_manager", "init_continuous_batching")),
             (ContinuousBatchingManager, ("add_request", "add_requests")),
         )
         for name in names

@@ -11,7 +11,7 @@ from targets import PAD, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.engine import buckets, cuda_graphs, static_engine
+from hf_specdec.engine import buckets, cuda_graphs, lease
 from hf_specdec.kernels.types import Proposal
 from hf_specdec.patching import experts
 from hf_specdec.patching.hidden_states import modules_of
@@ -452,7 +452,7 @@ def test_experts_implementation_of_a_patched_target(family):
 
     def implementations():
         """While the target is hosted, and while a round of it is captured."""
-        with static_engine.patched_target(target, drafter, keep_hidden_states=False):
+        with lease.patched_target(target, drafter, keep_hidden_states=False):
             found = [target.config.get_text_config()._experts_implementation]
             with experts.capturable_experts(target, drafter):
                 return [*found, target.config.get_text_config()._experts_implementation]

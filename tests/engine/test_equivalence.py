@@ -6,26 +6,14 @@ import pytest
 import torch
 from lossless import continuations
 from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
-from targets import _COMMON, PAD, VOCAB, padded_prompts, tiny_target
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from targets import PAD, VOCAB, build_target, padded_prompts, tiny_target
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_specdec.engine import equivalence
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STATE_SPACE = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": 4, "mamba_expand": 2, "use_mamba_kernels": False}
-
-
-def build(model_type, seed=0, **options):
-    config = AutoConfig.for_model(model_type, **{**_COMMON, "num_hidden_layers": 4, **options})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1 and (parameter == 0).all():  # biases, and decays that masks are made of
-                parameter.normal_(std=0.3)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, None
-    return model
 
 
 def check(target, lengths, engine, reason, new=24):
@@ -62,13 +50,13 @@ UNSOUND = {
 @pytest.mark.parametrize("case", UNSOUND)
 def test_targets_with_custom_masks_run_on_the_stock_engine(case):
     model_type, options, reason = UNSOUND[case]
-    check(build(model_type, **options), [40, 33], "stock", reason)
+    check(build_target(model_type, **options), [40, 33], "stock", reason)
 
 
 @pytest.mark.core
 def test_sliding_windows_in_attention_arguments_run_on_the_static_engine():
     for window in (5, 30):
-        check(build("mistral", sliding_window=window), [40, 33], "static", "")
+        check(build_target("mistral", sliding_window=window), [40, 33], "static", "")
 
 
 class LooksAhead(LlamaAttention):
@@ -104,7 +92,7 @@ def test_unsupported_targets_are_refused_before_generation(model_type):
         "bert": {"is_decoder": False},
         "mamba": {"state_size": 8, "time_step_rank": 4},
     }[model_type]
-    target, generated = build(model_type, **options), []
+    target, generated = build_target(model_type, **options), []
 
     class Streamer:
         def put(self, tokens):
@@ -128,7 +116,7 @@ def test_a_class_is_checked_once(monkeypatch):
     monkeypatch.setattr(equivalence, "_outcomes", {})
     runs = []
     for seed in range(2):
-        target = build("qwen2", seed=seed, num_hidden_layers=2, rms_norm_eps=1.5e-6)
+        target = build_target("qwen2", seed=seed, num_hidden_layers=2, rms_norm_eps=1.5e-6)
         target.model.register_forward_pre_hook(lambda *_: runs.append(1))
         drafter = random_draft_model(target)
         for _ in range(2):
@@ -142,7 +130,7 @@ def test_a_class_is_checked_once(monkeypatch):
 
 @pytest.mark.core
 def test_equivalence_check_has_no_side_effects():
-    target = build("gemma3_text", sliding_window=6, query_pre_attn_scalar=8)
+    target = build_target("gemma3_text", sliding_window=6, query_pre_attn_scalar=8)
     target.generation_config.update(repetition_penalty=1.2, cache_implementation="static", max_length=77, num_beams=1)
     config, settings = copy.deepcopy(target.config.to_dict()), copy.deepcopy(target.generation_config.to_dict())
     state, names = torch.get_rng_state(), set(vars(target))
@@ -245,7 +233,7 @@ def test_low_rank_adapters_run_on_the_static_engine():
 @pytest.mark.parametrize("lengths", [[20, 3], [32, 7]], ids=str)
 def test_texts_that_fill_the_position_table(lengths):
     """The last token of a text has no position, so a table of 32 is enough for 33 tokens."""
-    target = build("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
+    target = build_target("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
     inputs, new = padded_prompts(lengths), 33 - max(lengths)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=new)
     for drafter in (copy_of(target, noise=0.02), random_draft_model(target)):
@@ -258,7 +246,7 @@ def test_texts_that_fill_the_position_table(lengths):
 
 @pytest.mark.core
 def test_texts_beyond_the_position_table():
-    target = build("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
+    target = build_target("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
     inputs = padded_prompts([20, 3])
     drafter = copy_of(target, noise=0.02)
     free = target.generate(**inputs, do_sample=False, max_new_tokens=13)
@@ -277,7 +265,7 @@ def test_texts_beyond_the_position_table():
 def test_draft_models_with_fewer_positions_than_the_text():
     target = tiny_target("llama")
     inputs = padded_prompts([30])
-    small = build("opt", max_position_embeddings=16, ffn_dim=48, word_embed_proj_dim=32)
+    small = build_target("opt", max_position_embeddings=16, ffn_dim=48, word_embed_proj_dim=32)
     drafter = copy_of(small)
     drafter.bind(target)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)

@@ -88,7 +88,7 @@ def test_steps_of_a_run():
     plain = request.model.generate(**padded_prompts([5, 3]), max_new_tokens=6, do_sample=False)
     with engine(), StaticRun(request) as run:
         run.prepare()
-        state = run._session.state
+        state = run._lease.session.state
         assert state.lengths.tolist() == [5, 3] and not state.finished.any()
         assert state.proposal.tokens.shape == (2, 3)
         run.run_rounds()

@@ -14,7 +14,7 @@ from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_specdec.engine import capture, cuda_graphs, sessions, static_engine
+from hf_specdec.engine import capture, cuda_graphs, lease, sessions
 from hf_specdec.engine.fingerprint import fingerprint, torch_settings
 from hf_specdec.patching.hidden_states import modules_of
 
@@ -360,13 +360,13 @@ def test_captures_of_a_session_are_bounded(tape, monkeypatch):
     target = own_target(num_layers=3)
     drafter = RANDOM_DRAFTERS["eagle3"](target)
     made = []
-    capture_round = static_engine.capture_round
+    capture_round = lease.capture_round
 
     def noting(*args):
         made.append(weakref.ref(captured := capture_round(*args)))
         return captured
 
-    monkeypatch.setattr(static_engine, "capture_round", noting)
+    monkeypatch.setattr(lease, "capture_round", noting)
 
     def call(top_p, length=9):
         options = {**padded_prompts([length]), "do_sample": True, "max_new_tokens": 6, "seeds": 3, "top_k": 0}

@@ -1,6 +1,5 @@
 """On a GPU: captured rounds are eager rounds, outputs those of plain `generate()`, up to ties in bfloat16."""
 
-import copy
 import gc
 
 import pytest
@@ -11,7 +10,7 @@ from oracle import RANDOM_DRAFTERS
 from sampled_calls import MODES as DRAWS
 from sampled_calls import drafter_of, sample
 from shipped_drafters import DRAFTERS, chat_batches
-from targets import STATIC_FAMILIES, padded_prompts, set_policy, tiny_target
+from targets import STATIC_FAMILIES, on_gpu, padded_prompts, set_policy
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from hf_specdec import AutoDrafter, ops
@@ -23,10 +22,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def on_gpu(family):
-    return copy.deepcopy(tiny_target(family)).to("cuda")
 
 
 def prompts(lengths, seed=0):
@@ -66,7 +61,7 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
         widths.append(width)
         return capture_prefill(session, target, drafter, width)
 
-    monkeypatch.setattr("hf_specdec.engine.static_engine.capture_prefill", counted)
+    monkeypatch.setattr("hf_specdec.engine.lease.capture_prefill", counted)
     generated = []
     for captures in (True, False):
         set_policy(monkeypatch, "cuda", cuda_graphs=captures)
@@ -241,7 +236,7 @@ def test_many_calls_leak_no_memory(monkeypatch):
         captured.append(len(reserved))
         return capture_round(*args)
 
-    monkeypatch.setattr("hf_specdec.engine.static_engine.capture_round", counted)
+    monkeypatch.setattr("hf_specdec.engine.lease.capture_round", counted)
     for call in range(1000):
         batch, length, new = (int(torch.randint(1, top, (1,), generator=generator)) for top in (9, 40, 30))
         # Capturing is what takes time: batches of all sizes share a few captures before K changes and they are gone.

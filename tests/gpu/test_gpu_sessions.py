@@ -12,7 +12,7 @@ from decoding_modes import MODES
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import padded_prompts, set_policy, tiny_target
 
-from hf_specdec.engine import sessions, static_engine
+from hf_specdec.engine import lease, sessions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,14 +55,14 @@ def check(target, drafter):
 def captures(monkeypatch):
     """Rounds that were captured, as weak references."""
     made = []
-    capture_round = static_engine.capture_round
+    capture_round = lease.capture_round
 
     def noting(*args):
         captured = capture_round(*args)
         made.append(weakref.ref(captured))
         return captured
 
-    monkeypatch.setattr(static_engine, "capture_round", noting)
+    monkeypatch.setattr(lease, "capture_round", noting)
     return made
 
 

@@ -8,11 +8,11 @@ from targets import set_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specdec.engine import cuda_graphs, static_engine
+from hf_specdec.engine import cuda_graphs, lease
 from hf_specdec.patching.attention import submodel_configs
 from hf_specdec.patching.cache import RaggedCache
 
-_hosted = static_engine.patched_target
+_hosted = lease.patched_target
 
 
 def in_place(result, new):
@@ -130,7 +130,7 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
     """Let calls on a CPU capture and replay; returns `Replay`, whose counts begin anew."""
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", stand_in)
-    monkeypatch.setattr(static_engine, "patched_target", _watched)
+    monkeypatch.setattr(lease, "patched_target", _watched)
     monkeypatch.setattr(Replay, "count", 0)
     monkeypatch.setattr(Replay, "hostings", 0)
     return Replay

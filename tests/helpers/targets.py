@@ -1,5 +1,6 @@
 """Small random targets of every family that the static engine is tested on, and prompts for them."""
 
+import copy
 import functools
 import os
 from dataclasses import replace
@@ -87,6 +88,11 @@ def tiny_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedMo
     return new_target(family, seed, num_layers)
 
 
+def on_gpu(family: str) -> PreTrainedModel:
+    """A copy of `tiny_target` on a GPU."""
+    return copy.deepcopy(tiny_target(family)).to("cuda")
+
+
 def new_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedModel:
     """A random target in float32 and evaluation mode."""
     options = {**_COMMON, "num_hidden_layers": num_layers, **FAMILIES[family]}
@@ -114,3 +120,16 @@ def padded_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]
         input_ids[row, width - length :] = torch.randint(2, VOCAB, (length,), generator=generator)
         attention_mask[row, width - length :] = 1
     return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def build_target(model_type: str, seed: int = 0, **options) -> PreTrainedModel:
+    """A random target of any model type, in float32 and evaluation mode, with biases that are not zero."""
+    config = AutoConfig.for_model(model_type, **{**_COMMON, "num_hidden_layers": 4, **options})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 and (parameter == 0).all():  # biases, and decays that masks are made of
+                parameter.normal_(std=0.3)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, None
+    return model

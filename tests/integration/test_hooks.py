@@ -118,11 +118,10 @@ def test_install_twice_and_uninstall(owner):
 
 
 @pytest.mark.core
-def test_continuous_batching_refuses_drafters():
+def test_managers_of_continuous_batching_refuse_drafters():
     target = tiny_target("llama")
     drafter, prompts = random_eagle3(target), [[5, 6, 7]]
     calls = {
-        "generate_batch": lambda **options: target.generate_batch(prompts, **options),
         "init_continuous_batching": target.init_continuous_batching,
         "continuous_batching_context_manager": target.continuous_batching_context_manager,
         "add_request": lambda **options: ContinuousBatchingManager.add_request(None, prompts[0], **options),
@@ -133,6 +132,8 @@ def test_continuous_batching_refuses_drafters():
             call(assistant_model=drafter)
         with pytest.raises(ValueError, match="assistant_model is the class AutoDrafter"):
             call(assistant_model=AutoDrafter)
+    with pytest.raises(ValueError, match="assistant_model is the class AutoDrafter"):
+        target.generate_batch(prompts, assistant_model=AutoDrafter)
     assert target.generate_batch([], assistant_model=None) == {}
 
 

@@ -410,7 +410,7 @@ def test_samples_do_not_depend_on_drafts_beyond_the_remaining_tokens(target, roo
         return out.tolist(), [row.accepted for row in drafter.stats.rows]
 
     cut = generate(20)
-    monkeypatch.setattr("hf_specdec.engine.static_engine.useful_drafts", lambda asked, room, is_kept: asked)
+    monkeypatch.setattr("hf_specdec.engine.lease.useful_drafts", lambda asked, room, is_kept: asked)
     assert generate(20) == cut
 
 

@@ -1,0 +1,207 @@
+"""What a call uses of the engine: the patched target, and sessions with the graphs that it lacks captured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from transformers import PreTrainedModel
+
+from ..drafters.base import Drafter
+from ..patching.hidden_states import modules_of
+from ..patching.support import num_cache_layers
+from ..sampling.processors import BlockProcessor
+from ..state import Shape
+from .buckets import captured_width, next_power_of_two, slots_for, useful_drafts
+from .capture import CapturedRound, capture_prefill, capture_round, why_not_captured
+from .cuda_graphs import start_compiler
+from .fingerprint import Fingerprint, fingerprint, weights_of
+from .request import Request
+from .rounds import prefill, run_round
+from .sessions import Session, SessionKey, sessions_of
+from .target import HiddenStates, Target, patched_target
+
+PREFILL_CHUNK_SIZE = 2048
+
+
+def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> Shape:
+    """The shape of buffers for `request`.
+
+    Args:
+        request: to run.
+        batch: rows.
+        longest: most tokens of a row.
+        is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
+    """
+    ends = request.eos_token_ids
+    return Shape(
+        batch=batch,
+        slots=slots_for(longest, is_captured),
+        num_draft_tokens=useful_drafts(request.num_draft_tokens, request.max_new_tokens, is_captured),
+        is_sampling=request.temperature is not None,
+        draft_probs=request.draft_probs,
+        num_ends=next_power_of_two(max(0 if ends is None else ends.numel(), 8)),
+        verification=request.drafter.verification,
+    )
+
+
+class LazyTarget:
+    """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
+
+    A context, outside of which it is not patched.
+
+    Args:
+        model: the target.
+        drafter: bound to it.
+        kept: names of what the caller gets of every step, such as scores.
+
+    Attributes:
+        eager_reason: why rounds are not captured; None if they are.
+    """
+
+    def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
+        self.model, self.drafter = model, drafter
+        self.modules = modules_of(model, drafter)
+        self.eager_reason = why_not_captured(model, self.modules, kept)
+        self._keeps_hidden_states = "hidden_states" in kept
+        self._contexts = ExitStack()
+        self._patched: Target | None = None
+        self._fingerprint: Fingerprint | None = None
+
+    def __enter__(self) -> LazyTarget:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.close()
+
+    def __call__(self) -> Target:
+        if self._patched is None:
+            before = self.fingerprint if self.is_captured else None
+            self._patched = self._contexts.enter_context(
+                patched_target(self.model, self.drafter, self._keeps_hidden_states)
+            )
+            if before is not None:  # patching may move weights
+                self._fingerprint = before._replace(weights=weights_of(self.modules))
+        return self._patched
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of target and drafter as they are unpatched, with the weights where they are now."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.modules, self.model.device)
+        return self._fingerprint
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether rounds are to be captured; then sessions are kept for other calls."""
+        return self.eager_reason is None
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether the drafter reads hidden states of the target."""
+        return bool(self.drafter.aux_hidden_state_layer_ids) or self.drafter.reads_last_hidden_state
+
+    @property
+    def hidden_states(self) -> HiddenStates | None:
+        """All hidden states, where the caller asked for them."""
+        return None if self._patched is None else self._patched.hidden_states
+
+
+class SessionLease:
+    """A session that a call uses: one that earlier calls have left, or a new one.
+
+    Args:
+        target: of the call.
+        shape: of the session's buffers.
+        chunk_size: most columns of a prefill's forward pass.
+    """
+
+    def __init__(self, target: LazyTarget, shape: Shape, chunk_size: int | None = None):
+        self._target = target
+        self.shape = shape
+        self._chunk_size = chunk_size or PREFILL_CHUNK_SIZE
+        self._pool = sessions_of(target.drafter)
+        self.session: Session | None = None
+
+    def take(self) -> Session:
+        """A session for the shape, ready to be used; it is also `session`."""
+        target = self._target
+        session = None
+        if target.is_captured:
+            session = self._pool.take(self._key())
+            if session is None:
+                target()  # patching may move weights, which the key names
+        if session is None:
+            state = target.drafter.new_state(self.shape, num_cache_layers(target.model), target.model.device)
+            session = Session(state)
+        session.acquire()
+        self.session = session
+        return session
+
+    def _key(self) -> SessionKey:
+        return SessionKey(self.shape, self._target.drafter.compile_rounds, self._target.fingerprint)
+
+    def lacks_round(self, process: BlockProcessor) -> bool:
+        """Whether rounds with `process` are to be captured and have not been."""
+        return self._target.is_captured and process.key not in self.session.rounds
+
+    def start_compiler(self) -> None:
+        """Start what compiles rounds, where they are compiled, beside the prefill that comes before."""
+        if self._target.drafter.compile_rounds:
+            start_compiler(self._target.model.device)
+
+    def capture_round(self, process: BlockProcessor) -> None:
+        self.session.rounds.add(process.key, capture_round(self.session, self._target(), self._target.drafter, process))
+
+    def captured_round(self, process: BlockProcessor) -> CapturedRound | None:
+        """The captured round; None if rounds run eagerly."""
+        return self.session.rounds.get(process.key)
+
+    def next_round(self, process: BlockProcessor) -> Callable[[], tuple]:
+        """A function that runs a round, captured or eagerly, see `run_round`."""
+        captured = self.captured_round(process)
+        if captured is not None:
+            return functools.partial(captured, process)
+        return functools.partial(run_round, self.session.state, self._target(), self._target.drafter, process)
+
+    def prefill(self, longest: int) -> None:
+        """Prefill the session with the prompts that its state holds, captured if that was done before, and draft.
+
+        Args:
+            longest: uncached tokens of the longest prompt.
+        """
+        replay = self.session.prefills.get(self._prefill_width(longest))
+        if replay is not None:
+            replay()
+            return
+        width = max(longest - 1, 1)
+        prefill(self.session.state, self._target(), self._target.drafter, width, self._chunk_size)
+
+    def lacks_prefill(self, longest: int) -> bool:
+        """Whether a prefill of this width is to be captured, and has not been."""
+        width = self._prefill_width(longest)
+        return width is not None and width not in self.session.prefills
+
+    def capture_prefill(self, longest: int) -> None:
+        """Capture the prefill of this width; the session must be prefilled before and again afterwards."""
+        width = self._prefill_width(longest)
+        self.session.prefills.add(width, capture_prefill(self.session, self._target(), self._target.drafter, width))
+
+    def _prefill_width(self, longest: int) -> int | None:
+        if not self._target.is_captured:
+            return None
+        return captured_width(longest, self.shape.batch, self._chunk_size)
+
+    def keep(self) -> None:
+        """Leave the session for other calls, where sessions are kept."""
+        if self._target.is_captured:
+            self._pool.keep(self._key(), self.session)
+
+
+def execution(captured: CapturedRound | None, target: LazyTarget) -> str:
+    """How rounds are run, for `SpeculationStats.execution`."""
+    return captured.execution if captured else f"eager: {target.eager_reason or 'a round cannot be captured'}"

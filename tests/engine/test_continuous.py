@@ -1,0 +1,283 @@
+"""Continuous batching: what every request says does not depend on the rows, nor on the requests around it."""
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+from case_counts import cases
+from graph_stand_ins import replay_on_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_state import traces
+from oracle import RANDOM_DRAFTERS, copy_of, random_eagle3
+from sampled_calls import MODES, drafter_of
+from targets import STATIC_FAMILIES, build_target, tiny_target
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.logits_process import TopKLogitsWarper
+
+from hf_specdec import NoDrafter
+from hf_specdec.engine import continuous
+from hf_specdec.engine.continuous import ContinuousBatching, RequestRows, RowRequest
+from hf_specdec.stats import Counters
+
+LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
+END, NEW = 7, 12
+KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.02), "none": NoDrafter}
+
+
+def prompts_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+@functools.cache
+def alone(family, lengths, seed=0, end=END):
+    """What `generate()` without a drafter says to each prompt."""
+    target = tiny_target(family)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": end}
+    return [
+        target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts_of(lengths, seed)
+    ]
+
+
+def generate_batch(target, drafter, lengths, rows, seed=0, **options):
+    """The texts of all requests, and the statistics of each."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END, **options}
+    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
+    out = target.generate_batch(prompts_of(lengths, seed), None, config, assistant_model=drafter, **options)
+    assert all(result.status == RequestStatus.FINISHED and result.error is None for result in out.values())
+    return [result.generated_tokens for result in out.values()], drafter.stats.rows
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_identical_to_generation_alone(kind, rows):
+    target = tiny_target("llama")
+    drafter = KINDS[kind](target)
+    lengths = LENGTHS if rows > 1 else LENGTHS[:4]
+    texts, counts = generate_batch(target, drafter, lengths, rows)
+    assert texts == alone("llama", lengths)
+    assert {len(text) for text in texts} > {NEW}, "rows ended at different times"
+    assert [count.committed for count in counts] == [len(text) for text in texts]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", STATIC_FAMILIES)
+def test_every_family_of_targets(family):
+    target = tiny_target(family)
+    for kind in cases(["eagle3", "mtp", "draft-model", "none"], ["eagle3"]):
+        texts, _ = generate_batch(target, KINDS[kind](target), LENGTHS, 3)
+        assert texts == alone(family, LENGTHS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["eagle3", "pard", "mtp", "noisy-copy"])
+def test_a_request_with_a_seed_says_and_accepts_what_it_does_alone(kind, mode):
+    """Equal counts of accepted drafts mean that drafters, too, continue where they were prefilled."""
+    target, lengths = tiny_target("llama"), LENGTHS[:7]
+    if kind == "noisy-copy":
+        draft_probs, verification = MODES[mode]
+        drafter = KINDS[kind](target).configure(3, draft_probs=draft_probs, verification=verification)
+    else:
+        drafter = drafter_of(target, kind, mode)
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 40}
+    texts, counts = generate_batch(target, drafter, lengths, 2, seeds=list(range(7)), **options)
+    options |= {"max_new_tokens": NEW, "eos_token_id": END, "return_dict_in_generate": True}
+    for seed, (prompt, text, count) in enumerate(zip(prompts_of(lengths), texts, counts, strict=True)):
+        out = target.generate(torch.tensor([prompt]), assistant_model=drafter, seeds=[seed], **options)
+        assert out.sequences[0, len(prompt) :].tolist() == text
+        assert out.speculation.rows[0] == count
+    if kind == "noisy-copy":
+        assert sum(count.accepted for count in counts) > 5
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_random_workloads(data):
+    """Rows and requests of any number, groups of any size, ends at any time."""
+    lengths = tuple(data.draw(st.lists(st.sampled_from([1, 2, 5, 17, 30]), min_size=1, max_size=12)))
+    rows, end = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([END, 11, None]))
+    target = tiny_target("llama", num_layers=2)
+    drafter = copy_of(target, noise=0.08)
+    expected = [
+        target.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=end)[0, len(prompt) :]
+        for prompt in prompts_of(lengths)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous, "GROUP_SIZES", data.draw(st.sampled_from([(1,), (1, 3), (2, 8)])))
+        patch.setattr(continuous, "MOST_GROUP_TOKENS", data.draw(st.sampled_from([4, 64, 4096])))
+        patch.setattr(continuous, "SHARE_TO_ADMIT", data.draw(st.sampled_from([0.1, 1.0])))
+        texts, _ = generate_batch(target, drafter, lengths, rows, max_new_tokens=6, eos_token_id=end)
+    assert texts == [row.tolist() for row in expected]
+
+
+def test_rows_are_taken_as_others_end(monkeypatch):
+    """With 12 requests on 4 rows there are fewer rounds than in three padded batches of 4."""
+    target = tiny_target("llama")
+    drafter = NoDrafter(target)
+    monkeypatch.setattr(continuous, "SHARE_TO_ADMIT", 0)
+    texts, _ = generate_batch(target, drafter, LENGTHS, 4)
+    by_length = sorted(zip(LENGTHS, texts, strict=True), key=lambda pair: -pair[0])
+    batches = [[len(text) for _, text in by_length[first : first + 4]] for first in (0, 4, 8)]
+    assert -(-sum(map(len, texts)) // 4) <= drafter.stats.num_rounds < sum(map(max, batches))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
+def test_sessions_and_graphs_are_kept_for_the_next_call(monkeypatch, kind):
+    capture = replay_on_cpu(monkeypatch)
+    target = tiny_target("llama")
+    drafter = KINDS[kind](target)
+    for lengths in (LENGTHS, LENGTHS[:7], LENGTHS[3:]):
+        texts, _ = generate_batch(target, drafter, lengths, 4)
+        assert texts == alone("llama", lengths)
+        assert capture.count == 1
+        assert drafter.stats.execution.startswith("captured in one graph")
+
+
+@pytest.mark.core
+def test_results_are_those_of_transformers(capsys):
+    """Keys, order and fields are as of `generate_batch()` without a drafter."""
+    target, prompts = tiny_target("llama"), prompts_of((5, 3, 8))
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=END, num_return_sequences=2)
+    out = target.generate_batch(
+        prompts, config, assistant_model=random_eagle3(target), record_timestamps=True, progress_bar=True
+    )
+    assert list(out) == [name for index in range(3) for name in (f"req_{index}__child#0", f"req_{index}")]
+    assert [result.prompt_ids for result in out.values()] == [prompt for prompt in prompts for _ in range(2)]
+    texts = [text[:6] for text in alone("llama", (5, 3, 8))]
+    assert [result.generated_tokens for result in out.values()] == [text for text in texts for _ in range(2)]
+    for name, result in out.items():
+        assert result.request_id == name and result.is_finished() and result.logprobs == []
+        assert len(result.timestamps) == len(result.generated_tokens)
+        assert 0 < result.created_time <= result.timestamps[0] <= result.timestamps[-1] == result.lifespan[1]
+    assert "6request" in capsys.readouterr().err
+    assert target.generate_batch([], assistant_model=random_eagle3(target)) == {}
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stopping_criteria": StoppingCriteriaList([Never()])}, "the call has Never; expected no other stopping"),
+        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor reads the text; expected temperature"),
+        ({"streamer": TextStreamer(None)}, "does not support a streamer"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "does not support output_scores"),
+        ({"num_beams": 2}, "works with greedy search and sampling"),
+        ({"nonsense": 3}, "nonsense"),
+        ({"continuous_batching_config": ContinuousBatchingConfig(return_logprobs=True)}, "return_logprobs is set"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_supported_is_refused(options, words):
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    with pytest.raises(ValueError, match=words):
+        target.generate_batch([[5, 6]], assistant_model=drafter, max_new_tokens=4, **options)
+    usual = target.generate(torch.tensor([[5, 6]]), assistant_model=drafter, max_new_tokens=4, do_sample=False)
+    assert isinstance(usual, torch.Tensor), "a refused call leaves nothing behind"
+
+
+def test_pointwise_processors_of_the_caller():
+    target = tiny_target("llama")
+    texts, _ = generate_batch(
+        target, copy_of(target), LENGTHS, 4, do_sample=True, logits_processor=[TopKLogitsWarper(1)], seeds=1
+    )
+    assert texts == alone("llama", LENGTHS)
+
+
+def test_targets_of_the_stock_engine_are_refused():
+    target = tiny_target("qwen3-next")
+    with pytest.raises(ValueError, match=r"runs on the static engine, but Qwen3NextForCausalLM .* runs on the stock"):
+        target.generate_batch([[5, 6]], assistant_model=random_eagle3(target), max_new_tokens=4)
+
+
+def test_wrong_prompts():
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    with pytest.raises(ValueError, match="Prompt 1 of inputs has no tokens"):
+        target.generate_batch([[5], []], assistant_model=drafter)
+    with pytest.raises(ValueError, match="holds the token 96, but LlamaForCausalLM has tokens 0 to 95"):
+        target.generate_batch([[5], [96]], assistant_model=drafter)
+
+
+def test_requests_without_positions_fail_alone():
+    """The target has positions for 32 tokens: the second prompt has more, and the third no room for what it may say."""
+    target = build_target("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
+    lengths = (5, 40, 28, 3)
+    config = ContinuousBatchingConfig(max_requests_per_batch=2)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    out = target.generate_batch(prompts_of(lengths), None, config, assistant_model=NoDrafter(target), **options)
+    statuses = [result.status for result in out.values()]
+    assert statuses == [getattr(RequestStatus, name) for name in ("FINISHED", "FAILED", "FAILED", "FINISHED")]
+    first, second, third, last = out.values()
+    assert re.match("A prompt has 40 tokens, but OPTForCausalLM has 32 positions", second.error)
+    assert re.match("The request has 28 tokens and has not ended after 5 new ones, .* max_new_tokens", third.error)
+    assert second.generated_tokens == [] and len(third.generated_tokens) == 5
+    for result in (first, last):
+        expected = target.generate(torch.tensor([result.prompt_ids]), **options)[0, len(result.prompt_ids) :]
+        assert result.generated_tokens == expected.tolist()
+
+
+def test_an_interrupted_call_leaves_nothing_behind(monkeypatch):
+    replay_on_cpu(monkeypatch)
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = random_eagle3(target)
+    generate_batch(target, drafter, LENGTHS, 4)  # which installs what stays, such as fused linears
+    before = traces(target)
+
+    def interrupt(self, count):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("hf_specdec.integration.continuous.tqdm.update", interrupt)
+        generate_batch(target, drafter, LENGTHS, 4)
+    assert traces(target) == before
+    assert generate_batch(target, drafter, LENGTHS, 4)[0] == alone("llama", LENGTHS)
+
+
+def test_admission():
+    """All rows at first; then only when enough are free; the longest group is bounded in rows and in tokens."""
+    groups = []
+    requests = [RowRequest(index, torch.zeros(length), 4) for index, length in enumerate((9, 8, 7, 3, 2, 2, 2, 1))]
+    rows = RequestRows(
+        4, requests, {END}, 4, Counters(8, 1), lambda at, group: groups.append((at, group)), ContinuousBatching()
+    )
+    rows._enough_to_admit = 2
+
+    def finish(*which):
+        committed = [1 if row in which else 0 for row in range(4)]
+        occupants = [one if row in which else None for row, one in enumerate(rows.occupants())]
+        rows.take(occupants, [[END, 0]] * 4, [0] * 4, committed)
+        rows.admit()
+        return [[one.index for one in group] for _, group in groups]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous, "GROUP_SIZES", (1, 3))
+        patch.setattr(continuous, "MOST_GROUP_TOKENS", 24)
+        rows.admit()
+        assert [[one.index for one in group] for _, group in groups] == [[0], [1, 2, 3]]
+        assert rows.longest() == 9
+        assert finish(2) == [[0], [1, 2, 3]], "one free row is not enough"
+        assert finish(0) == [[0], [1, 2, 3], [4, 5]]
+        assert sorted(groups[-1][0]) == [0, 2]
+        assert finish(0, 1, 2) == [[0], [1, 2, 3], [4, 5], [6, 7]], "fewer than there is room for wait"
+        finish(3)
+        assert not rows.is_complete
+        for row in range(4):
+            finish(row)
+        assert rows.is_complete and all(one.is_over for one in requests)

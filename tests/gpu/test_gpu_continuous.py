@@ -1,0 +1,103 @@
+"""Continuous batching on a GPU: captured rounds, groups and rows of many sizes."""
+
+import functools
+
+import pytest
+import torch
+from oracle import RANDOM_DRAFTERS, copy_of
+from targets import on_gpu, tiny_target
+from transformers import ContinuousBatchingConfig
+
+from hf_specdec import NoDrafter
+from hf_specdec.engine import continuous, lease
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+END, NEW = 7, 16
+LENGTHS = [5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13, 60, 2, 8, 11]
+KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.02), "none": NoDrafter}
+
+
+@functools.cache
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@functools.cache
+def alone(family):
+    """What `generate()` without a drafter says on a CPU."""
+    target = tiny_target(family)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
+    return [target.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts()]
+
+
+def generate_batch(target, drafter, rows, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END, **options}
+    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
+    out = target.generate_batch(prompts(), None, config, assistant_model=drafter, **options)
+    return [result.generated_tokens for result in out.values()]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_identical_to_generation_alone(kind, rows):
+    target = on_gpu("llama")
+    drafter = KINDS[kind](target).configure(compile_rounds=False)
+    for _ in range(2):
+        assert generate_batch(target, drafter, rows) == alone("llama")
+        assert drafter.stats.execution.startswith("captured in one graph")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "deepseek-v3"])
+def test_compiled_rounds(family):
+    target = on_gpu(family)
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    assert generate_batch(target, drafter, 4) == alone(family)
+    assert drafter.stats.execution == "captured in one graph, compiled"
+
+
+def test_sampled_requests_are_those_of_generate_alone():
+    target = on_gpu("llama")
+    drafter = KINDS["noisy-copy"](target).configure(3, compile_rounds=False)
+    options = {"do_sample": True, "temperature": 1.3, "top_k": 40}
+    texts = generate_batch(target, drafter, 4, seeds=list(range(len(LENGTHS))), **options)
+    for seed, (prompt, text) in enumerate(zip(prompts(), texts, strict=True)):
+        given = torch.tensor([prompt], device="cuda")
+        options |= {"max_new_tokens": NEW, "eos_token_id": END}
+        out = target.generate(given, assistant_model=drafter, seeds=[seed], **options)
+        assert out[0, len(prompt) :].tolist() == text
+
+
+def test_rows_that_do_not_fit_into_memory_become_fewer(monkeypatch):
+    """Buffers of 16 rows and of 8 are refused, as if memory did not suffice."""
+    target, rows = on_gpu("llama"), []
+    drafter = KINDS["eagle3"](target).configure(compile_rounds=False)
+    capture_round = lease.capture_round
+
+    def short_of_memory(session, *args):
+        rows.append(len(session.state.lengths))
+        if rows[-1] > 4:
+            raise torch.OutOfMemoryError("out of memory, in a test")
+        return capture_round(session, *args)
+
+    monkeypatch.setattr(lease, "capture_round", short_of_memory)
+    assert generate_batch(target, drafter, None) == alone("llama")
+    assert rows == [16, 8, 4]
+
+
+def test_many_calls_leak_no_memory():
+    target = on_gpu("llama")
+    drafter = KINDS["eagle3"](target).configure(compile_rounds=False)
+    used = []
+    for _ in range(6):
+        generate_batch(target, drafter, 4)
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_allocated())
+    assert used[2] == used[-1]
+    drafter.release()
+    assert torch.cuda.memory_allocated() < used[-1]
+    assert continuous.MOST_ROWS["cuda"] >= 16
