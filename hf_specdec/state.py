@@ -58,6 +58,9 @@ class DecodeState:
         verification: see `Drafter.configure`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
+        num_prefilled: `[]` int64, positions of each row after `cached` that are prefilled.
+        last_hidden_states: `[B, width]`, auxiliary hidden states at the last prefilled position of each prompt, 0 where
+            there is none; None before the first prefill, and for a drafter that reads none.
         cache: the target's KV cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
         proposal: drafts that the next round verifies; set by `set_proposal`, always in the same memory.
@@ -79,8 +82,10 @@ class DecodeState:
     verification: str
     cached: torch.Tensor
     draft_starts: torch.Tensor
+    num_prefilled: torch.Tensor
     cache: RaggedCache | None
     live: int
+    last_hidden_states: torch.Tensor | None = None
     proposal: Proposal | None = None
     memory: Any = None
 
@@ -110,6 +115,7 @@ class DecodeState:
             verification=shape.verification,
             cached=torch.zeros(batch, dtype=torch.int64, device=device),
             draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
+            num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
             cache=RaggedCache(num_layers, shape.slots) if num_layers else None,
             live=shape.slots,
         )
@@ -167,21 +173,21 @@ class DecodeState:
             self.eos[: len(eos)] = eos
         self.temperature.fill_(1.0 if temperature is None else temperature)
 
-    def copy_rows(self, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor) -> None:
+    def copy_rows(self, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor, slots: int) -> None:
         """Continue rows of another state, which has proposed drafts for them, in rows of this one.
 
         The drafter's memory is copied by `Drafter.copy_rows`.
 
         Args:
             rows: `[n]` int64, which rows of this state they become.
-            source: of the same K, with any numbers of rows and of slots; the rows fit into both.
+            source: of the same K, with any numbers of rows and of slots.
             source_rows: `[n]` int64, its rows.
+            slots: how many leading slots are copied, none of them a dummy slot: at least the tokens of each row.
         """
-        slots = min(source.dummy_slot, self.dummy_slot)
         self.tokens[rows, :slots] = source.tokens[source_rows, :slots]
         for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts"):
             getattr(self, name)[rows] = getattr(source, name)[source_rows]
-        self.cache.copy_rows(rows, source.cache, source_rows, len(self.lengths))
+        self.cache.copy_rows(rows, source.cache, source_rows, slots)
         self.proposal.tokens[rows] = source.proposal.tokens[source_rows]
         if self.proposal.probs is not None:
             self.proposal.probs[rows] = source.proposal.probs[source_rows]

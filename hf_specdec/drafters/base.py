@@ -269,7 +269,9 @@ class Drafter(PreTrainedModel):
         """Allocate what the drafter keeps through one generation; stored as `state.memory`."""
         return None
 
-    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor) -> None:
+    def copy_rows(
+        self, state: DecodeState, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor, slots: int
+    ) -> None:
         """Copy what the drafter keeps of rows of another state, for continuous batching; see `DecodeState.copy_rows`.
 
         Raises:

@@ -31,9 +31,9 @@ class DraftMemory:
     inputs: DraftInputs
     draft_ids: torch.Tensor | None
 
-    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, source_rows: torch.Tensor) -> None:
-        """Copy what is kept of rows `source_rows` `[n]` int64 of another generation to `rows` `[n]` int64."""
-        self.cache.copy_rows(rows, source.cache, source_rows, len(self.inputs.tokens))
+    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, source_rows: torch.Tensor, slots: int) -> None:
+        """Copy what another generation keeps of rows; arguments as of `DecodeState.copy_rows`."""
+        self.cache.copy_rows(rows, source.cache, source_rows, slots)
 
 
 class CachedDrafter(Drafter):
@@ -141,8 +141,10 @@ class CachedDrafter(Drafter):
             else None,
         )
 
-    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor) -> None:
-        state.memory.copy_rows(rows, source.memory, source_rows)
+    def copy_rows(
+        self, state: DecodeState, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor, slots: int
+    ) -> None:
+        state.memory.copy_rows(rows, source.memory, source_rows, slots)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))

@@ -94,10 +94,10 @@ class MtpMemory(DraftMemory):
     hidden: torch.Tensor
     num_columns: torch.Tensor
 
-    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, source_rows: torch.Tensor) -> None:
-        super().copy_rows(rows, source, source_rows)
+    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, source_rows: torch.Tensor, slots: int) -> None:
+        super().copy_rows(rows, source, source_rows, slots)
         for cache, other in zip(self.later_caches, source.later_caches, strict=True):
-            cache.copy_rows(rows, other, source_rows, len(self.hidden))
+            cache.copy_rows(rows, other, source_rows, slots)
         self.hidden[rows] = source.hidden[source_rows]
 
     def append(self, hidden: torch.Tensor, count: torch.Tensor) -> None:

@@ -7,6 +7,10 @@ from __future__ import annotations
 # of an 8B target: 15 of 52 ms); with more tokens the padding up to a power of two costs more than the launches.
 FEWEST_COLUMNS, MOST_CAPTURED_TOKENS = 16, 1024
 
+# Columns of the two kinds of chunks in which groups of requests are prefilled: more for most of a prompt, fewer for its
+# end, which are padded by less.
+GROUP_COLUMNS = (128, 32)
+
 # Buffers that are kept for other calls have a power of two of slots between these two, or a multiple of the second.
 FEWEST_SLOTS, SLOT_STEP = 512, 4096
 
@@ -34,6 +38,13 @@ def useful_drafts(asked: int, remaining: int, is_kept: bool) -> int:
     Buffers that are kept for other calls have a few sizes only, so small K are not cut.
     """
     return min(asked, max(FEWEST_DRAFTS, next_power_of_two(remaining)) if is_kept else remaining)
+
+
+def group_chunks(longest: int) -> list[int]:
+    """Columns of the captured chunks in which a group of requests is prefilled, whose longest has `longest` tokens."""
+    columns = max(longest - 1, 1)
+    many, rest = divmod(columns, GROUP_COLUMNS[0])
+    return [GROUP_COLUMNS[0]] * many + [GROUP_COLUMNS[1]] * -(-rest // GROUP_COLUMNS[1])
 
 
 def captured_width(longest: int, batch: int, chunk_size: int) -> int | None:

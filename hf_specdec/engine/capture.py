@@ -24,7 +24,7 @@ from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .cuda_graphs import Capture
 from .fingerprint import behaviour_of
-from .rounds import prefill, run_round, target_forward, verify_and_draft
+from .rounds import prefill_chunk, run_round, target_forward, verify_and_draft
 from .sessions import Session
 from .target import Target
 
@@ -124,12 +124,13 @@ def capture_round(session: Session, target: Target, drafter: Drafter, process: B
     )
 
 
-def capture_prefill(session: Session, target: Target, drafter: Drafter, width: int) -> Callable[[], None] | None:
-    """`prefill` of `width` columns as a CUDA graph, not compiled: compiling takes as long for each width as for a
-    round.
+def capture_prefill(
+    session: Session, target: Target, drafter: Drafter, columns: int, is_last: bool
+) -> Callable[[], None] | None:
+    """`prefill_chunk` as a CUDA graph, not compiled: compiling takes as long for each width as for a round.
 
     None, and a warning, if it does something that cannot be captured; None also for mixtures of experts that would
-    copy weights for every token. Afterwards the session must be prefilled again: a failed capture may stop half way.
+    copy weights for every token. Afterwards the session must be prefilled again from the start.
     """
     if copies_experts(target.model, drafter):
         return None
@@ -138,7 +139,7 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, width: i
         "The prefill",
         target,
         drafter,
-        lambda: capture(lambda: prefill(session.state, target, drafter, width, chunk_size=width)),
+        lambda: capture(lambda: prefill_chunk(session.state, target, drafter, columns, is_last)),
     )
 
 

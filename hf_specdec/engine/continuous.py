@@ -19,7 +19,7 @@ from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters, SpeculationStats
-from .buckets import next_power_of_two, slots_for
+from .buckets import next_power_of_two
 from .lease import LazyTarget, SessionLease, execution, shape_of
 from .request import Request
 from .rounds import RoundLoop
@@ -36,7 +36,7 @@ GROUP_SIZES = (1, 8, 32)
 MOST_GROUP_TOKENS = 16384
 
 # Waiting requests are admitted when this share of the rows is free: prefilling few rows takes about as long as many.
-SHARE_TO_ADMIT = 1 / 16
+SHARE_TO_ADMIT = 1 / 8
 
 
 @dataclass
@@ -280,8 +280,8 @@ class ContinuousRun:
             RowRequest(index, prompt, request.remaining_after(len(prompt)), error=request.why_too_long(len(prompt)))
             for index, prompt in enumerate(request.prompts.rows(device))
         ]
-        # By size and slots: where groups of requests are prefilled.
-        self._groups: dict[tuple[int, int], SessionLease] = {}
+        # By size: where groups of requests are prefilled.
+        self._groups: dict[int, SessionLease] = {}
 
     def run(self) -> ContinuousOutput:
         """Generate for all requests."""
@@ -364,27 +364,33 @@ class ContinuousRun:
         """Prefill `group` and copy it into `rows` of `state`."""
         request, device = self._request, state.tokens.device
         longest = max(len(one.prompt) for one in group)
-        lease = self._group_lease(len(group), longest)
-        source = lease.session.state
-        source.begin(
-            [one.prompt for one in group],
-            [one.remaining for one in group],
-            request.eos_token_ids,
-            self._seeds[[one.index for one in group]],
-            request.temperature,
-        )
-        lease.prefill(longest)
-        to, source_rows = torch.tensor(rows, device=device), torch.arange(len(group), device=device)
-        state.copy_rows(to, source, source_rows)
-        request.drafter.copy_rows(state, to, source, source_rows)
+        lease = self._group_lease(len(group))
+        session = lease.session
+        with settled_on_error(session):
+            session.state.begin(
+                [one.prompt for one in group],
+                [one.remaining for one in group],
+                request.eos_token_ids,
+                self._seeds[[one.index for one in group]],
+                request.temperature,
+            )
+            if lease.lacks_prefill(longest):
+                if session.state.proposal is None:  # a new session: the first forward pass allocates the caches
+                    lease.prefill(1)
+                lease.capture_prefill(longest)
+            lease.prefill(longest)
+            to, source_rows = torch.tensor(rows, device=device), torch.arange(len(group), device=device)
+            state.copy_rows(to, session.state, source_rows, longest)
+            request.drafter.copy_rows(state, to, session.state, source_rows, longest)
 
-    def _group_lease(self, count: int, longest: int) -> SessionLease:
-        request = self._request
-        slots = slots_for(longest + request.num_draft_tokens, is_kept=True)
-        key = group_size(count), slots
-        lease = self._groups.get(key)
+    def _group_lease(self, count: int) -> SessionLease:
+        """Where `count` requests are prefilled."""
+        size, is_captured = group_size(count), self._target.is_captured
+        lease = self._groups.get(size)
         if lease is None:
-            lease = SessionLease(self._target, shape_of(request, key[0], slots - 1, self._target.is_captured))
+            longest = max(len(one.prompt) for one in self.requests if one.error is None)
+            shape = shape_of(self._request, size, longest + self._request.num_draft_tokens, is_captured)
+            lease = SessionLease(self._target, shape, is_for_groups=True)
             lease.take()
-            self._groups[key] = lease
+            self._groups[size] = lease
         return lease

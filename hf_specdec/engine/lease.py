@@ -14,12 +14,12 @@ from ..patching.hidden_states import modules_of
 from ..patching.support import num_cache_layers
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
-from .buckets import captured_width, next_power_of_two, slots_for, useful_drafts
+from .buckets import captured_width, group_chunks, next_power_of_two, slots_for, useful_drafts
 from .capture import CapturedRound, capture_prefill, capture_round, why_not_captured
 from .cuda_graphs import start_compiler
 from .fingerprint import Fingerprint, fingerprint, weights_of
 from .request import Request
-from .rounds import prefill, run_round
+from .rounds import prefill_chunk, run_round, start_prefill
 from .sessions import Session, SessionKey, sessions_of
 from .target import HiddenStates, Target, patched_target
 
@@ -118,12 +118,15 @@ class SessionLease:
         target: of the call.
         shape: of the session's buffers.
         chunk_size: most columns of a prefill's forward pass.
+        is_for_groups: whether many groups of prompts are prefilled in it, of different lengths: then in captured chunks
+            of a few sizes.
     """
 
-    def __init__(self, target: LazyTarget, shape: Shape, chunk_size: int | None = None):
+    def __init__(self, target: LazyTarget, shape: Shape, chunk_size: int | None = None, is_for_groups: bool = False):
         self._target = target
         self.shape = shape
         self._chunk_size = chunk_size or PREFILL_CHUNK_SIZE
+        self._is_for_groups = is_for_groups
         self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
 
@@ -169,32 +172,53 @@ class SessionLease:
         return functools.partial(run_round, self.session.state, self._target(), self._target.drafter, process)
 
     def prefill(self, longest: int) -> None:
-        """Prefill the session with the prompts that its state holds, captured if that was done before, and draft.
+        """Prefill the session with the prompts that its state holds, by graphs as far as they are captured, and draft.
 
         Args:
             longest: uncached tokens of the longest prompt.
         """
-        replay = self.session.prefills.get(self._prefill_width(longest))
-        if replay is not None:
-            replay()
-            return
-        width = max(longest - 1, 1)
-        prefill(self.session.state, self._target(), self._target.drafter, width, self._chunk_size)
+        session, drafter = self.session, self._target.drafter
+        start_prefill(session.state)
+        for chunk in self._chunks(longest):
+            replay = session.prefills.get(chunk)
+            if replay is not None:
+                replay()
+            else:
+                prefill_chunk(session.state, self._target(), drafter, *chunk)
 
     def lacks_prefill(self, longest: int) -> bool:
-        """Whether a prefill of this width is to be captured, and has not been."""
-        width = self._prefill_width(longest)
-        return width is not None and width not in self.session.prefills
+        """Whether chunks of such a prefill are to be captured and have not been."""
+        return any(chunk not in self.session.prefills for chunk in self._captured_chunks(longest))
 
     def capture_prefill(self, longest: int) -> None:
-        """Capture the prefill of this width; the session must be prefilled before and again afterwards."""
-        width = self._prefill_width(longest)
-        self.session.prefills.add(width, capture_prefill(self.session, self._target(), self._target.drafter, width))
+        """Capture what such a prefill lacks; the session must be prefilled before, and again afterwards."""
+        session = self.session
+        for chunk in dict.fromkeys(self._captured_chunks(longest)):
+            if chunk not in session.prefills:
+                # Warm-ups and the capture prefill other positions than those that are next, which does no harm.
+                start_prefill(session.state)
+                captured = capture_prefill(session, self._target(), self._target.drafter, *chunk)
+                session.prefills.add(chunk, captured)
 
-    def _prefill_width(self, longest: int) -> int | None:
+    def _captured_chunks(self, longest: int) -> list[tuple[int, bool]]:
+        """The chunks of a prefill that is captured: columns, and whether it is the last one; none if it is not."""
         if not self._target.is_captured:
-            return None
-        return captured_width(longest, self.shape.batch, self._chunk_size)
+            return []
+        if self._is_for_groups:
+            columns = group_chunks(longest)
+        else:
+            width = captured_width(longest, self.shape.batch, self._chunk_size)
+            columns = [] if width is None else [width]
+        return [(count, index == len(columns)) for index, count in enumerate(columns, start=1)]
+
+    def _chunks(self, longest: int) -> list[tuple[int, bool]]:
+        captured = self._captured_chunks(longest)
+        prefills = self.session.prefills
+        if captured and not any(chunk in prefills and prefills.get(chunk) is None for chunk in captured):
+            return captured
+        width = max(longest - 1, 1)
+        firsts = range(0, width, self._chunk_size)
+        return [(min(self._chunk_size, width - first), first + self._chunk_size >= width) for first in firsts]
 
     def keep(self) -> None:
         """Leave the session for other calls, where sessions are kept."""

@@ -1,6 +1,7 @@
 """Speculative decoding, in the order of the algorithm: prefill, then rounds.
 
-`prefill` and `run_round` are what is run eagerly, compiled and captured; nothing in them reads the device on the host.
+`prefill_chunk` and `run_round` are what is run eagerly, compiled and captured; nothing in them reads the device on the
+host.
 """
 
 from __future__ import annotations
@@ -22,43 +23,54 @@ from .target import Target
 from .transcript import Transcript
 
 
-def prefill(state: DecodeState, target: Target, drafter: Drafter, width: int, chunk_size: int) -> None:
-    """Prefill target and drafter with the prompts, except for their last tokens, and draft.
+def start_prefill(state: DecodeState) -> None:
+    """Begin the prefill of the prompts that `state` holds: `prefill_chunk` comes next."""
+    state.num_prefilled.zero_()
+    if state.last_hidden_states is not None:
+        state.last_hidden_states.zero_()
 
-    Afterwards the state is as if a round had just committed the last token of each prompt: that token has not passed
-    through the target, and the drafter has proposed what follows it. Running it again changes nothing.
+
+def prefill_chunk(state: DecodeState, target: Target, drafter: Drafter, columns: int, is_last: bool) -> None:
+    """Prefill target and drafter with the next positions of the prompts, except for the prompts' last tokens.
+
+    After the last chunk, which also drafts, the state is as if a round had just committed the last token of each
+    prompt: that token has not passed through the target, and the drafter has proposed what follows it. Prefilling again
+    changes nothing.
 
     Args:
         state: holds the prompts; positions below `state.cached` are in the target's cache already and are left out.
         target, drafter: to run.
-        width: columns, at least the uncached tokens of the longest prompt, minus one; the rest is padding.
-        chunk_size: columns of one forward pass (chunked prefill).
+        columns: positions of each row; those beyond its prompt are padding.
+        is_last: whether this ends the prompts.
     """
-    batch = state.tokens.shape[0]
+    rows = torch.arange(state.tokens.shape[0], device=state.tokens.device)
+    steps = torch.arange(columns, device=state.tokens.device)
     prompt_end = state.lengths - 1
-    rows = torch.arange(batch, device=state.tokens.device)
-    columns = torch.arange(width, device=state.tokens.device)
-    last_aux_hidden_states = None
-    for chunk in columns.split(chunk_size):
-        positions = state.cached[:, None] + chunk
-        slots = torch.where(positions < prompt_end[:, None], positions, state.dummy_slot)
-        _, aux_hidden_states = target(state, state.tokens.gather(1, slots), slots, logits_to_keep=1)
-        if aux_hidden_states is not None:
-            drafter.prefill(state, aux_hidden_states, slots)
-            last = prompt_end - 1 - positions[:, 0]
-            here = aux_hidden_states[rows, last.clamp(0, len(chunk) - 1)]
-            is_here = ((last >= 0) & (last < len(chunk)))[:, None]
-            last_aux_hidden_states = torch.where(
-                is_here, here, torch.zeros_like(here) if last_aux_hidden_states is None else last_aux_hidden_states
-            )
-        else:
-            drafter.prefill(state, None, slots)
+    positions = (state.cached + state.num_prefilled)[:, None] + steps
+    slots = torch.where(positions < prompt_end[:, None], positions, state.dummy_slot)
+    _, aux_hidden_states = target(state, state.tokens.gather(1, slots), slots, logits_to_keep=1)
+    drafter.prefill(state, aux_hidden_states, slots)
+    if aux_hidden_states is not None:
+        last = prompt_end - 1 - positions[:, 0]
+        here = aux_hidden_states[rows, last.clamp(0, columns - 1)]
+        is_here = ((last >= 0) & (last < columns))[:, None]
+        if state.last_hidden_states is None:
+            state.last_hidden_states = torch.zeros_like(here)
+        state.last_hidden_states.copy_(torch.where(is_here, here, state.last_hidden_states))
+    state.num_prefilled += columns
+    if is_last:
+        _propose_first(state, drafter)
+
+
+def _propose_first(state: DecodeState, drafter: Drafter) -> None:
+    """Draft what follows the prompts."""
+    batch = state.tokens.shape[0]
     blank = state.tokens.new_zeros(batch, state.num_draft_tokens + 1)
     result = VerificationResult(blank, state.lengths.new_zeros(batch), state.lengths.new_ones(batch))
-    window = None
-    if last_aux_hidden_states is not None:
-        window = last_aux_hidden_states.new_zeros(batch, state.num_draft_tokens + 1, last_aux_hidden_states.shape[-1])
-        window[:, 0] = last_aux_hidden_states
+    window, last = None, state.last_hidden_states
+    if last is not None:
+        window = last.new_zeros(batch, state.num_draft_tokens + 1, last.shape[-1])
+        window[:, 0] = last
     state.set_proposal(drafter.propose(state, window, result))
 
 

@@ -51,16 +51,6 @@ class RaggedLayer(CacheLayerMixin):
         span = self._cache.span
         return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
 
-    def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, source_rows: torch.Tensor, batch: int) -> None:
-        """See `RaggedCache.copy_rows`."""
-        if not source.is_initialized:
-            return
-        if not self.is_initialized:
-            self.allocate(source.keys.transpose(1, 2), source.values.transpose(1, 2), batch)
-        slots = min(self._cache.slots, source._cache.slots) - 1
-        self.keys[rows, :slots] = source.keys[source_rows, :slots]
-        self.values[rows, :slots] = source.values[source_rows, :slots]
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices` `[n]` int64."""
         self.keys, self.values = self.keys[indices], self.values[indices]
@@ -112,17 +102,19 @@ class RaggedCache(Cache):
             return slots[:, None, :, None]
         return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1)[..., None]
 
-    def copy_rows(self, rows: torch.Tensor, source: RaggedCache, source_rows: torch.Tensor, batch: int) -> None:
-        """Copy the keys and values of rows of another cache of the same layers.
+    def copy_rows(self, rows: torch.Tensor, source: RaggedCache, source_rows: torch.Tensor, slots: int) -> None:
+        """Copy keys and values of rows of another cache of the same layers, whose layers hold some; so do this one's.
 
         Args:
             rows: `[n]` int64, where to.
-            source: read up to the slots that both caches have, without the dummy slot.
-            source_rows: `[n]` int64, where from.
-            batch: rows of this cache.
+            source: where from.
+            source_rows: `[n]` int64, its rows.
+            slots: how many leading slots.
         """
         for layer, other in zip(self.layers, source.layers, strict=True):
-            layer.copy_rows(rows, other, source_rows, batch)
+            if other.is_initialized:  # not those that no attention uses
+                layer.keys[rows, :slots] = other.keys[source_rows, :slots]
+                layer.values[rows, :slots] = other.values[source_rows, :slots]
 
     def advance(self, positions: torch.Tensor, live: int) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.

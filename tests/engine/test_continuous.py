@@ -19,18 +19,18 @@ from transformers import (
     GenerationConfig,
     StoppingCriteria,
     StoppingCriteriaList,
-    TextStreamer,
 )
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import TopKLogitsWarper
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import continuous
+from hf_specdec.engine import buckets, continuous
 from hf_specdec.engine.continuous import ContinuousBatching, RequestRows, RowRequest
 from hf_specdec.stats import Counters
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
-END, NEW = 7, 12
+END, NEW = [3, 7, 11, 23, 40, 41, 62], 12
 KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.02), "none": NoDrafter}
 
 
@@ -40,10 +40,10 @@ def prompts_of(lengths, seed=0):
 
 
 @functools.cache
-def alone(family, lengths, seed=0, end=END):
+def alone(family, lengths, seed=0):
     """What `generate()` without a drafter says to each prompt."""
     target = tiny_target(family)
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": end}
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
     return [
         target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
         for prompt in prompts_of(lengths, seed)
@@ -106,7 +106,7 @@ def test_a_request_with_a_seed_says_and_accepts_what_it_does_alone(kind, mode):
 def test_random_workloads(data):
     """Rows and requests of any number, groups of any size, ends at any time."""
     lengths = tuple(data.draw(st.lists(st.sampled_from([1, 2, 5, 17, 30]), min_size=1, max_size=12)))
-    rows, end = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([END, 11, None]))
+    rows, end = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([END, 7, None]))
     target = tiny_target("llama", num_layers=2)
     drafter = copy_of(target, noise=0.08)
     expected = [
@@ -133,23 +133,40 @@ def test_rows_are_taken_as_others_end(monkeypatch):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("columns", [(128, 32), (8, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
-def test_sessions_and_graphs_are_kept_for_the_next_call(monkeypatch, kind):
+def test_sessions_and_graphs_are_kept_for_the_next_call(monkeypatch, kind, columns):
+    """A graph of the round, and for each size of groups one of every kind of chunk that prompts are cut into."""
     capture = replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(buckets, "GROUP_COLUMNS", columns)
     target = tiny_target("llama")
     drafter = KINDS[kind](target)
-    for lengths in (LENGTHS, LENGTHS[:7], LENGTHS[3:]):
+    for lengths in (LENGTHS, LENGTHS[:11], LENGTHS[1:]):
         texts, _ = generate_batch(target, drafter, lengths, 4)
         assert texts == alone("llama", lengths)
-        assert capture.count == 1
+        assert capture.count == (3 if columns == (128, 32) else 6), (drafter.stats.execution, len(drafter.sessions))
         assert drafter.stats.execution.startswith("captured in one graph")
+
+
+def test_chunks_of_groups(monkeypatch):
+    monkeypatch.setattr(buckets, "GROUP_COLUMNS", (8, 4))
+    # The last token of a prompt is not prefilled.
+    assert [buckets.group_chunks(length) for length in (1, 2, 5, 6, 9, 10, 29)] == [
+        [4],
+        [4],
+        [4],
+        [4, 4],
+        [8],
+        [8, 4],
+        [8, 8, 8, 4],
+    ]
 
 
 @pytest.mark.core
 def test_results_are_those_of_transformers(capsys):
     """Keys, order and fields are as of `generate_batch()` without a drafter."""
     target, prompts = tiny_target("llama"), prompts_of((5, 3, 8))
-    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=END, num_return_sequences=2)
+    config = GenerationConfig(max_new_tokens=6, do_sample=True, top_k=1, eos_token_id=END, num_return_sequences=2)
     out = target.generate_batch(
         prompts, config, assistant_model=random_eagle3(target), record_timestamps=True, progress_bar=True
     )
@@ -165,6 +182,13 @@ def test_results_are_those_of_transformers(capsys):
     assert target.generate_batch([], assistant_model=random_eagle3(target)) == {}
 
 
+class Silent(BaseStreamer):
+    def put(self, value):
+        pass
+
+    end = put
+
+
 class Never(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -175,7 +199,7 @@ class Never(StoppingCriteria):
     [
         ({"stopping_criteria": StoppingCriteriaList([Never()])}, "the call has Never; expected no other stopping"),
         ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor reads the text; expected temperature"),
-        ({"streamer": TextStreamer(None)}, "does not support a streamer"),
+        ({"streamer": Silent()}, "does not support a streamer"),
         ({"return_dict_in_generate": True, "output_scores": True}, "does not support output_scores"),
         ({"num_beams": 2}, "works with greedy search and sampling"),
         ({"nonsense": 3}, "nonsense"),
@@ -226,7 +250,7 @@ def test_requests_without_positions_fail_alone():
     assert statuses == [getattr(RequestStatus, name) for name in ("FINISHED", "FAILED", "FAILED", "FINISHED")]
     first, second, third, last = out.values()
     assert re.match("A prompt has 40 tokens, but OPTForCausalLM has 32 positions", second.error)
-    assert re.match("The request has 28 tokens and has not ended after 5 new ones, .* max_new_tokens", third.error)
+    assert re.match("The request has 28 tokens and has not ended after 5 new ones, .*max_new_tokens", third.error)
     assert second.generated_tokens == [] and len(third.generated_tokens) == 5
     for result in (first, last):
         expected = target.generate(torch.tensor([result.prompt_ids]), **options)[0, len(result.prompt_ids) :]
@@ -255,14 +279,14 @@ def test_admission():
     groups = []
     requests = [RowRequest(index, torch.zeros(length), 4) for index, length in enumerate((9, 8, 7, 3, 2, 2, 2, 1))]
     rows = RequestRows(
-        4, requests, {END}, 4, Counters(8, 1), lambda at, group: groups.append((at, group)), ContinuousBatching()
+        4, requests, set(END), 4, Counters(8, 1), lambda at, group: groups.append((at, group)), ContinuousBatching()
     )
     rows._enough_to_admit = 2
 
     def finish(*which):
         committed = [1 if row in which else 0 for row in range(4)]
         occupants = [one if row in which else None for row, one in enumerate(rows.occupants())]
-        rows.take(occupants, [[END, 0]] * 4, [0] * 4, committed)
+        rows.take(occupants, [[END[0], 0]] * 4, [0] * 4, committed)
         rows.admit()
         return [[one.index for one in group] for _, group in groups]
 

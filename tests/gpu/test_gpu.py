@@ -57,9 +57,9 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
     target, widths = on_gpu("llama"), []
     lengths = [[9, 1, 5], [17, 3, 1], [1, 1, 1], [40, 2, 30], [300, 200, 9], [12, 33, 8], [9, 1, 5]]
 
-    def counted(session, target, drafter, width):
+    def counted(session, target, drafter, width, is_last):
         widths.append(width)
-        return capture_prefill(session, target, drafter, width)
+        return capture_prefill(session, target, drafter, width, is_last)
 
     monkeypatch.setattr("hf_specdec.engine.lease.capture_prefill", counted)
     generated = []
