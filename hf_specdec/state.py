@@ -146,8 +146,8 @@ class DecodeState:
         for row, prompt in enumerate(prompts):
             self.tokens[row, : len(prompt)] = prompt
         count = len(prompts)
-        self.lengths[:count] = torch.tensor([len(prompt) for prompt in prompts])
-        self.limits[:count] = self.lengths[:count] + torch.tensor(max_new_tokens, device=self.lengths.device)
+        self.lengths[:count] = upload(list(map(len, prompts)), self.lengths)
+        self.limits[:count] = self.lengths[:count] + upload(max_new_tokens, self.limits)
         self.finished[:count] = False
         self.set_sampling(eos, temperature)
         self.seeds[:count] = seeds
@@ -155,7 +155,7 @@ class DecodeState:
             self.row_temperatures[:count] = row_temperatures
         for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
             if values is not None:
-                buffer[:count] = torch.tensor(values)
+                buffer[:count] = upload(values, buffer)
         self.live = max(map(len, prompts)) + self.num_draft_tokens
 
     def clear(self) -> None:
@@ -173,25 +173,25 @@ class DecodeState:
             self.eos[: len(eos)] = eos
         self.temperature.fill_(1.0 if temperature is None else temperature)
 
-    def copy_rows(self, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor, slots: int) -> None:
-        """Continue rows of another state, which has proposed drafts for them, in rows of this one.
+    def copy_rows(self, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
+        """Continue the first rows of another state, which has proposed drafts for them, in rows of this one.
 
         The drafter's memory is copied by `Drafter.copy_rows`.
 
         Args:
             rows: `[n]` int64, which rows of this state they become.
             source: of the same K, with any numbers of rows and of slots.
-            source_rows: `[n]` int64, its rows.
             slots: how many leading slots are copied, none of them a dummy slot: at least the tokens of each row.
         """
-        self.tokens[rows, :slots] = source.tokens[source_rows, :slots]
+        count = len(rows)
+        self.tokens[rows, :slots] = source.tokens[:count, :slots]
         for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts"):
-            getattr(self, name)[rows] = getattr(source, name)[source_rows]
-        self.cache.copy_rows(rows, source.cache, source_rows, slots)
-        self.proposal.tokens[rows] = source.proposal.tokens[source_rows]
+            getattr(self, name)[rows] = getattr(source, name)[:count]
+        self.cache.copy_rows(rows, source.cache, slots)
+        self.proposal.tokens[rows] = source.proposal.tokens[:count]
         if self.proposal.probs is not None:
-            self.proposal.probs[rows] = source.proposal.probs[source_rows]
-        self.finished[rows] = source.finished[source_rows]
+            self.proposal.probs[rows] = source.proposal.probs[:count]
+        self.finished[rows] = source.finished[:count]
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -256,6 +256,12 @@ class DecodeState:
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
         return VerificationResult(result.tokens, result.accepted, committed)
+
+
+def upload(values: int | Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """`values` in the dtype and on the device of `like`; a GPU is not waited for."""
+    host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+    return host.to(like.device, non_blocking=True)
 
 
 def _copy(proposal: Proposal) -> Proposal:

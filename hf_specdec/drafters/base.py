@@ -269,10 +269,8 @@ class Drafter(PreTrainedModel):
         """Allocate what the drafter keeps through one generation; stored as `state.memory`."""
         return None
 
-    def copy_rows(
-        self, state: DecodeState, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor, slots: int
-    ) -> None:
-        """Copy what the drafter keeps of rows of another state, for continuous batching; see `DecodeState.copy_rows`.
+    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
+        """Copy what the drafter keeps of the first rows of `source` to `rows`; see `DecodeState.copy_rows`.
 
         Raises:
             NotImplementedError: expected a family that implements it, or that keeps nothing.

@@ -31,9 +31,9 @@ class DraftMemory:
     inputs: DraftInputs
     draft_ids: torch.Tensor | None
 
-    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, source_rows: torch.Tensor, slots: int) -> None:
-        """Copy what another generation keeps of rows; arguments as of `DecodeState.copy_rows`."""
-        self.cache.copy_rows(rows, source.cache, source_rows, slots)
+    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, slots: int) -> None:
+        """Copy what another generation keeps of its first rows; arguments as of `DecodeState.copy_rows`."""
+        self.cache.copy_rows(rows, source.cache, slots)
 
 
 class CachedDrafter(Drafter):
@@ -141,10 +141,8 @@ class CachedDrafter(Drafter):
             else None,
         )
 
-    def copy_rows(
-        self, state: DecodeState, rows: torch.Tensor, source: DecodeState, source_rows: torch.Tensor, slots: int
-    ) -> None:
-        state.memory.copy_rows(rows, source.memory, source_rows, slots)
+    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
+        state.memory.copy_rows(rows, source.memory, slots)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))

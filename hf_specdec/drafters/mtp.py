@@ -94,11 +94,11 @@ class MtpMemory(DraftMemory):
     hidden: torch.Tensor
     num_columns: torch.Tensor
 
-    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, source_rows: torch.Tensor, slots: int) -> None:
-        super().copy_rows(rows, source, source_rows, slots)
+    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, slots: int) -> None:
+        super().copy_rows(rows, source, slots)
         for cache, other in zip(self.later_caches, source.later_caches, strict=True):
-            cache.copy_rows(rows, other, source_rows, slots)
-        self.hidden[rows] = source.hidden[source_rows]
+            cache.copy_rows(rows, other, slots)
+        self.hidden[rows] = source.hidden[: len(rows)]
 
     def append(self, hidden: torch.Tensor, count: torch.Tensor) -> None:
         """Append the first `count` `[B]` of each row's `[B, n, H]` hidden states, dropping as many of the oldest."""

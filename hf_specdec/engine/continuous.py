@@ -17,7 +17,7 @@ import torch
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
+from ..state import DecodeState, upload
 from ..stats import Counters, SpeculationStats
 from .buckets import next_power_of_two
 from .lease import LazyTarget, SessionLease, execution, shape_of
@@ -362,7 +362,7 @@ class ContinuousRun:
 
     def _prefill(self, state: DecodeState, rows: list[int], group: list[RowRequest]) -> None:
         """Prefill `group` and copy it into `rows` of `state`."""
-        request, device = self._request, state.tokens.device
+        request = self._request
         longest = max(len(one.prompt) for one in group)
         lease = self._group_lease(len(group))
         session = lease.session
@@ -371,7 +371,7 @@ class ContinuousRun:
                 [one.prompt for one in group],
                 [one.remaining for one in group],
                 request.eos_token_ids,
-                self._seeds[[one.index for one in group]],
+                self._seeds[upload([one.index for one in group], self._seeds)],
                 request.temperature,
             )
             if lease.lacks_prefill(longest):
@@ -379,9 +379,9 @@ class ContinuousRun:
                     lease.prefill(1)
                 lease.capture_prefill(longest)
             lease.prefill(longest)
-            to, source_rows = torch.tensor(rows, device=device), torch.arange(len(group), device=device)
-            state.copy_rows(to, session.state, source_rows, longest)
-            request.drafter.copy_rows(state, to, session.state, source_rows, longest)
+            to = upload(rows, self._seeds)
+            state.copy_rows(to, session.state, longest)
+            request.drafter.copy_rows(state, to, session.state, longest)
 
     def _group_lease(self, count: int) -> SessionLease:
         """Where `count` requests are prefilled."""

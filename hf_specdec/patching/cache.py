@@ -102,19 +102,18 @@ class RaggedCache(Cache):
             return slots[:, None, :, None]
         return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1)[..., None]
 
-    def copy_rows(self, rows: torch.Tensor, source: RaggedCache, source_rows: torch.Tensor, slots: int) -> None:
-        """Copy keys and values of rows of another cache of the same layers, whose layers hold some; so do this one's.
+    def copy_rows(self, rows: torch.Tensor, source: RaggedCache, slots: int) -> None:
+        """Copy keys and values of another cache of the same layers, whose layers hold some; so do this one's.
 
         Args:
             rows: `[n]` int64, where to.
-            source: where from.
-            source_rows: `[n]` int64, its rows.
-            slots: how many leading slots.
+            source: its first n rows are copied.
+            slots: how many leading slots of them.
         """
         for layer, other in zip(self.layers, source.layers, strict=True):
             if other.is_initialized:  # not those that no attention uses
-                layer.keys[rows, :slots] = other.keys[source_rows, :slots]
-                layer.values[rows, :slots] = other.values[source_rows, :slots]
+                layer.keys[rows, :slots] = other.keys[: len(rows), :slots]
+                layer.values[rows, :slots] = other.values[: len(rows), :slots]
 
     def advance(self, positions: torch.Tensor, live: int) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.
