@@ -371,6 +371,22 @@ def test_custom_criteria(rule, with_end, batch):
     assert not torch.equal(plain, free)
 
 
+@pytest.mark.core
+@batches
+def test_criterion_in_place_of_the_end_of_sequence_token(batch):
+    """A criterion of the caller takes the place of the one that `generate()` makes of `eos_token_id`."""
+    target, inputs, free = free_run(batch)
+    generated = new_tokens(inputs, free)
+    end, later = generated[2], next(token for token in generated[4:] if token not in generated[:4])
+
+    def stops():
+        rules = StoppingCriteriaList([EosTokenCriteria(torch.tensor([later]))])
+        return {"stopping_criteria": rules, "eos_token_id": end, "pad_token_id": PAD}
+
+    plain = check_greedy(target, inputs, dict, stops)
+    assert {end, later} <= set(new_tokens(inputs, plain))
+
+
 class UnsureEnds(StoppingCriteria):
     """Reads the scores: a row ends when its last token was not much better than the next."""
 
