@@ -8,7 +8,7 @@ import torch
 from lossless import PROMPTS
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
-from targets import padded_prompts, tiny_target
+from targets import NUM_LAYERS, padded_prompts, tiny_target
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -52,7 +52,7 @@ def llama(**options):
         "vocab_size": 96,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 4,
         "pad_token_id": 0,
         "bos_token_id": 1,
@@ -82,7 +82,7 @@ def test_drafter_bound_to_another_target(drafter):
     [
         ({"hidden_size": 64}, "made for a target with hidden_size 32, but llama has hidden_size 64"),
         ({"vocab_size": 128}, "made for a vocabulary of 96 tokens, but llama has 128"),
-        ({"num_hidden_layers": 5}, r"reads the auxiliary hidden states \[1, 3, 6\], but llama has 5 layers"),
+        ({"num_hidden_layers": 3}, r"reads the auxiliary hidden states \[1, 3, 4\], but llama has 3 layers"),
     ],
 )
 def test_drafter_for_another_model(target, drafter, options, match):

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from oracle import eagle_options
-from targets import tiny_target
+from targets import NUM_LAYERS, tiny_target
 from tensor_parallel_worker import (
     DRAFTERS,
     OTHER_FAMILIES,
@@ -187,7 +187,7 @@ def test_bench(answers):
 def test_bytes_add_up_to_those_of_one_process(answers):
     """Half of everything but the norms, of which every process has its own."""
     whole = round_bytes(tiny_target("llama"), None, 0, batch=3, length=10)
-    norms = 4 * (6 * 2 * 32 + 32)
+    norms = 4 * (NUM_LAYERS * 2 * 32 + 32)
     assert [2 * generated["bytes"] - whole for generated in answers] == [norms, norms]
 
 

@@ -51,7 +51,7 @@ def standard_processors(input_ids, generated):
         "ForcedBOSTokenLogitsProcessor": (5,),
         "ForcedEOSTokenLogitsProcessor": (width + MAX_NEW_TOKENS, 7),
         "InfNanRemoveLogitsProcessor": (),
-        "ExponentialDecayLengthPenalty": ((3, 3.0), [7], width),
+        "ExponentialDecayLengthPenalty": ((3, 1.5), [7], width),
         "LogitNormalization": (),
         "SuppressTokensAtBeginLogitsProcessor": (generated[:1], width),
         "SuppressTokensLogitsProcessor": (generated[:1],),
