@@ -99,7 +99,7 @@ def drafts(target, drafter):
     return text.tolist(), drafter.stats.rows
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"], change=[load, assign, cast, replace_modules])
 @borrowers
 @pytest.mark.parametrize("change", IN_PLACE + REPLACED)
 def test_drafter_follows_weight_changes(kind, change):
@@ -144,7 +144,6 @@ def test_weight_changes_drop_captured_graphs_only_where_needed(monkeypatch):
         assert released == expected
 
 
-@pytest.mark.core
 def test_binding_in_inference_mode():
     target = own_target()
     with torch.inference_mode():
@@ -155,7 +154,6 @@ def test_binding_in_inference_mode():
     assert drafts(target, drafter) == drafts(target, BORROWERS["eagle3"](target))
 
 
-@pytest.mark.core
 def test_target_made_in_inference_mode():
     """Nobody counts the changes of such weights."""
     with torch.inference_mode():
@@ -173,7 +171,7 @@ def test_target_made_in_inference_mode():
 # ---- another vocabulary
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3", "mtp", "draft-model"], size=[101], engine=["static"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("kind", [*BORROWERS, *RANDOM_DRAFTERS])
 @pytest.mark.parametrize("size", [101, 90])
@@ -210,7 +208,6 @@ def test_vocabulary_resized_back_binds_again():
         assert drafter.config.draft_vocab_size == min(size, 96)
 
 
-@pytest.mark.core
 def test_description_of_a_device_or_dtype_change():
     module = torch.nn.Embedding(6, 4)
     shared = SharedWeight(module, "embedding", 4, "it")
