@@ -51,9 +51,13 @@ class Counted:
 
 
 @pytest.mark.core_for(lengths=[[9]], family=["gemma3"], kind=["eagle3", "draft-model"])
-@pytest.mark.parametrize("lengths", [[9], [9, 1, 5]], ids=str)
 @pytest.mark.parametrize(
-    ("family", "kind"), [*(("gemma3", kind) for kind in RANDOM_DRAFTERS), ("llama", "eagle3"), ("llama", "draft-model")]
+    ("family", "kind", "lengths"),
+    [
+        *(("gemma3", kind, [9, 1, 5]) for kind in RANDOM_DRAFTERS),
+        *((family, kind, [9]) for family in ("gemma3", "llama") for kind in ("eagle3", "draft-model")),
+    ],
+    ids=str,
 )
 def test_turns_of_a_chat(family, kind, lengths):
     """Two calls, each with and without a drafter, whole text or new tokens only: the second generates the same."""

@@ -152,9 +152,15 @@ def test_criteria_and_streamers_that_run_the_target(engine, family):
         assert all(map(alike, gradients, answers[0][1]))
 
 
+# Every kind of call inside another on Llama, and the one that most is patched for on another family.
+INNER_CALLS = cases(
+    every := list(itertools.product(ENGINES, ["llama", "gpt-oss"], ["plain", "same drafter", "another drafter"])),
+    [one for one in every if one[1] == "llama" or one == ("captured", "gpt-oss", "same drafter")],
+)
+
+
 @pytest.mark.core_for(engine=["captured", "stock"], family=["llama"], kind=["another drafter"])
-@pytest.mark.parametrize("kind", ["plain", "same drafter", "another drafter"])
-@targets_of(["llama", "gpt-oss"])
+@pytest.mark.parametrize(("engine", "family", "kind"), INNER_CALLS, indirect=["engine"])
 def test_processors_that_generate(engine, family, kind):
     target = fresh(family)
     drafter = drafter_for(target, engine)

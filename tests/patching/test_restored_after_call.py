@@ -95,7 +95,7 @@ CALLS = {
 
 
 @pytest.mark.core_for(kind=["eagle3", "draft-model"])
-@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "p-eagle", "draft-model", "mtp-by-target"]))
 def test_models_are_restored_after_every_kind_of_call(engine, kind):
     target, inputs = fresh("llama")
     drafter = configured(RANDOM_DRAFTERS[kind](target), engine)
