@@ -88,11 +88,11 @@ def test_hooks_left_by_output_hidden_states_do_not_prevent_capture(capture, monk
     set_policy(monkeypatch, "cpu", compiler="eager")
     target = copy.deepcopy(tiny_target("llama", num_layers=1))
     inputs = padded_prompts([5])
-    plain = target.generate(**inputs, do_sample=False, max_new_tokens=6)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=3)
     target(**inputs, output_hidden_states=True)
     assert any(module._forward_hooks for module in target.modules())
     drafter = copy_of(target).configure(num_assistant_tokens=1)
-    out = target.generate(**inputs, do_sample=False, max_new_tokens=6, assistant_model=drafter)
+    out = target.generate(**inputs, do_sample=False, max_new_tokens=3, assistant_model=drafter)
     assert torch.equal(out, plain)
     assert drafter.stats.execution == "captured in one graph, compiled"
 
