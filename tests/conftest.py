@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from core_parameters import mark_core
 
 # Without a GPU Triton kernels run in its interpreter; Triton reads this when it is imported.
 if not torch.cuda.is_available():
@@ -37,7 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["HF_SPECDEC_ALL_CASES"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_core(items, is_complete=not any("::" in argument for argument in config.args))
     left_out = set()
     # All classes of transformers take many minutes: they run when they are asked for by their mark.
     if "zoo" not in config.option.markexpr:

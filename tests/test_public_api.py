@@ -92,7 +92,6 @@ def imports_of_ours():
             yield from ((name, imported) for imported in imported_modules(path, name) if imported)
 
 
-@pytest.mark.core
 def test_packages_import_in_layers():
     seen = 0
     for name, imported in imports_of_ours():
@@ -106,7 +105,6 @@ def test_packages_import_in_layers():
     assert seen > 100
 
 
-@pytest.mark.core
 def test_no_import_cycles():
     """Imports for type checkers count too."""
     below = {}
@@ -125,7 +123,6 @@ def test_no_import_cycles():
         visit(name, ())
 
 
-@pytest.mark.core
 def test_importing_kernels_does_not_shadow_another_package():
     """With an `__init__.py` our folder would, from the repository root, be taken for Hugging Face's `kernels`."""
     assert (PACKAGE.parent / "kernels" / "types.py").is_file()
@@ -133,7 +130,6 @@ def test_importing_kernels_does_not_shadow_another_package():
         assert not (folder / "__init__.py").exists()
 
 
-@pytest.mark.core
 def test_kernels_and_references_are_apart():
     """References import no Triton, kernels only shared types and each other; every op with a kernel has a reference."""
     paths = {f"kernels.{path.stem}": path for path in (PACKAGE.parent / "kernels").glob("*.py")}

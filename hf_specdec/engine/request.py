@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafters.base import Drafter
@@ -89,8 +90,14 @@ class Request:
 
     @property
     def eos_token_ids(self) -> torch.Tensor | None:
-        """`[E]` int64 tokens that end a row, on the target's device; None if there are none."""
-        return self.config._eos_token_tensor
+        """`[E]` int64 tokens that end a row, on the target's device; None if there are none.
+
+        They are those of the criteria: a criterion of the caller takes the place of the config's tokens.
+        """
+        ends = [rule.eos_token_id.flatten() for rule in self.criteria if type(rule) is EosTokenCriteria]
+        if not ends or self.pad_token_id is None:
+            return None
+        return torch.cat([tokens.to(self.model.device) for tokens in ends])
 
     @property
     def pad_token_id(self) -> int | None:

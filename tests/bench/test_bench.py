@@ -24,7 +24,7 @@ from dialects import (
 )
 from mtp import publish
 from oracle import RANDOM_DRAFTERS
-from targets import VOCAB, padded_prompts
+from targets import NUM_LAYERS, VOCAB, padded_prompts
 from targets import tiny_target as family_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -323,8 +323,8 @@ def test_random_drafters_have_the_shapes_of_loaded_ones(dialect, tmp_path):
 def test_bytes_of_a_round():
     target = family_target("llama")
     layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
-    weights = 6 * layer + 4 * (32 + 96 * 32)
-    cached = 6 * 2 * 2 * 8 * 4  # a token's keys and values
+    weights = NUM_LAYERS * layer + 4 * (32 + 96 * 32)
+    cached = NUM_LAYERS * 2 * 2 * 8 * 4  # a token's keys and values
     assert round_bytes(target, None, 0, batch=3, length=10.5) == weights + int(3 * 10.5 * cached)
     model = RANDOM_DRAFTERS["draft-model"](target).model
     own = 4 * (sum(map(torch.Tensor.numel, model.parameters())) - model.get_input_embeddings().weight.numel())

@@ -136,7 +136,7 @@ def target():
     return tiny_target(SPEC)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(case=["mtp", "mtp of minimax", "mla"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_name(case, target, tmp_path):
     config, tensors, family = REFUSED[case]
@@ -146,14 +146,21 @@ def test_refused_by_name(case, target, tmp_path):
         AutoDrafter.from_pretrained(tmp_path, target)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(
+    case=[
+        "p-eagle of speculators",
+        "mtp of deepseek",
+        "mtp of qwen3.5",
+        "draft model",
+        "draft model with latent attention",
+    ]
+)
 @pytest.mark.parametrize("case", RECOGNISED)
 def test_recognised(case):
     config, tensors, family = RECOGNISED[case]
     assert check_family("it", config, tensors) == family
 
 
-@pytest.mark.core
 def test_error_for_an_unknown_dialect_names_the_expected_tensors(target, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -161,7 +168,6 @@ def test_error_for_an_unknown_dialect_names_the_expected_tensors(target, tmp_pat
         AutoDrafter.from_pretrained(tmp_path, target)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("extra", [{}, {"block_size": 8}, {"model_type": "eagle"}], ids=str)
 @pytest.mark.parametrize("tensors", [["x"], ["fc.weight"], MASK], ids=str)
 def test_unknown_type_of_speculators(extra, tensors, target, tmp_path):
@@ -213,7 +219,6 @@ def test_tensors_alone_tell_eagle3(target, tmp_path):
     assert drafter.config.draft_vocab_size == SPEC.draft_vocab_size
 
 
-@pytest.mark.core
 def test_normal_form_of_a_newer_version(target, tmp_path):
     config = EAGLE3 | {"model_type": "hf_specdec_of_tomorrow"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -100,7 +100,6 @@ def test_ordinary_forced_parallel(target, tmp_path):
     check_lossless(target, drafter)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("token", [-1, None])
 def test_pard_without_its_token(token, target, tmp_path):
     """-1 is what PARD's trainer writes when its settings name no token."""
@@ -117,7 +116,6 @@ def test_token_outside_the_vocabulary(target, tmp_path):
     refuse(folder, target, str(folder), "mask token -5", "one of the 128 tokens", mask_token_id=-5)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("token", [None, 7])
 def test_keywords_of_other_families(token, target, tmp_path):
     folder = write_draft_model(tmp_path, pard_token=token)
@@ -131,7 +129,7 @@ def test_keywords_of_other_families(token, target, tmp_path):
         refuse(folder, target, str(folder), f"draft model, which reads tokens only: it has no {name}", **options)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(size=[170])
 @pytest.mark.parametrize("token", [None, 7], ids=["ordinary", "pard"])
 @pytest.mark.parametrize("size", [100, 170, 1100])
 def test_padded_vocabulary(size, token, target, tmp_path):
@@ -192,7 +190,7 @@ def test_big_bird(target, tmp_path):
 # ---- damaged files
 
 
-@pytest.mark.core
+@pytest.mark.core_for(token=[7])
 @pytest.mark.parametrize("token", [None, 7], ids=["ordinary", "pard"])
 @pytest.mark.parametrize(
     ("changes", "part"),

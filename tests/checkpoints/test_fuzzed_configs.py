@@ -225,7 +225,7 @@ def test_deep_json(target, tmp_path):
             refused(tmp_path, target, part)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["draft model"])
 @pytest.mark.parametrize(
     ("changes", "part"),
     [

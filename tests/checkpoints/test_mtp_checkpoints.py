@@ -181,7 +181,7 @@ def test_copied_modules_can_be_used(tmp_path, bytes_read):
     assert drafted[0].accepted_per_position == drafted[1].accepted_per_position
 
 
-@pytest.mark.core
+@pytest.mark.core_for(family=["deepseek-v3", "qwen3.5"])
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_normal_form(family, tmp_path):
     """What is saved loads again, and drafts the same."""
@@ -266,7 +266,7 @@ def test_refused_checkpoints(tmp_path):
     refuse(folder, target, "hold no tensors of them", "num_nextn_predict_layers to 0")
 
 
-@pytest.mark.core
+@pytest.mark.core_for(sharded=[True])
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_draft_model_of_another_target(family, sharded, tmp_path, caplog):

@@ -46,7 +46,7 @@ def published(tmp_path_factory):
     return get
 
 
-@pytest.mark.core
+@pytest.mark.core_for(chaining=["modules"], num_modules=[2, 3])
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize(("family", "num_modules"), STATIC)
 def test_greedy_is_identical(published, family, num_modules, chaining):
@@ -203,7 +203,7 @@ def test_more_drafts_than_modules(monkeypatch, published, family, num_modules, n
     run_script(monkeypatch, published(family, num_modules), chaining, num_draft_tokens, patterns)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(chaining=["target"])
 @pytest.mark.parametrize("chaining", CHAININGS)
 def test_prompts_in_chunks(monkeypatch, published, chaining):
     patterns = random_patterns(4, 8)
@@ -212,7 +212,7 @@ def test_prompts_in_chunks(monkeypatch, published, chaining):
             run_script(patch, published("mimo", 3), chaining, 4, patterns, prefill_chunk_size=size)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(chaining=["target"])
 @pytest.mark.parametrize("chaining", CHAININGS)
 def test_length_limit(monkeypatch, published, chaining):
     """Only drafts that fit count, and those that do not disturb no others."""
@@ -222,7 +222,7 @@ def test_length_limit(monkeypatch, published, chaining):
             run_script(patch, published("mimo", 3), chaining, 4, patterns, max_new_tokens)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(chaining=["modules"], num_modules=[1])
 @pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize(("family", "num_modules"), [*STOCK, ("mimo", 3)])
 def test_stock_engine(monkeypatch, published, family, num_modules, chaining):

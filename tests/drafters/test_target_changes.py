@@ -1,9 +1,11 @@
 """A target that is changed after a drafter was bound to it: the drafter follows, or an error names the change."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+from case_counts import cases
 from lossless import PROMPTS
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts, tiny_target
@@ -19,7 +21,6 @@ BORROWERS = {
     "p-eagle": lambda target: RANDOM_DRAFTERS["p-eagle"](target, own_embedding=False, own_head=False),
     "mtp": random_mtp,
 }
-borrowers = pytest.mark.parametrize("kind", BORROWERS)
 
 
 def own_target():
@@ -99,9 +100,15 @@ def drafts(target, drafter):
     return text.tolist(), drafter.stats.rows
 
 
-@pytest.mark.core
-@borrowers
-@pytest.mark.parametrize("change", IN_PLACE + REPLACED)
+# Every change with a drafter that copies a part of the head and with one that only borrows; the others alike.
+CHANGES = cases(
+    every := list(itertools.product(BORROWERS, IN_PLACE + REPLACED)),
+    [one for one in every if one[0] in ("eagle3", "mtp") or one[1] in (train, assign, replace_modules)],
+)
+
+
+@pytest.mark.core_for(kind=["eagle3"], change=[load, assign, cast, replace_modules])
+@pytest.mark.parametrize(("kind", "change"), CHANGES)
 def test_drafter_follows_weight_changes(kind, change):
     target = own_target()
     drafter = BORROWERS[kind](target)
@@ -144,7 +151,6 @@ def test_weight_changes_drop_captured_graphs_only_where_needed(monkeypatch):
         assert released == expected
 
 
-@pytest.mark.core
 def test_binding_in_inference_mode():
     target = own_target()
     with torch.inference_mode():
@@ -155,7 +161,6 @@ def test_binding_in_inference_mode():
     assert drafts(target, drafter) == drafts(target, BORROWERS["eagle3"](target))
 
 
-@pytest.mark.core
 def test_target_made_in_inference_mode():
     """Nobody counts the changes of such weights."""
     with torch.inference_mode():
@@ -173,7 +178,7 @@ def test_target_made_in_inference_mode():
 # ---- another vocabulary
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3", "mtp", "draft-model"], size=[101], engine=["static"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("kind", [*BORROWERS, *RANDOM_DRAFTERS])
 @pytest.mark.parametrize("size", [101, 90])
@@ -210,7 +215,6 @@ def test_vocabulary_resized_back_binds_again():
         assert drafter.config.draft_vocab_size == min(size, 96)
 
 
-@pytest.mark.core
 def test_description_of_a_device_or_dtype_change():
     module = torch.nn.Embedding(6, 4)
     shared = SharedWeight(module, "embedding", 4, "it")

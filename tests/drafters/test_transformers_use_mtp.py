@@ -71,7 +71,7 @@ def test_prompts_of_fewer_tokens_than_modules(at):
     assert all(row.accepted > 0 for row in drafter.stats.rows)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(engine=["static"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_same_proposals_and_same_text(monkeypatch, at, engine):
     target, count = at.target, len(at.modules)

@@ -30,7 +30,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["noisy copy"], batch=[3])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("kind", "batch"), [("oracle", 1), ("noisy copy", 1), ("noisy copy", 3)])
 def test_captured_rounds_generate_the_same(monkeypatch, option, kind, batch):
@@ -88,11 +88,11 @@ def test_hooks_left_by_output_hidden_states_do_not_prevent_capture(capture, monk
     set_policy(monkeypatch, "cpu", compiler="eager")
     target = copy.deepcopy(tiny_target("llama", num_layers=1))
     inputs = padded_prompts([5])
-    plain = target.generate(**inputs, do_sample=False, max_new_tokens=6)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=3)
     target(**inputs, output_hidden_states=True)
     assert any(module._forward_hooks for module in target.modules())
     drafter = copy_of(target).configure(num_assistant_tokens=1)
-    out = target.generate(**inputs, do_sample=False, max_new_tokens=6, assistant_model=drafter)
+    out = target.generate(**inputs, do_sample=False, max_new_tokens=3, assistant_model=drafter)
     assert torch.equal(out, plain)
     assert drafter.stats.execution == "captured in one graph, compiled"
 
@@ -109,7 +109,6 @@ def test_moved_weights_are_captured_again(capture):
     assert capture.count == 4
 
 
-@pytest.mark.core
 def test_session_of_a_failed_call_is_dropped(capture, monkeypatch):
     target = tiny_target("llama")
     drafter = copy_of(target)
@@ -178,7 +177,6 @@ def refuse(function, memory):
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-@pytest.mark.core
 def test_failed_capture_runs_eagerly(monkeypatch, caplog):
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)
@@ -210,7 +208,6 @@ def test_results_do_not_depend_on_earlier_calls(monkeypatch, kind):
     assert not torch.equal(texts[0], texts[1])
 
 
-@pytest.mark.core
 def test_out_of_memory_frees_idle_sessions(monkeypatch):
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)
@@ -260,7 +257,7 @@ REPLAYED = [
 ]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize(("kind", "option"), REPLAYED)
 def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
     """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts."""
@@ -288,7 +285,7 @@ class NoHostReads(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3", "none"])
 @pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
 def test_captured_rounds_do_not_read_the_host(kind, monkeypatch):
     def watched(function, memory):
@@ -307,7 +304,6 @@ def test_captured_rounds_do_not_read_the_host(kind, monkeypatch):
         torch.arange(3)[torch.arange(3) > 1]
 
 
-@pytest.mark.core
 def test_graphs_of_a_session_share_a_memory_pool(monkeypatch):
     memories = []
 
@@ -343,7 +339,6 @@ def test_prefill_is_captured_per_length_bucket_up_to_a_limit(capture, monkeypatc
     assert len(drafter.sessions) == 1
 
 
-@pytest.mark.core
 def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
     """Nothing is left of what the attempt did to the state: drafts that are all right would be wrong once."""
     target, batches = tiny_target("llama"), [[9, 1, 5], [3, 12, 4]]
@@ -368,7 +363,6 @@ def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
     assert (capture.count, capture.hostings) == (1, 2)
 
 
-@pytest.mark.core
 def test_prefill_frees_memory_it_needs(monkeypatch):
     target = tiny_target("llama")
     drafter = copy_of(target)
@@ -435,7 +429,6 @@ def test_prefills_that_would_copy_experts_are_not_captured(capture, dtype, captu
     assert not experts.copies_experts(tiny_target("llama"), drafter.float())
 
 
-@pytest.mark.core
 def test_modules_are_listed_once():
     target = tiny_target("deepseek-v3")
     drafter = random_mtp(tiny_target("llama"))

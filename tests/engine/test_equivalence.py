@@ -279,7 +279,7 @@ class Streams(LlamaForCausalLM):
         super().__init__(config)
         for index, layer in enumerate(self.model.layers):
             layer.register_forward_hook(
-                lambda module, args, out, index=index: out[:, -1:] if last_only and index == 5 else out
+                lambda module, args, out, index=index: out[:, -1:] if last_only and index == 3 else out
             )
         if not last_only:
             self.model.layers[2].register_forward_hook(lambda module, args, out: out[None].expand(2, -1, -1, -1))
@@ -291,7 +291,7 @@ class Streams(LlamaForCausalLM):
 def test_unsupported_hidden_states_are_refused_at_bind(last_only):
     torch.manual_seed(0)
     target = Streams(tiny_target("llama").config, last_only).eval()
-    shape = r"\[1, 1, 32\] at layer id 6" if last_only else r"\[2, 1, 3, 32\] at layer id 3"
+    shape = r"\[1, 1, 32\] at layer id 4" if last_only else r"\[2, 1, 3, 32\] at layer id 3"
     with pytest.raises(ValueError, match=rf"over 3 tokens its layers return {shape}; expected \[1, 3, 32\]") as error:
         random_eagle3(target)
     assert "\n" not in str(error.value)

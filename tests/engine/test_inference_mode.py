@@ -51,7 +51,7 @@ def train(model, loss):
     model.zero_grad()
 
 
-@pytest.mark.core
+@pytest.mark.core_for(order=[(True, False)])
 @pytest.mark.parametrize("order", list(itertools.product([True, False], repeat=2)), ids=str)
 def test_calls_in_any_order(engine, order):
     target, inputs = fresh()
@@ -71,7 +71,7 @@ def test_calls_in_any_order(engine, order):
         assert torch.equal(greedy(target, inputs, drafter, 3), changed)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["draft-model"], engine=["static", "stock"])
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_drafters_bound_in_inference_mode_can_be_trained(engine, kind):
     target, inputs = fresh()
@@ -131,7 +131,7 @@ class Streamer(Noted, BaseStreamer):
         self.note()
 
 
-@pytest.mark.core
+@pytest.mark.core_for(is_inference=[True])
 @pytest.mark.parametrize("is_inference", [True, False])
 def test_callbacks_run_in_the_mode_of_the_caller(engine, is_inference):
     target, inputs = fresh()

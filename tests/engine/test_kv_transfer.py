@@ -50,9 +50,14 @@ class Counted:
         self.columns += (output[0] if isinstance(output, tuple) else output).shape[1]
 
 
-@pytest.mark.parametrize("lengths", [pytest.param([9], marks=pytest.mark.core), [9, 1, 5]], ids=str)
+@pytest.mark.core_for(lengths=[[9]], family=["gemma3"], kind=["eagle3", "draft-model"])
 @pytest.mark.parametrize(
-    ("family", "kind"), [*(("gemma3", kind) for kind in RANDOM_DRAFTERS), ("llama", "eagle3"), ("llama", "draft-model")]
+    ("family", "kind", "lengths"),
+    [
+        *(("gemma3", kind, [9, 1, 5]) for kind in RANDOM_DRAFTERS),
+        *((family, kind, [9]) for family in ("gemma3", "llama") for kind in ("eagle3", "draft-model")),
+    ],
+    ids=str,
 )
 def test_turns_of_a_chat(family, kind, lengths):
     """Two calls, each with and without a drafter, whole text or new tokens only: the second generates the same."""
@@ -92,7 +97,7 @@ def test_cached_tokens_are_not_computed_again(make):
     assert second.columns <= 6 + drafter.num_assistant_tokens
 
 
-@pytest.mark.core
+@pytest.mark.core_for(family=["gemma3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rows_that_ended_early(family):
     """A cache holds what plain `generate()` runs of finished rows, too: padding tokens."""
@@ -135,7 +140,7 @@ def test_draft_models_read_cached_tokens():
     assert drafter.stats.acceptance_length == 4.0
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "mtp", "mtp-by-target"])
 def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
     """Slots of cached positions, whose hidden states nobody has, hold what another call left there."""
@@ -219,7 +224,7 @@ def test_returned_cache_is_an_ordinary_dynamic_cache():
         assert cache.layers[0].keys.shape[0] == 1
 
 
-@pytest.mark.core
+@pytest.mark.core_for(length=[30])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("length", [4, 30])
 def test_static_caches(family, length):
@@ -239,7 +244,7 @@ def test_static_caches(family, length):
     assert torch.equal(*second) and torch.equal(second[0], target.generate(**turn, **OPTIONS).sequences)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(given=["rest"])
 @pytest.mark.parametrize("given", ["whole", "rest"])
 def test_processors_and_hidden_states(given):
     """Processors are shown what plain `generate()` shows them, and hidden states are those of what was run."""

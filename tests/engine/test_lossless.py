@@ -42,7 +42,8 @@ def test_greedy_is_identical_for_drafters_of_any_accuracy(family, batch):
             assert drafter.stats.accepted == 0
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"])
+@pytest.mark.core_for(family=["llama"])
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model", "mtp"])
 def test_greedy_is_identical_with_every_family_of_drafters(kind, family):
@@ -120,7 +121,7 @@ def test_ends_and_limits_with_every_family_of_drafters(kind, num_draft_tokens):
         assert torch.equal(out, free[:, : width + position + 1]), position
 
 
-@pytest.mark.core
+@pytest.mark.core_for(family=["llama", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_engine_is_identical(family):
     target, inputs, plain = prompts_and_plain(family, 1)
@@ -132,7 +133,7 @@ def test_stock_engine_is_identical(family):
             assert drafter.stats.engine == "stock"
 
 
-@pytest.mark.core
+@pytest.mark.core_for(family=["llama"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 @pytest.mark.parametrize("kind", [kind for kind in RANDOM_DRAFTERS if kind != "eagle3"])
 def test_stock_engine_is_identical_with_every_family_of_drafters(kind, family):
@@ -168,7 +169,7 @@ def test_draft_models_with_another_vocabulary(vocab_size, parallel, engine):
         drafter.configure(draft_probs="auto")
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"], family=["deepseek-v3"])
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle"])
 def test_greedy_is_identical_with_a_drafter_that_reads_the_last_hidden_state(kind, family):

@@ -40,7 +40,7 @@ def texts(target, drafter, **options):
     )
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("kind", ["eagle3", "draft-model"])
 def test_adapters_switched_between_calls(tape, kind):
     target = own_target(num_layers=3)
@@ -137,7 +137,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.core_for(change=["forward of a module", "module", "number", "weight", "buffer"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_that_captures_do_not_see_capture_again(tape, change):
     target = own_target()
@@ -170,7 +170,6 @@ def test_weights_changed_in_place_are_not_captured_again(tape):
     assert generated != before and tape.count == 2
 
 
-@pytest.mark.core
 def test_changes_that_rounds_do_not_read_are_not_captured_again(tape):
     target = own_target()
     drafter = copy_of(target, noise=0.02)
@@ -207,7 +206,6 @@ def test_autocast_weights_are_cast_again(tape):
     assert generated == plain and tape.count == 6
 
 
-@pytest.mark.core
 def test_fingerprint_of_torch_settings():
     before = torch_settings(CPU)
     for enter, leave in {
@@ -268,7 +266,6 @@ ATTRIBUTES = [
 ]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("one", "other"), ATTRIBUTES)
 def test_fingerprint_of_attributes(one, other):
     target = own_target()
@@ -284,7 +281,6 @@ def test_fingerprint_of_attributes(one, other):
     assert fingerprint(modules, CPU) not in found
 
 
-@pytest.mark.core
 def test_fingerprint_of_changes_inside_attributes():
     target = own_target()
     modules = modules_of(target)
@@ -315,7 +311,6 @@ def test_fingerprint_of_class_forwards(monkeypatch):
     assert fingerprint(modules, CPU) != before
 
 
-@pytest.mark.core
 def test_fingerprint_keeps_no_references():
     target = own_target()
     modules = modules_of(target)
@@ -354,7 +349,6 @@ def test_sessions_of_deleted_weights_are_freed(tape):
     assert len(drafter.sessions) == 1 and all(state() is None for state in states)
 
 
-@pytest.mark.core
 def test_captures_of_a_session_are_bounded(tape, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_CAPTURES", 3)
     target = own_target(num_layers=3)
@@ -386,7 +380,7 @@ def test_captures_of_a_session_are_bounded(tape, monkeypatch):
     assert len(session.rounds) == len(session.prefills) == 3
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_round_in_one_graph_returns_the_results(tape, monkeypatch, kind):
     """Scores and logits of all rounds that a session has captured would stay in memory."""

@@ -72,7 +72,7 @@ def copied(rule, length, **options):
     return copies.count
 
 
-@pytest.mark.core
+@pytest.mark.core_for(keep_scores=[True])
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("keep_scores", [False, True])
 def test_criteria_inputs_are_copied_once(name, keep_scores):
@@ -80,7 +80,6 @@ def test_criteria_inputs_are_copied_once(name, keep_scores):
     assert many <= 8.01 * few, f"{few} elements for 512 tokens, {many} for 4096"
 
 
-@pytest.mark.core
 def test_tokens_on_another_device_are_copied_column_by_column():
     """As on a GPU, played by a transcript whose memory for criteria is not the host's."""
     rule = Looks()
@@ -94,7 +93,7 @@ def test_tokens_on_another_device_are_copied_column_by_column():
     assert all(torch.equal(text, expected[:, : 3 + step]) for step, (text, *_) in enumerate(rule.shown))
 
 
-@pytest.mark.core
+@pytest.mark.core_for(with_scores=[True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("with_scores", [False, True])
 def test_criteria_get_the_arguments_of_plain_generate(batch, with_scores):

@@ -15,9 +15,9 @@ from batch.sharing import cut, cut_evenly
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import copy_of
+from processes import ROOT, finish, launch
 from targets import VOCAB, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torchrun import ROOT, finish, launch
 from transformers import PreTrainedTokenizerFast
 
 PROGRAM = ROOT / "examples" / "generate_batch.py"

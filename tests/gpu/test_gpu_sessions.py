@@ -10,7 +10,7 @@ import torch
 from adapters import with_adapters
 from decoding_modes import MODES
 from oracle import RANDOM_DRAFTERS, copy_of
-from targets import padded_prompts, set_policy, tiny_target
+from targets import NUM_LAYERS, padded_prompts, set_policy, tiny_target
 
 from hf_specdec.engine import lease, sessions
 
@@ -26,7 +26,7 @@ LENGTHS = [9, 1, 5]
 KINDS = {"noisy copy": lambda target: copy_of(target, noise=0.02), **RANDOM_DRAFTERS}
 
 
-def target_on(device, num_layers=6):
+def target_on(device, num_layers=NUM_LAYERS):
     return copy.deepcopy(tiny_target("llama", num_layers=num_layers)).to(device)
 
 

@@ -28,7 +28,7 @@ class Replay:
     """Runs a function again and again, with its results in one place.
 
     A graph needs no modules, but this does: it hosts the target that it was made on while it runs, unless the call does
-    so already.
+    so already. It also runs without autocast's cache, as when it was made, or what is compiled would be compiled again.
 
     Attributes:
         count: how many were made.
@@ -48,6 +48,10 @@ class Replay:
         self.result = function()
 
     def __call__(self):
+        with cuda_graphs._without_autocast_cache():
+            return self._replay()
+
+    def _replay(self):
         if Replay.host is self._host:
             in_place(self.result, self._function())
             return self.result

@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 from dataclasses import replace
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hf_specdec.engine.equivalence import why_not_equivalent
 
 VOCAB = 96
 PAD = 0
+NUM_LAYERS = 4
 
 _COMMON = {
     "vocab_size": VOCAB,
@@ -34,7 +36,12 @@ FAMILIES = {
     "llama": {"model_type": "llama"},
     "qwen3": {"model_type": "qwen3"},
     "mistral": {"model_type": "mistral", "sliding_window": 7},
-    "gemma3": {"model_type": "gemma3_text", "sliding_window": 7, "query_pre_attn_scalar": 8},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "gpt-oss": {"model_type": "gpt_oss", "sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3-moe": {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 1, **_MOE},
     "deepseek-v3": {
@@ -61,7 +68,7 @@ FAMILIES = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
         "linear_conv_kernel_dim": 4,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         **_MOE,
     },
 }
@@ -80,7 +87,7 @@ def set_policy(patch: pytest.MonkeyPatch, device_type: str, **changes: object) -
 
 
 @functools.cache
-def tiny_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedModel:
+def tiny_target(family: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
     """The target of `new_target`, shared between tests, so not to be changed.
 
     transformers adds hooks to a model that is once asked for `output_hidden_states`, also to this one.
@@ -93,9 +100,11 @@ def on_gpu(family: str) -> PreTrainedModel:
     return copy.deepcopy(tiny_target(family)).to("cuda")
 
 
-def new_target(family: str, seed: int = 0, num_layers: int = 6) -> PreTrainedModel:
+def new_target(family: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
     """A random target in float32 and evaluation mode."""
     options = {**_COMMON, "num_hidden_layers": num_layers, **FAMILIES[family]}
+    if pattern := options.get("layer_types"):
+        options["layer_types"] = list(islice(cycle(pattern), num_layers))
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -89,7 +89,7 @@ def shaping_options(name, generated):
     }[name]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3])
 @batches
 @pytest.mark.parametrize(
     "name",
@@ -148,7 +148,7 @@ class ReadsWholeText(LogitsProcessor):
         return scores.scatter_add(1, favoured[:, None], torch.full((len(scores), 1), 6.0))
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3])
 @batches
 @pytest.mark.parametrize("processor", [DependsOnText, DependsOnRow, ReadsWholeText])
 def test_processor_of_the_user(processor, batch):
@@ -158,7 +158,7 @@ def test_processor_of_the_user(processor, batch):
     assert not torch.equal(shaped, free)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3], with_end=[True])
 @batches
 @pytest.mark.parametrize("with_end", [False, True])
 def test_prefix_constraint_is_asked_about_texts_that_it_allows_only(batch, with_end):
@@ -184,7 +184,7 @@ def test_prefix_constraint_is_asked_about_texts_that_it_allows_only(batch, with_
     assert not torch.equal(shaped, free)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[1])
 @batches
 def test_prefix_constraint_that_knows_one_text(batch):
     """Nothing is allowed but one text, and nothing is known of what follows its end, as in a trie."""
@@ -206,7 +206,7 @@ def test_prefix_constraint_that_knows_one_text(batch):
     assert new_tokens(inputs, shaped) == text
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3])
 @batches
 def test_sampling_with_one_candidate_is_greedy(batch):
     """With top_k = 1 sampling has one outcome, which goes through the warpers and rejection sampling."""
@@ -229,7 +229,7 @@ def test_sampling_with_one_candidate_is_greedy(batch):
 # ---- ends
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3], num_ends=[3])
 @batches
 @pytest.mark.parametrize("num_ends", [1, 3])
 def test_end_of_sequence_tokens(batch, num_ends):
@@ -241,7 +241,7 @@ def test_end_of_sequence_tokens(batch, num_ends):
         assert batch > 1 or plain.shape[1] < free.shape[1]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[1])
 @batches
 def test_end_without_a_padding_token(batch):
     target, inputs, free = free_run(batch)
@@ -254,7 +254,7 @@ def test_end_without_a_padding_token(batch):
         target.generation_config.pad_token_id = before
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[1], with_end=[True])
 @batches
 @pytest.mark.parametrize("with_end", [False, True])
 def test_stop_strings(batch, with_end):
@@ -273,7 +273,7 @@ def test_stop_strings(batch, with_end):
         assert batch > 1 or plain.shape[1] < free.shape[1]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[1])
 @batches
 def test_length_limits(batch):
     target, inputs, _ = free_run(batch)
@@ -284,7 +284,7 @@ def test_length_limits(batch):
         assert check_greedy(target, inputs, dict, lambda limit=limit: limit).shape[1] == width + new
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[1])
 @batches
 def test_more_drafts_than_max_new_tokens(batch):
     target, inputs, _ = free_run(batch)
@@ -292,7 +292,7 @@ def test_more_drafts_than_max_new_tokens(batch):
         check_greedy(target, inputs, dict, lambda new=new: {"max_new_tokens": new}, num_draft_tokens=(8, 12))
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3])
 @batches
 def test_prompt_and_max_new_tokens_fill_the_positions(batch):
     target, _ = target_and_inputs(batch)
@@ -302,14 +302,14 @@ def test_prompt_and_max_new_tokens_fill_the_positions(batch):
     assert plain.shape[1] == target.config.max_position_embeddings
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3])
 @batches
 def test_prompts_of_one_token(batch):
     target = tiny_target("llama")
     check_greedy(target, padded_prompts([1] * batch, seed=7), dict)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3])
 @batches
 def test_time_limit(batch):
     target, inputs, free = free_run(batch)
@@ -347,7 +347,7 @@ class KnowsEnd(RowEnds):
     eos_token_id = 5
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3], with_end=[True])
 @batches
 @pytest.mark.parametrize("with_end", [False, True])
 @pytest.mark.parametrize("rule", [RowEnds, BatchEnds, BoolEnds, KnowsEnd, EosTokenCriteria, MaxLengthCriteria])
@@ -371,6 +371,22 @@ def test_custom_criteria(rule, with_end, batch):
     assert not torch.equal(plain, free)
 
 
+@pytest.mark.core_for(batch=[3])
+@batches
+def test_criterion_in_place_of_the_end_of_sequence_token(batch):
+    """A criterion of the caller takes the place of the one that `generate()` makes of `eos_token_id`."""
+    target, inputs, free = free_run(batch)
+    generated = new_tokens(inputs, free)
+    end, later = generated[2], next(token for token in generated[4:] if token not in generated[:4])
+
+    def stops():
+        rules = StoppingCriteriaList([EosTokenCriteria(torch.tensor([later]))])
+        return {"stopping_criteria": rules, "eos_token_id": end, "pad_token_id": PAD}
+
+    plain = check_greedy(target, inputs, dict, stops)
+    assert {end, later} <= set(new_tokens(inputs, plain))
+
+
 class UnsureEnds(StoppingCriteria):
     """Reads the scores: a row ends when its last token was not much better than the next."""
 
@@ -380,7 +396,7 @@ class UnsureEnds(StoppingCriteria):
         return best[:, 0] - best[:, 1] < 0.1
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3])
 @batches
 def test_criterion_that_reads_scores(batch):
     target, inputs, free = free_run(batch)
@@ -425,7 +441,7 @@ class Puts(BaseStreamer):
         self.ended = True
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3], accuracy=[0.6])
 @batches
 @pytest.mark.parametrize("accuracy", [0.6, 1.0])
 def test_streamer_gets_the_same_puts(batch, accuracy):
@@ -444,7 +460,7 @@ def test_streamer_gets_the_same_puts(batch, accuracy):
         assert puts(assistant_model=drafter, num_assistant_tokens=num_draft_tokens) == plain
 
 
-@pytest.mark.core
+@pytest.mark.core_for(skip_prompt=[True])
 @pytest.mark.parametrize("skip_prompt", [False, True])
 def test_text_streamers(skip_prompt, capsys):
     target, inputs, free = free_run(1)
@@ -474,13 +490,10 @@ def test_text_streamers(skip_prompt, capsys):
 # ---- what is returned
 
 
-@pytest.mark.core
-@batches
+@pytest.mark.core_for(family=["gemma3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
-@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(("engine", "batch"), [("static", 1), ("static", 3), ("stock", 1)])
 def test_returned_scores_logits_and_hidden_states(family, batch, engine):
-    if engine == "stock" and batch > 1:
-        batch = 1
     target, inputs = tiny_target(family), padded_prompts(PROMPTS[batch], seed=batch)
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     ends = [new_tokens(inputs, free, row)[7 + 2 * row] for row in range(batch)]
@@ -563,7 +576,7 @@ def test_attention_weights_come_from_the_stock_engine(family):
         target.generate(**padded_prompts(PROMPTS[3]), **options, assistant_model=random_eagle3(target))
 
 
-@pytest.mark.core
+@pytest.mark.core_for(family=["gemma3"])
 @pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt-oss"])
 def test_attention_weights_behind_a_window(family):
     target = copy.deepcopy(tiny_target(family))
@@ -633,7 +646,7 @@ def test_generation_config_object():
     assert config.to_dict() == before
 
 
-@pytest.mark.core
+@pytest.mark.core_for(batch=[3], chunk_size=[3], kind=["eagle3", "draft-model"])
 @batches
 @kinds
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
@@ -662,7 +675,7 @@ def test_input_without_attention_mask():
     assert drafter.stats.engine == "static"
 
 
-@pytest.mark.core
+@pytest.mark.core_for(draft_probs=[True])
 @pytest.mark.parametrize("draft_probs", [False, True])
 def test_several_sequences_a_prompt(draft_probs):
     target, inputs = target_and_inputs(3)
@@ -684,7 +697,7 @@ def sample(target, inputs, drafter, seed=0, **options):
     return target.generate(**inputs, assistant_model=drafter, **options)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"], draft_probs=[True])
 @pytest.mark.parametrize("kind", ["eagle3", "pard"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("draft_probs", [False, True])

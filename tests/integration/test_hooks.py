@@ -63,19 +63,18 @@ def generate_all():
             generated[name] = [type(error).__name__, str(error)]
     return generated
 
-if sys.argv[1] == "alone":
-    results = [generate_all()]
-else:
-    before = dict(vars(GenerationMixin))
-    import hf_specdec
-    assert vars(GenerationMixin) != before
-    results = [generate_all()]
-    hf_specdec.install()
-    hf_specdec.uninstall()
-    hf_specdec.uninstall()
-    after = dict(vars(GenerationMixin))
-    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
-    results.append(generate_all())
+results = [generate_all()]
+assert "hf_specdec" not in sys.modules
+before = dict(vars(GenerationMixin))
+import hf_specdec
+assert vars(GenerationMixin) != before
+results.append(generate_all())
+hf_specdec.install()
+hf_specdec.uninstall()
+hf_specdec.uninstall()
+after = dict(vars(GenerationMixin))
+assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+results.append(generate_all())
 print(json.dumps(results))
 """
 
@@ -83,15 +82,10 @@ print(json.dumps(results))
 @pytest.mark.core
 def test_calls_without_a_drafter_are_unchanged():
     """Plain generate() and transformers' own assistants do the same without the package, with it, and uninstalled."""
-
-    def results(how):
-        run = subprocess.run([sys.executable, "-c", PLAIN_CALLS, how], capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stderr
-        return json.loads(run.stdout.splitlines()[-1])
-
-    (alone,) = results("alone")
+    run = subprocess.run([sys.executable, "-c", PLAIN_CALLS], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    alone, installed, uninstalled = json.loads(run.stdout.splitlines()[-1])
     assert alone["assistant"] == alone["greedy"] and "batch" in alone["assistant_batch"][1]
-    installed, uninstalled = results("imported")
     assert installed == alone
     assert uninstalled == alone
 
@@ -203,7 +197,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.core_for(who=[*OPTIONS, "propose"], calls=[4])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("who", [*OPTIONS, "propose", "prefill", "new_memory", "nobody"])
 @pytest.mark.parametrize("calls", [0, 4])
@@ -234,7 +228,7 @@ def test_model_is_restored_after_an_error_of_a_callback(who, engine, calls, monk
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["draft-model", "mtp"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
 def test_drafter_is_restored_after_an_error(kind, engine, monkeypatch):
@@ -269,7 +263,7 @@ def test_model_is_restored_after_an_error_in_the_target(monkeypatch):
     assert torch.equal(target.generate(**inputs, max_new_tokens=12, assistant_model=drafter), plain)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(engine=["stock"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_threads_take_turns_on_a_target(engine):
     """Two drafters and a third thread with the first of them again, all at once on one target."""

@@ -27,7 +27,7 @@ def pipelines(target, drafter, **options):
     return pipeline(**common), pipeline(**common, assistant_model=drafter)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3", "draft-model"])
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_pipeline_generates_the_same(kind):
     target = tiny_target("llama")
@@ -72,7 +72,7 @@ def test_number_of_drafts_in_a_pipeline(caplog):
     assert "no effect" not in caplog.text
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3", "draft-model"])
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_special_tokens_are_the_targets_and_not_saved(kind, tmp_path):
     target = copy.deepcopy(tiny_target("llama"))

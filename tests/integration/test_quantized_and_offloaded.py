@@ -7,7 +7,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from lossless import PROMPTS, greedy
 from oracle import random_eagle3
-from targets import padded_prompts, set_policy, tiny_target
+from targets import NUM_LAYERS, padded_prompts, set_policy, tiny_target
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -103,11 +103,21 @@ def folders(tmp_path_factory):
     return root
 
 
-NAMES = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", *(f"model.layers.{n}" for n in range(6))]
+NAMES = [
+    "model.embed_tokens",
+    "model.norm",
+    "model.rotary_emb",
+    "lm_head",
+    *(f"model.layers.{n}" for n in range(NUM_LAYERS)),
+]
 PLACES = {
     "one device": ({"": "cpu"}, "static", "fit"),
-    "a layer on disk": (dict.fromkeys(NAMES, "cpu") | {"model.layers.4": "disk"}, "stock", "spread over 2 devices"),
-    "the last layer on disk": (dict.fromkeys(NAMES, "cpu") | {"model.layers.5": "disk"}, "stock", "spread over 2"),
+    "a layer on disk": (dict.fromkeys(NAMES, "cpu") | {"model.layers.2": "disk"}, "stock", "spread over 2 devices"),
+    "the last layer on disk": (
+        dict.fromkeys(NAMES, "cpu") | {f"model.layers.{NUM_LAYERS - 1}": "disk"},
+        "stock",
+        "spread over 2",
+    ),
 }
 
 

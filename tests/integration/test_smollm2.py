@@ -19,7 +19,7 @@ def smollm2():
     return load_smollm2()
 
 
-@pytest.fixture(scope="module", params=[(8, 64), pytest.param((40, 128), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(scope="module", params=[(4, 48), pytest.param((40, 128), marks=pytest.mark.slow)], ids=str)
 def plain_outputs(smollm2, request):
     """Plain greedy outputs of chat prompts: `(inputs, [prompts, P + new])`."""
     model, tokenizer = smollm2

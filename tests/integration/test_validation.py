@@ -8,7 +8,7 @@ import torch
 from lossless import PROMPTS
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
-from targets import padded_prompts, tiny_target
+from targets import NUM_LAYERS, padded_prompts, tiny_target
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -52,7 +52,7 @@ def llama(**options):
         "vocab_size": 96,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 4,
         "pad_token_id": 0,
         "bos_token_id": 1,
@@ -82,7 +82,7 @@ def test_drafter_bound_to_another_target(drafter):
     [
         ({"hidden_size": 64}, "made for a target with hidden_size 32, but llama has hidden_size 64"),
         ({"vocab_size": 128}, "made for a vocabulary of 96 tokens, but llama has 128"),
-        ({"num_hidden_layers": 5}, r"reads the auxiliary hidden states \[1, 3, 6\], but llama has 5 layers"),
+        ({"num_hidden_layers": 3}, r"reads the auxiliary hidden states \[1, 3, 4\], but llama has 3 layers"),
     ],
 )
 def test_drafter_for_another_model(target, drafter, options, match):
@@ -100,7 +100,6 @@ def test_drafter_for_another_model(target, drafter, options, match):
     assert torch.equal(out, plain), "a refused bind() broke the binding before it"
 
 
-@pytest.mark.core
 def test_default_layer_ids_need_a_deep_enough_target(drafter):
     config = Eagle3Config(
         **{**drafter.config.to_dict(), "aux_hidden_state_layer_ids": None, "num_aux_hidden_states": 3}
@@ -114,7 +113,6 @@ def test_default_layer_ids_need_a_deep_enough_target(drafter):
     assert not unbound.is_bound
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("what", ["embedding", "head"])
 def test_missing_weights_to_share(drafter, what):
     other = llama(hidden_size=64)
@@ -132,14 +130,12 @@ def test_drafter_without_weights(target, drafter):
     refused(target, drafter.to("meta"), "drafter is on the meta device, so it has no weights")
 
 
-@pytest.mark.core
 def test_drafter_on_another_device(target, drafter, monkeypatch):
     monkeypatch.setattr(Eagle3Drafter, "device", torch.device("cuda", 1))
     message = refused(target, drafter, "drafter is on cuda:1 and LlamaForCausalLM on cpu; expected the same device")
     assert "drafter.to('cpu')" in message
 
 
-@pytest.mark.core
 def test_drafter_without_propose(target):
     class Nothing(Drafter):
         device = torch.device("cpu")
@@ -157,7 +153,7 @@ def test_drafter_without_propose(target):
 # ---- settings
 
 
-@pytest.mark.core
+@pytest.mark.core_for(number=[0])
 @pytest.mark.parametrize("number", [0, -3, 2.5, True])
 def test_number_of_drafts(target, drafter, number):
     match = rf"num_assistant_tokens is {number!r}; expected an integer of at least 1"
@@ -172,7 +168,6 @@ def test_number_of_drafts(target, drafter, number):
         refused(target, drafter, match, generation_config=GenerationConfig(num_assistant_tokens=number))
 
 
-@pytest.mark.core
 def test_other_settings(drafter):
     with pytest.raises(ValueError, match="engine is 'fast'; expected one of 'auto', 'static', 'stock'"):
         drafter.configure(engine="fast")
@@ -195,7 +190,6 @@ def test_target_in_training_mode():
     refused(target, drafter, r"LlamaForCausalLM is in training mode.*; call model\.eval\(\) first")
 
 
-@pytest.mark.core
 def test_offloaded_target(drafter):
     target = llama()
     drafter.bind(target)
@@ -210,7 +204,7 @@ def test_encoder_decoder(drafter):
     refused(target, drafter, "T5ForConditionalGeneration is an encoder-decoder; hf_specdec drafts for decoder-only")
 
 
-@pytest.mark.core
+@pytest.mark.core_for(engine=["static"])
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -248,7 +242,7 @@ def test_unsupported_options(target, drafter, options, match, engine):
     refused(target, drafter.configure(engine=engine), match, **options)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(assistant=[AutoDrafter])
 @pytest.mark.parametrize("assistant", [AutoDrafter, Eagle3Drafter])
 def test_class_in_place_of_a_drafter(target, assistant):
     with pytest.raises(ValueError, match=f"assistant_model is the class {assistant.__name__}; expected a drafter"):
@@ -276,7 +270,7 @@ def test_use_cache_false_in_a_config(engine):
 IDS = torch.tensor([[5, 9, 33, 7, 21]])
 
 
-@pytest.mark.core
+@pytest.mark.core_for(engine=["stock"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize(
     ("inputs", "match"),
@@ -302,7 +296,7 @@ def test_invalid_prompts(target, drafter, inputs, match, engine):
     refused(target, drafter.configure(engine=engine), match, inputs=inputs)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(token=[96], padded=[True])
 @pytest.mark.parametrize("token", [96, 2000, -1])
 @pytest.mark.parametrize("padded", [False, True])
 def test_token_ids_outside_the_vocabulary(target, drafter, token, padded):
@@ -325,7 +319,7 @@ def test_padding_token_outside_the_vocabulary(target, drafter):
     assert torch.equal(out[:, width:], plain[:, width:])
 
 
-@pytest.mark.core
+@pytest.mark.core_for(engine=["static"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize(
     "inputs",
@@ -346,7 +340,7 @@ def test_unusual_prompts(target, drafter, inputs, engine):
     assert torch.equal(out, plain) and out.dtype == plain.dtype
 
 
-@pytest.mark.core
+@pytest.mark.core_for(engine=["static"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize(
     "options",
@@ -368,7 +362,7 @@ def test_errors_of_transformers_are_unchanged(target, drafter, options, engine):
     assert str(ours.value) == str(plain.value)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(engine=["static"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_number_of_drafts_from_numpy(target, drafter, engine):
     options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False}
@@ -381,7 +375,7 @@ def test_number_of_drafts_from_numpy(target, drafter, engine):
 # ---- more drafts than remaining tokens
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_no_drafts_beyond_the_remaining_tokens(target, kind, engine, monkeypatch):
@@ -398,7 +392,6 @@ def test_no_drafts_beyond_the_remaining_tokens(target, kind, engine, monkeypatch
     assert sum(stats.drafted_per_position[3:]) == 0 and stats.committed == 3 - first
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("room", [1, 2, 9])
 def test_samples_do_not_depend_on_drafts_beyond_the_remaining_tokens(target, room, verification, monkeypatch):
@@ -414,7 +407,6 @@ def test_samples_do_not_depend_on_drafts_beyond_the_remaining_tokens(target, roo
     assert generate(20) == cut
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("asked", "room", "is_kept", "expected"),
     [(5, 3, False, 3), (5, 100, False, 5), (0, 7, False, 0), (5, 3, True, 5), (1000, 3, True, 16), (40, 20, True, 32)],
@@ -434,7 +426,6 @@ def test_pipeline_stages():
         target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=4, assistant_model=drafter)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("what", ["embedding", "head"])
 def test_weights_that_cannot_be_shared(drafter, what):
     other = llama()
@@ -485,7 +476,6 @@ def test_every_setting_of_assisted_generation_is_honoured_refused_or_warned_abou
     assert "no effect" not in caplog.text
 
 
-@pytest.mark.core
 def test_block_verification_is_not_promised_by_the_stock_engine(target, drafter, caplog):
     _warn.cache_clear()
     drafter.configure(engine="stock", verification="block")
@@ -506,7 +496,6 @@ def masked(rows):
     return {"input_ids": torch.full(mask.shape, 5), "attention_mask": mask}
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("rows", "row"),
     [
@@ -548,7 +537,6 @@ def test_errors_keep_the_statistics_of_the_last_call(target, drafter):
     assert drafter.stats is stats
 
 
-@pytest.mark.core
 def test_an_oracle_is_refused_like_any_drafter(target):
     drafter = OracleDrafter(target, torch.zeros(1, 4, dtype=torch.int64), [9])
     refused(llama(), drafter, "OracleDrafter is bound to another target")

@@ -125,7 +125,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(through=["reference"])
 @pytest.mark.parametrize("through", ["reference", "kernels"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ", ".join(kind) or "plain")
 @torch.no_grad()

@@ -6,9 +6,13 @@ import re
 
 import pytest
 import torch
+from case_counts import num_cases
 from oracle import eagle_options
-from targets import tiny_target
+from processes import ROOT, finish, launch
+from targets import NUM_LAYERS, tiny_target
 from tensor_parallel_worker import (
+    BENCHED,
+    COMPILED_TOKENS,
     DRAFTERS,
     OTHER_FAMILIES,
     generate,
@@ -16,15 +20,14 @@ from tensor_parallel_worker import (
     generate_briefly,
     generate_with_generator,
 )
-from torchrun import ROOT, finish, launch
 
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.parallel import all_reduce
 
-# Layers of the target that is compiled: each of them takes as long.
-SHALLOW = 2
+# Layers of the target that is compiled: each of them takes as long, and `test_piecewise.py` compiles several.
+SHALLOW = num_cases(2, 1)
 
 
 def run_two_processes(folder, device):
@@ -121,7 +124,7 @@ def test_small_all_reduces_use_symmetric_memory(answers):
 
 @pytest.mark.core
 def test_rounds_with_symmetric_memory_are_compiled_whole(answers):
-    plain = generate(tiny_target("llama", num_layers=SHALLOW), None)[0]
+    plain = generate(tiny_target("llama", num_layers=SHALLOW), None, max_new_tokens=COMPILED_TOKENS)[0]
     for generated in answers:
         assert generated["in memory, as on a GPU"] == [plain, "captured in one graph, compiled"]
 
@@ -169,9 +172,9 @@ def check_bench(answers):
     figures = answers[0]["figures"]
     assert figures["environment"]["processes"] == 2
     cases = {case["name"].rpartition("/")[2]: case for case in figures["cases"]}
-    assert set(cases) == {"dynamic", "engine", "eagle3", "p-eagle"}
-    assert [case["error"] for case in cases.values()] == [None] * 4
-    for name in ("eagle3", "p-eagle"):
+    assert set(cases) == {"dynamic", "engine", *BENCHED}
+    assert [case["error"] for case in cases.values()] == [None] * len(cases)
+    for name in BENCHED:
         case = cases[name]
         assert case["tokens"] == 2 * 24 and 1.0 < case["acceptance_length"] < 4.0
         assert case["bytes_per_round"] > cases["engine"]["bytes_per_round"]
@@ -187,7 +190,7 @@ def test_bench(answers):
 def test_bytes_add_up_to_those_of_one_process(answers):
     """Half of everything but the norms, of which every process has its own."""
     whole = round_bytes(tiny_target("llama"), None, 0, batch=3, length=10)
-    norms = 4 * (6 * 2 * 32 + 32)
+    norms = 4 * (NUM_LAYERS * 2 * 32 + 32)
     assert [2 * generated["bytes"] - whole for generated in answers] == [norms, norms]
 
 

@@ -21,8 +21,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = ["llama", "gemma3", "gpt-oss", "qwen3-moe"]
 ENGINES = ["static", "fused", "captured", "stock"]
 
-pytestmark = pytest.mark.core
-
 
 def targets_of(families):
     """Engines and families of targets: every family with captured rounds, which patch most; else Llama and another."""
@@ -122,6 +120,7 @@ def alike(found, expected):
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.core_for(family=["llama"])
 @every_target
 def test_processors_that_run_the_target(engine, family):
     target = fresh(family)
@@ -134,6 +133,7 @@ def test_processors_that_run_the_target(engine, family):
         assert torch.equal(out, plain)
 
 
+@pytest.mark.core_for(engine=["static"])
 @every_target
 def test_criteria_and_streamers_that_run_the_target(engine, family):
     target = fresh(family)
@@ -152,8 +152,15 @@ def test_criteria_and_streamers_that_run_the_target(engine, family):
         assert all(map(alike, gradients, answers[0][1]))
 
 
-@pytest.mark.parametrize("kind", ["plain", "same drafter", "another drafter"])
-@targets_of(["llama", "gpt-oss"])
+# Every kind of call inside another on Llama, and the one that most is patched for on another family.
+INNER_CALLS = cases(
+    every := list(itertools.product(ENGINES, ["llama", "gpt-oss"], ["plain", "same drafter", "another drafter"])),
+    [one for one in every if one[1] == "llama" or one == ("captured", "gpt-oss", "same drafter")],
+)
+
+
+@pytest.mark.core_for(engine=["captured", "stock"], family=["llama"], kind=["another drafter"])
+@pytest.mark.parametrize(("engine", "family", "kind"), INNER_CALLS, indirect=["engine"])
 def test_processors_that_generate(engine, family, kind):
     target = fresh(family)
     drafter = drafter_for(target, engine)
@@ -169,6 +176,7 @@ def test_processors_that_generate(engine, family, kind):
     assert drafter.stats.num_assistant_tokens == 3
 
 
+@pytest.mark.core_for(engine=["captured"])
 @every_target
 def test_threads_that_run_the_target_during_a_call(engine, family):
     """Generation with a drafter again and again; plain generation, passes and gradients in threads of their own."""
@@ -219,6 +227,7 @@ def test_threads_that_run_the_target_during_a_call(engine, family):
     assert all(counts.values())
 
 
+@pytest.mark.core_for(engine=["captured"])
 def test_targets_that_share_a_configuration(engine):
     """Calls of two threads that overlap in any order: the second begins within the first and outlives it."""
     if engine == "captured" and DEVICE == "cpu":
@@ -255,6 +264,7 @@ def test_targets_that_share_a_configuration(engine):
     assert vars(first.config) == before
 
 
+@pytest.mark.core
 def test_attention_functions_that_read_the_configuration(monkeypatch):
     """Attention functions of others get their own name, as flash attention does, also while the target is patched."""
     target, names = fresh("llama"), []
@@ -271,6 +281,7 @@ def test_attention_functions_that_read_the_configuration(monkeypatch):
     assert names == ["named"] * target.config.num_hidden_layers
 
 
+@pytest.mark.core
 def test_draft_model_without_the_cache_argument_is_an_error():
     target = fresh("llama")
     with pytest.raises(RuntimeError, match="drafter's cache only"):

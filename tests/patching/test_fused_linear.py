@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from targets import STATIC_FAMILIES, padded_prompts, set_policy, tiny_target
+from targets import NUM_LAYERS, STATIC_FAMILIES, padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ def test_one_matmul_a_group_and_one_copy_of_the_weights(monkeypatch):
     monkeypatch.setattr(fused_linear.F, "linear", lambda *args: calls.append(args[1].shape[0]) or original(*args))
     with torch.no_grad(), fused_linears(model), engine():
         model(**padded_prompts([5]))
-    heads, key_heads, dim, inner, layers = 4, 2, 8, 64, 6
+    heads, key_heads, dim, inner, layers = 4, 2, 8, 64, NUM_LAYERS
     assert calls.count((heads + 2 * key_heads) * dim) == layers and calls.count(2 * inner) == layers
     assert key_heads * dim not in calls  # neither keys nor values by themselves
     now = [layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight]

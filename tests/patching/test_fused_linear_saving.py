@@ -21,8 +21,6 @@ from hf_specdec.patching.fused_linear import fused_linears
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture(autouse=True)
 def fusing_here(monkeypatch):
@@ -99,6 +97,7 @@ def write_parameters(target, folder):
 WRITERS = [write_pretrained, write_state_dict, write_model, write_by_accelerate, write_parameters]
 
 
+@pytest.mark.core_for(write=[write_pretrained, write_by_accelerate], dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 def test_files_are_the_same_byte_for_byte(tmp_path, write, dtype):
@@ -112,6 +111,7 @@ def test_files_are_the_same_byte_for_byte(tmp_path, write, dtype):
     assert written[0] and written[0] == written[1]
 
 
+@pytest.mark.core
 def test_states_of_a_training_are_saved_and_loaded(tmp_path):
     accelerator = Accelerator(cpu=DEVICE == "cpu")
     target = fresh()
@@ -137,6 +137,7 @@ def test_states_of_a_training_are_saved_and_loaded(tmp_path):
             assert written[-1][name] == written[-2][name]
 
 
+@pytest.mark.core_for(dtype=[torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_parameters_are_unchanged(dtype):
     target = fresh(dtype=dtype, bias=True)
@@ -216,6 +217,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.core_for(change=["assign", "merge", "dtype"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_call_uses_changed_weights(change):
     target = fresh()
@@ -233,6 +235,7 @@ def test_the_next_call_uses_changed_weights(change):
     assert not torch.equal(texts[0], texts[1])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_are_independent(how):
     target = fresh()
@@ -259,6 +262,7 @@ def test_shared_memory():
     assert [parameter.data_ptr() for parameter in target.parameters()] == addresses
 
 
+@pytest.mark.core
 @pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU weights lie in the file that they were loaded from")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device_map", ["cuda", None])
@@ -275,6 +279,7 @@ def live_places():
     return sum(not place.expired() for place in fused_linear._fused_storages._references.values())
 
 
+@pytest.mark.core_for(change=["assign"])
 @pytest.mark.parametrize("change", ["delete", "meta", "assign", "dtype"])
 def test_replaced_weights_are_freed(change):
     before, target = live_places(), fresh()
@@ -326,6 +331,7 @@ HELD = {
 }
 
 
+@pytest.mark.core_for(kind=["state_dict"])
 @pytest.mark.parametrize("kind", HELD)
 def test_weights_with_other_references_are_not_moved(kind):
     target = fresh()
@@ -346,6 +352,7 @@ def test_weights_with_other_references_are_not_moved(kind):
         check_fused(target)
 
 
+@pytest.mark.core
 def test_tied_weights_are_not_fused():
     target = fresh()
     first, second, third = (layer.self_attn for layer in target.model.layers[:3])
@@ -365,6 +372,7 @@ def test_tied_weights_are_not_fused():
     assert torch.equal(call(target), greedy(target, inputs()))
 
 
+@pytest.mark.core
 def test_inference_parameters_are_not_fused():
     with torch.inference_mode():
         target = fresh()

@@ -40,7 +40,7 @@ def test_torch_linear_with_a_frozen_weight_is_one_matmul_a_row():
 
 
 # float64 takes the way that a GPU takes: a few float32 rows on a CPU are computed otherwise, see `ops.linear`.
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3", "draft-model"])
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_weights_are_read_once_a_batch(kind):
     target = copy.deepcopy(tiny_target("llama")).double().requires_grad_(False)

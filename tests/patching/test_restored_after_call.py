@@ -1,6 +1,7 @@
 """After any call, also one that raises, a target and its drafter are restored exactly."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -18,9 +19,7 @@ from hf_specdec.patching import patch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENGINES = ["static", "captured", "stock"]
-FAMILIES = ["llama", "gpt-oss", "qwen3-moe", "qwen3-next"]
-
-pytestmark = pytest.mark.core
+FAMILIES = ["llama", "gpt-oss", "qwen3-moe"]
 
 
 @pytest.fixture(params=ENGINES)
@@ -95,7 +94,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+@pytest.mark.core_for(kind=["eagle3", "draft-model"])
+@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "p-eagle", "draft-model", "mtp-by-target"]))
 def test_models_are_restored_after_every_kind_of_call(engine, kind):
     target, inputs = fresh("llama")
     drafter = configured(RANDOM_DRAFTERS[kind](target), engine)
@@ -107,11 +107,13 @@ def test_models_are_restored_after_every_kind_of_call(engine, kind):
             check(before, target, drafter)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.core_for(engine=["captured"])
+@pytest.mark.core_for(family=["qwen3-next"])
+@pytest.mark.parametrize(
+    ("engine", "family"), [*itertools.product(ENGINES, FAMILIES), ("stock", "qwen3-next")], indirect=["engine"]
+)
 def test_every_kind_of_target_is_restored(engine, family):
     target, inputs = fresh(family)
-    if family == "qwen3-next":
-        engine = "stock"
     drafter = configured(random_eagle3(target), engine)
     before = snapshot(target, drafter)
     for options in CALLS.values():
@@ -119,6 +121,7 @@ def test_every_kind_of_target_is_restored(engine, family):
         check(before, target, drafter)
 
 
+@pytest.mark.core
 def test_output_hidden_states_leaves_what_it_leaves_without_a_drafter(engine):
     """transformers installs hooks of its own, once, where somebody asks for hidden states."""
     target, inputs = fresh("llama")
@@ -166,6 +169,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.core_for(error=[ValueError], where=["processor", "streamer"])
 @pytest.mark.parametrize("error", cases([ValueError, KeyboardInterrupt, Stop], [ValueError, Stop]))
 @pytest.mark.parametrize("where", BREAKS)
 def test_models_are_restored_after_errors_of_the_caller(engine, where, error):
@@ -180,6 +184,7 @@ def test_models_are_restored_after_errors_of_the_caller(engine, where, error):
     assert torch.equal(greedy(target, inputs, drafter, 3), plain)
 
 
+@pytest.mark.core_for(engine=["captured"], at=[4])
 @pytest.mark.parametrize("at", range(1, 8, 3))
 def test_models_are_restored_after_errors_of_a_drafter(engine, at, monkeypatch):
     target, inputs = fresh("qwen3-moe")
@@ -200,6 +205,7 @@ def test_models_are_restored_after_errors_of_a_drafter(engine, at, monkeypatch):
     assert torch.equal(greedy(target, inputs, drafter, 3), plain)
 
 
+@pytest.mark.core
 def test_hooks_and_settings_of_the_user_are_kept(engine):
     target, inputs = fresh("llama")
     heard = []
@@ -225,6 +231,7 @@ class Refuses(StoppingCriteria):
         return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
+@pytest.mark.core_for(engine=["static"])
 def test_settings_changed_during_a_call_are_kept(engine):
     target, inputs = fresh("llama")
     drafter = configured(random_eagle3(target), engine)

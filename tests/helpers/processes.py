@@ -5,18 +5,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+from case_counts import tries_all
+
 ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def launch(program: str | Path, *arguments: object, processes: int = 2, on_gpus: bool = False) -> subprocess.Popen:
-    """Start `program`, several processes under torchrun, on CPUs also where there are GPUs; output is in `stdout`."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    folders = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
+    """Start `program`, on CPUs also where there are GPUs; output is in `stdout`.
+
+    Several processes are started by torchrun on a GPU and with `--slow`, else by `forked_ranks.py`, which takes less.
+    """
+    helpers = ROOT / "tests" / "helpers"
+    launcher = TORCHRUN if on_gpus or tries_all else [str(helpers / "forked_ranks.py")]
+    folders = [str(ROOT), str(helpers), str(ROOT / "examples")]
     settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     if not on_gpus:
         settings["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.Popen(
-        [sys.executable, *(torchrun if processes > 1 else []), str(program), *map(str, arguments)],
+        [
+            sys.executable,
+            *([*launcher, str(processes)] if processes > 1 else []),
+            str(program),
+            *map(str, arguments),
+        ],
         env={**os.environ, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
