@@ -3,13 +3,14 @@
     accelerate launch examples/generate_batch.py --target <model> --drafter <drafter> \\
         --prompts in.jsonl --output out.jsonl
 
-Prompts of similar length share batches, the longest first; a process takes the next batch when it is free. Finished
-batches are on disk, so after a crash the same command resumes the run, also with another number of processes. Every
-line of the output has a prompt's `id`, its `completion`, the number of its `tokens`, and the statistics of
-`speculation`. `<output>.summary.json` has the totals and the throughput.
+Prompts are cut into shares of similar length, the longest first; a process takes the next share when it is free, and
+generates it by continuous batching: a prompt takes a row of the batch as soon as another has ended. Finished shares are
+on disk, so after a crash the same command resumes the run, also with another number of processes. Every line of the
+output has a prompt's `id`, its `completion`, the number of its `tokens`, and the statistics of `speculation`; `error`
+where the target has no positions for all of it. `<output>.summary.json` has the totals and the throughput.
 
 Sampling is seeded for every prompt by `--seed` and the prompt's id: a completion depends neither on the process nor on
-the other prompts of its batch (except for rounding, which depends on the shape of the batch).
+the other prompts (except for rounding, which depends on the shape of the batch).
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ from accelerate.utils import broadcast_object_list
 from batch.journal import Journal
 from batch.sharing import SharedWork, cut_evenly
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_specdec import AutoDrafter, Drafter
+from hf_specdec.device_policy import policy_of
 from hf_specdec.loading import load_target, load_tokenizer, set_end_tokens
-from hf_specdec.prompt_sources import Prompt, encode, pad_on_the_left, read_prompts
+from hf_specdec.prompt_sources import Prompt, encode, read_prompts
 from hf_specdec.stats import RowStats, add_up
 
 # Arguments that no completion depends on, so that a run may be resumed with other values of them.
 INDIFFERENT = ("prompts", "limit", "output", "batch_size", "tokens_per_batch", "cpu", "compile")
 POLL_SECONDS = 0.2
+# Prompts of a share for each row: with more of them fewer rows are free while the last prompts of a share end, with
+# fewer less is lost in a crash.
+PROMPTS_PER_ROW = 8
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -51,9 +57,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--num-assistant-tokens", "-k", type=int, help="draft tokens a round; by default the drafter's own number")
     add("--max-new-tokens", type=int, default=256)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--batch-size", type=int, default=16, help="at most so many prompts a batch")
+    size.add_argument("--batch-size", type=int, help="rows: prompts at a time; by default 256 on a GPU")
     size.add_argument(
-        "--tokens-per-batch", type=int, help="at most so many tokens: rows x (longest prompt + new tokens)"
+        "--tokens-per-batch", type=int, help="as many rows as have so many tokens: rows x (longest prompt + new tokens)"
     )
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float)
@@ -118,7 +124,7 @@ def row_seed(seed: int, prompt_id: int | str) -> int:
 
 
 class Generator:
-    """Generates completions of batches of prompts.
+    """Generates completions of prompts.
 
     Args:
         target, tokenizer: loaded.
@@ -141,52 +147,51 @@ class Generator:
 
     def complete(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """The line of the output for each prompt."""
-        texts = [prompt.text for prompt in prompts]
-        inputs = encode(self._tokenizer, texts, self._args.chat_template, padding=True, return_tensors="pt")
-        inputs = {name: inputs[name].to(self._target.device) for name in ("input_ids", "attention_mask")}
-        output = self._target.generate(
-            **inputs,
-            **self._options,
+        ids = encode(self._tokenizer, [prompt.text for prompt in prompts], self._args.chat_template)["input_ids"]
+        rows = num_rows(self._args, max(map(len, ids)))
+        results = self._target.generate_batch(
+            ids,
+            continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=rows),
             assistant_model=self._drafter,
             seeds=[row_seed(self._args.seed, prompt.id) for prompt in prompts],
-            return_dict_in_generate=True,
+            **self._options,
         )
-        new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        return [self._record(*row) for row in zip(prompts, new, output.speculation.rows, strict=True)]
+        return [self._record(*row) for row in zip(prompts, results.values(), self._drafter.stats.rows, strict=True)]
 
-    def _record(self, prompt: Prompt, tokens: list[int], stats: RowStats) -> dict[str, Any]:
-        end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
-        tokens = tokens if end is None else tokens[: end + 1]
+    def _record(self, prompt: Prompt, result: GenerationOutput, stats: RowStats) -> dict[str, Any]:
+        tokens = result.generated_tokens
         record = {
             "id": prompt.id,
             "completion": self._tokenizer.decode(tokens, skip_special_tokens=True),
             "tokens": len(tokens),
-            "ended": end is not None,
+            "ended": bool(tokens) and tokens[-1] in self._ends,
             "speculation": vars(stats),
         }
+        if result.error is not None:
+            record["error"] = result.error
         return record | ({"token_ids": tokens} if self._args.token_ids else {})
 
 
 def generate_all(
-    generator: Generator, batches: Sequence[Sequence[Prompt]], work: SharedWork, journal: Journal, bar: tqdm
+    generator: Generator, shares: Sequence[Sequence[Prompt]], work: SharedWork, journal: Journal, bar: tqdm
 ) -> None:
-    """Generate this process's share of the batches; the main process returns when all processes are done.
+    """Generate the shares that this process claims; the main process returns when all processes are done.
 
     Args:
         generator: of this process.
-        batches: of the run, the same on all processes.
-        work: hands out the batches.
+        shares: of the run, the same on all processes.
+        work: hands out the shares.
         journal: gets the records.
         bar: counts the prompts of all processes.
     """
     initial = bar.n
-    while (number := work.claim()) < len(batches):
+    while (number := work.claim()) < len(shares):
         start = time.perf_counter()
-        journal.write(generator.complete(batches[number]))
-        work.report(len(batches[number]), time.perf_counter() - start)
+        journal.write(generator.complete(shares[number]))
+        work.report(len(shares[number]), time.perf_counter() - start)
         bar.update(initial + work.done - bar.n)
     if PartialState().is_main_process:
-        total = sum(map(len, batches))
+        total = sum(map(len, shares))
         while work.done < total:
             time.sleep(POLL_SECONDS)
             bar.update(initial + work.done - bar.n)
@@ -206,15 +211,22 @@ def totals(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def make_batches(
+def num_rows(args: argparse.Namespace, longest: int) -> int:
+    """Rows for prompts of up to `longest` tokens."""
+    if args.tokens_per_batch is not None:
+        return max(args.tokens_per_batch // (longest + args.max_new_tokens), 1)
+    return args.batch_size
+
+
+def make_shares(
     prompts: Sequence[Prompt], lengths: Sequence[int], args: argparse.Namespace, num_processes: int
 ) -> list[list[Prompt]]:
-    """Batches of prompts of similar length, the longest first; `lengths` are those of the prompts in tokens."""
+    """Shares of prompts of similar length, the longest first; `lengths` are those of the prompts in tokens."""
     order = sorted(range(len(prompts)), key=lambda index: -lengths[index])
-    limit = args.tokens_per_batch or args.batch_size
+    limit = PROMPTS_PER_ROW * (args.tokens_per_batch or args.batch_size)
 
-    def cost(rows: int, longest: int) -> int:
-        return rows if args.tokens_per_batch is None else rows * (longest + args.max_new_tokens)
+    def cost(count: int, longest: int) -> int:
+        return count if args.tokens_per_batch is None else count * (longest + args.max_new_tokens)
 
     cuts = cut_evenly([lengths[index] for index in order], limit, cost, num_processes)
     return [[prompts[order[place]] for place in places] for places in cuts]
@@ -222,6 +234,8 @@ def make_batches(
 
 def run(args: argparse.Namespace, state: PartialState) -> None:
     """The program of each process."""
+    if args.batch_size is None:
+        args.batch_size = policy_of(state.device).max_rows
     args.dtype = args.dtype or ("float32" if state.device.type == "cpu" else "bfloat16")
     prompts, settings = read_work(args)
     journal = Journal(args.output, settings)
@@ -236,15 +250,14 @@ def run(args: argparse.Namespace, state: PartialState) -> None:
     tokenizer = load_tokenizer(args.target)
     target = load_target(args.target, getattr(torch, args.dtype), state.device)
     set_end_tokens(target, tokenizer, args.eos_token, ignore_eos=False)
-    pad_on_the_left(tokenizer)
     drafter = AutoDrafter.from_pretrained(args.drafter, target).configure(compile_rounds=args.compile)
     pending = [prompt for prompt in prompts if prompt.id not in done]
-    batches = make_batches(pending, prompt_lengths(tokenizer, pending, args.chat_template), args, state.num_processes)
+    shares = make_shares(pending, prompt_lengths(tokenizer, pending, args.chat_template), args, state.num_processes)
 
     start = time.perf_counter()
     generator = Generator(target, tokenizer, drafter, args)
     with tqdm(total=len(prompts), initial=len(done), unit="prompt", disable=not state.is_main_process) as bar:
-        generate_all(generator, batches, work, journal, bar)
+        generate_all(generator, shares, work, journal, bar)
     seconds = time.perf_counter() - start
     if not state.is_main_process:
         return
@@ -255,7 +268,7 @@ def run(args: argparse.Namespace, state: PartialState) -> None:
         "engine": drafter.stats.engine if drafter.stats else None,
         "this_run": {
             "processes": state.num_processes,
-            "batches": len(batches),
+            "shares": len(shares),
             "prompts": now["prompts"],
             "tokens": now["tokens"],
             "seconds": round(seconds, 3),

@@ -19,6 +19,7 @@ class DevicePolicy:
         transposed_linear: run `nn.Linear` on a few float32 rows as `(weight @ inputs.T).T`, see `patching.linear`.
         symmetric_memory: run small all-reduces of a tensor-parallel target through torch's symmetric memory.
         rounds_ahead: rounds that are launched before the host has read the results of the last one.
+        max_rows: rows of continuous batching unless the caller asks for a number.
     """
 
     triton: bool = False
@@ -28,12 +29,19 @@ class DevicePolicy:
     transposed_linear: bool = False
     symmetric_memory: bool = False
     rounds_ahead: int = 0
+    max_rows: int = 16
 
 
 # By `torch.device.type`; other types have the defaults.
 DEVICE_POLICIES = {
     "cuda": DevicePolicy(
-        triton=True, cuda_graphs=True, compiler="inductor", fused_linear=True, symmetric_memory=True, rounds_ahead=1
+        triton=True,
+        cuda_graphs=True,
+        compiler="inductor",
+        fused_linear=True,
+        symmetric_memory=True,
+        rounds_ahead=1,
+        max_rows=256,
     ),
     "cpu": DevicePolicy(transposed_linear=True),
 }

@@ -1,4 +1,4 @@
-"""Cutting prompts into batches, and distributing batches over processes."""
+"""Cutting prompts into shares, and distributing shares over processes."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..device_policy import policy_of
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
@@ -25,9 +26,6 @@ from .request import Request
 from .rounds import RoundLoop
 from .sessions import sessions_of, settled_on_error
 from .transcript import DECIDED_BY_TOKENS
-
-# Rows of a session unless the caller asks for a number: on a GPU a round of more rows takes longer in proportion.
-MOST_ROWS = {"cuda": 256, "cpu": 16}
 
 # Sizes of groups that are prefilled together: a group has the next larger size. Few sizes share buffers.
 GROUP_SIZES = (1, 8, 32)
@@ -71,7 +69,7 @@ class ContinuousBatching:
     """How a call is run by continuous batching.
 
     Attributes:
-        max_rows: most rows that rounds run on; None for `MOST_ROWS`.
+        max_rows: most rows that rounds run on; None for the device's `DevicePolicy.max_rows`.
         record_timestamps: whether to record when each token reached the host.
         on_finished: called with every request that has ended, in the order in which they end.
     """
@@ -328,7 +326,7 @@ class ContinuousRun:
     def _open_most(self) -> SessionLease:
         """A session with as many rows as were asked for, or as fit into memory; all of them are free."""
         request = self._request
-        most = self._settings.max_rows or MOST_ROWS.get(request.model.device.type, MOST_ROWS["cpu"])
+        most = self._settings.max_rows or policy_of(request.model.device).max_rows
         num_rows = min(next_power_of_two(request.batch), most)
         while True:
             try:

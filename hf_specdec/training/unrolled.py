@@ -166,11 +166,14 @@ class _ChainAttention(torch.autograd.Function):
 
 def _fused(function: Callable) -> Callable:
     """Compile `function` for tensors on a GPU, where its elementwise operations are bound by memory bandwidth."""
-    compiled = torch.compile(function)
+
+    @functools.cache
+    def compiled() -> Callable:  # at the first use, as torch's compiler takes a second to import
+        return torch.compile(function)
 
     @functools.wraps(function)
     def run(first: torch.Tensor, *rest: torch.Tensor) -> Any:
-        return (compiled if first.is_cuda else function)(first, *rest)
+        return (compiled() if first.is_cuda else function)(first, *rest)
 
     return run
 
