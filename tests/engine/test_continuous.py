@@ -98,7 +98,7 @@ def test_a_request_with_a_seed_says_and_accepts_what_it_does_alone(kind, mode):
         assert out.sequences[0, len(prompt) :].tolist() == text
         assert out.speculation.rows[0] == count
     if kind == "noisy-copy":
-        assert sum(count.accepted for count in counts) > 5
+        assert sum(count.accepted for count in counts) > 2
 
 
 @settings(deadline=None, max_examples=25)

@@ -25,7 +25,14 @@ from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS, OracleDrafter
 from targets import padded_prompts, set_policy
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    set_seed,
+)
 from transformers.distributed import DistributedConfig
 
 from hf_specdec import Drafter, cli
@@ -90,11 +97,21 @@ def generate_all(target: PreTrainedModel) -> dict[str, Any]:
         generated[f"{name}, greedy"] = generate(target, drafter)
         generated[f"{name}, sampling"] = generate(target, drafter, **SAMPLING)
     generated["row seeds"] = generate(target, uncompiled(target, "borrower"), **SAMPLING, seeds=[5, 6, 7])
+    generated["continuous batching"] = generate_many(target, uncompiled(target, "borrower"))
     generated["compiled, sampling"] = generate(target, borrower(target), **SAMPLING)
     stock = borrower(target).configure(engine="stock")
     generated["stock, greedy"] = generate(target, stock, lengths=[9])
     generated["stock, sampling"] = generate(target, stock, lengths=[9], **SAMPLING)
     return generated
+
+
+def generate_many(target: PreTrainedModel, drafter: Drafter) -> list:
+    """What five requests on two rows say, and how many drafts of each were accepted."""
+    prompts = [list(range(5, 5 + length)) for length in (9, 2, 5, 14, 1)]
+    config = ContinuousBatchingConfig(max_requests_per_batch=2)
+    options = {**SAMPLING, "max_new_tokens": NEW_TOKENS, "num_assistant_tokens": 3, "seeds": 5}
+    out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
+    return [[one.generated_tokens for one in out.values()], [row.accepted for row in drafter.stats.rows]]
 
 
 def generate_with_generator(target: PreTrainedModel, seed: int) -> list:
