@@ -111,7 +111,9 @@ def generate_many(target: PreTrainedModel, drafter: Drafter) -> list:
     config = ContinuousBatchingConfig(max_requests_per_batch=2)
     options = {**SAMPLING, "max_new_tokens": NEW_TOKENS, "num_assistant_tokens": 3, "seeds": 5}
     out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
-    return [[one.generated_tokens for one in out.values()], [row.accepted for row in drafter.stats.rows]]
+    accepted = [row.accepted for row in drafter.stats.rows]
+    drafter.release()
+    return [[one.generated_tokens for one in out.values()], accepted]
 
 
 def generate_with_generator(target: PreTrainedModel, seed: int) -> list:
