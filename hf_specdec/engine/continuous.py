@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..device_policy import policy_of
+from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
@@ -85,7 +86,7 @@ class ContinuousOutput:
 
     Attributes:
         requests: in the order of the prompts.
-        speculation: statistics; also `drafter.stats`.
+        speculation: statistics; also `drafter.stats`. Its `seconds` include prefill, which runs between rounds.
     """
 
     requests: list[RowRequest]
@@ -105,8 +106,13 @@ def check_continuous(request: Request) -> None:
             f"Continuous batching ends a request at an end-of-sequence token or at max_new_tokens, but the call has "
             f"{', '.join(others)}; expected no other stopping criteria. Use generate() with a padded batch."
         )
-    process = _processor_of(request)
-    if process.key is None:
+    drafter = type(request.drafter)
+    if drafter.new_memory is not Drafter.new_memory and drafter.copy_rows is Drafter.copy_rows:
+        raise ValueError(
+            f"{drafter.__name__} has memory of a generation (new_memory) that cannot be copied row by row; expected a "
+            "family that implements copy_rows(). Use generate() with a padded batch."
+        )
+    if _processor_of(request).key is None:
         names = sorted({type(one).__name__ for one in request.processors})
         raise ValueError(
             f"Continuous batching runs logits processors that read the scores of one position only, but one of "
@@ -285,6 +291,8 @@ class ContinuousRun:
         """Generate for all requests."""
         request = self._request
         self._refuse_too_long()
+        # Before the rows, which may take all memory that is left.
+        self._group_lease(min(request.batch, GROUP_SIZES[-1]))
         lease = self._open_most()
         captured = lease.captured_round(self._process)
         state = lease.session.state
@@ -352,8 +360,7 @@ class ContinuousRun:
             lacks_round = lease.lacks_round(self._process)
             if lacks_round:
                 lease.start_compiler()
-            if state.proposal is None:  # a new session: the first forward pass allocates the caches
-                lease.prefill(1)
+            lease.allocate()
             if lacks_round:
                 lease.capture_round(self._process)
         return lease
@@ -373,8 +380,6 @@ class ContinuousRun:
                 request.temperature,
             )
             if lease.lacks_prefill(longest):
-                if session.state.proposal is None:  # a new session: the first forward pass allocates the caches
-                    lease.prefill(1)
                 lease.capture_prefill(longest)
             lease.prefill(longest)
             to = upload(rows, self._seeds)
@@ -386,9 +391,10 @@ class ContinuousRun:
         size, is_captured = group_size(count), self._target.is_captured
         lease = self._groups.get(size)
         if lease is None:
-            longest = max(len(one.prompt) for one in self.requests if one.error is None)
+            longest = max((len(one.prompt) for one in self.requests if one.error is None), default=1)
             shape = shape_of(self._request, size, longest + self._request.num_draft_tokens, is_captured)
             lease = SessionLease(self._target, shape, is_for_groups=True)
-            lease.take()
+            with settled_on_error(lease.take()):
+                lease.allocate()
             self._groups[size] = lease
         return lease

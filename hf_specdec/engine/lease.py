@@ -186,6 +186,11 @@ class SessionLease:
             else:
                 prefill_chunk(session.state, self._target(), drafter, *chunk)
 
+    def allocate(self) -> None:
+        """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""
+        if self.session.state.proposal is None:
+            self.prefill(1)
+
     def lacks_prefill(self, longest: int) -> bool:
         """Whether chunks of such a prefill are to be captured and have not been."""
         return any(chunk not in self.session.prefills for chunk in self._captured_chunks(longest))

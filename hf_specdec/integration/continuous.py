@@ -14,11 +14,14 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..drafters.base import Drafter
 from ..engine.continuous import ContinuousBatching, RowRequest
 from .dispatch import continuous_batching
+from .validation import TOKEN_DTYPES
 
 logger = logging.getLogger(__name__)
 
 # Settings of `ContinuousBatchingConfig` that ask for more than texts.
 _UNSUPPORTED = ("return_logprobs",)
+
+_LENGTHS = ("max_length", "max_new_tokens")
 
 
 def generate_batch(
@@ -52,14 +55,12 @@ def generate_batch(
         (`num_return_sequences`) have `__child#0` and so on appended and come before it.
 
     Raises:
-        ValueError: a prompt is empty, or continuous batching does not support the call.
+        ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.
     """
-    if not inputs:
+    if len(inputs) == 0:
         return {}
-    prompts = [torch.as_tensor(prompt, dtype=torch.int64).reshape(-1).cpu() for prompt in inputs]
-    empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
-    if empty:
-        raise ValueError(f"Prompt {empty[0]} of inputs has no tokens; expected at least one.")
+    prompts = [_tokens_of(prompt, index) for index, prompt in enumerate(inputs)]
+    _check_length(model, generation_config, kwargs)
     settings = continuous_batching_config or ContinuousBatchingConfig()
     asked = [name for name in _UNSUPPORTED if getattr(settings, name, None)]
     if asked:
@@ -88,6 +89,35 @@ def generate_batch(
         if result.error is not None:
             logger.error("Request %s failed: %s", result.request_id, result.error)
     return {result.request_id: result for result in results}
+
+
+def _tokens_of(prompt: Any, index: int) -> torch.Tensor:
+    """`prompt`, which is `inputs[index]`, as `[length]` int64 on the host.
+
+    Raises:
+        ValueError: it is not a list or a one-dimensional tensor of token ids, at least one.
+    """
+    try:
+        tokens = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"inputs[{index}] is {prompt!r:.80}; expected a list of token ids.") from error
+    if tokens.dim() != 1 or not len(tokens) or tokens.dtype not in TOKEN_DTYPES:
+        raise ValueError(
+            f"inputs[{index}] has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected token ids in one "
+            "dimension, at least one, without padding."
+        )
+    return tokens.long().cpu()
+
+
+def _check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` if a call states how long texts may be with their prompts, whose lengths differ."""
+    places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
+    asked = {name: next((one[name] for one in places if one.get(name) is not None), None) for name in _LENGTHS}
+    if asked["max_length"] is not None and asked["max_new_tokens"] is None:
+        raise ValueError(
+            f"max_length is {asked['max_length']}, which counts the tokens of a prompt, too, and max_new_tokens is not "
+            "set; expected max_new_tokens, which holds for prompts of any length."
+        )
 
 
 def _result(request: RowRequest, sequences: int) -> GenerationOutput:

@@ -11,7 +11,7 @@ from graph_stand_ins import replay_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_state import traces
-from oracle import RANDOM_DRAFTERS, copy_of, random_eagle3
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from sampled_calls import MODES, drafter_of
 from targets import STATIC_FAMILIES, build_target, tiny_target
 from transformers import (
@@ -205,6 +205,7 @@ class Never(StoppingCriteria):
         ({"return_dict_in_generate": True, "output_scores": True}, "does not support output_scores"),
         ({"num_beams": 2}, "works with greedy search and sampling"),
         ({"nonsense": 3}, "nonsense"),
+        ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts .* expected max_new_tokens"),
         ({"continuous_batching_config": ContinuousBatchingConfig(return_logprobs=True)}, "return_logprobs is set"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -213,7 +214,7 @@ def test_what_is_not_supported_is_refused(options, words):
     target = tiny_target("llama")
     drafter = random_eagle3(target)
     with pytest.raises(ValueError, match=words):
-        target.generate_batch([[5, 6]], assistant_model=drafter, max_new_tokens=4, **options)
+        target.generate_batch([[5, 6]], **{"assistant_model": drafter, "max_new_tokens": 4, **options})
     usual = target.generate(torch.tensor([[5, 6]]), assistant_model=drafter, max_new_tokens=4, do_sample=False)
     assert isinstance(usual, torch.Tensor), "a refused call leaves nothing behind"
 
@@ -226,6 +227,27 @@ def test_pointwise_processors_of_the_caller():
     assert texts == alone("llama", LENGTHS)
 
 
+def test_prompts_are_lists_or_tensors():
+    target = tiny_target("llama")
+    options = {"assistant_model": random_eagle3(target), "max_new_tokens": 4, "do_sample": False}
+    texts = [
+        [result.generated_tokens for result in target.generate_batch(inputs, **options).values()]
+        for inputs in ([[5, 6], [7, 8]], torch.tensor([[5, 6], [7, 8]]), [torch.tensor([5, 6]).int(), (7, 8)])
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_drafters_that_cannot_copy_rows_are_refused():
+    class Own(OracleDrafter):
+        def new_memory(self, state):
+            return [0]
+
+    target = tiny_target("llama")
+    drafter = Own(target, torch.ones(1, 4, dtype=torch.int64), [2])
+    with pytest.raises(ValueError, match=r"Own has memory of a generation .* that implements copy_rows\(\)"):
+        target.generate_batch([[5, 6]], assistant_model=drafter, max_new_tokens=4)
+
+
 def test_targets_of_the_stock_engine_are_refused():
     target = tiny_target("qwen3-next")
     with pytest.raises(ValueError, match=r"runs on the static engine, but Qwen3NextForCausalLM .* runs on the stock"):
@@ -235,8 +257,16 @@ def test_targets_of_the_stock_engine_are_refused():
 def test_wrong_prompts():
     target = tiny_target("llama")
     drafter = random_eagle3(target)
-    with pytest.raises(ValueError, match="Prompt 1 of inputs has no tokens"):
-        target.generate_batch([[5], []], assistant_model=drafter)
+    wrong = {
+        "inputs[1] has shape [0] and dtype torch.float32; expected token ids": [[5], []],
+        "inputs[0] has shape [] and dtype torch.int64; expected token ids in one dimension": [5, 6],
+        "inputs[0] has shape [1, 2]": [[[5, 6]]],
+        "inputs[1] has shape [1] and dtype torch.float32": [[5], [6.5]],
+        "inputs[0] is 'text'; expected a list of token ids": ["text"],
+    }
+    for words, inputs in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            target.generate_batch(inputs, assistant_model=drafter)
     with pytest.raises(ValueError, match="holds the token 96, but LlamaForCausalLM has tokens 0 to 95"):
         target.generate_batch([[5], [96]], assistant_model=drafter)
 
