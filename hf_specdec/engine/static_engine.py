@@ -94,6 +94,7 @@ class StaticRun:
             if not len(pool):
                 raise
         # The error, which held what was allocated, is gone.
+        self._lease.session = None
         pool.clear()
         torch.cuda.empty_cache()
         self._prepare_session()

@@ -84,7 +84,7 @@ def generate_batch(
                 **kwargs,
             )
     sequences = len(output.requests) // len(prompts)
-    results = [_result(request, sequences) for request in output.requests]
+    results = [_result(request, prompts[request.index // sequences], sequences) for request in output.requests]
     for result in results:
         if result.error is not None:
             logger.error("Request %s failed: %s", result.request_id, result.error)
@@ -120,13 +120,13 @@ def _check_length(model: PreTrainedModel, config: GenerationConfig | None, kwarg
         )
 
 
-def _result(request: RowRequest, sequences: int) -> GenerationOutput:
+def _result(request: RowRequest, prompt: torch.Tensor, sequences: int) -> GenerationOutput:
     """The result of a request of a call with `sequences` for every prompt; the last of them has the prompt's own id."""
-    prompt, child = divmod(request.index, sequences)
-    name = f"req_{prompt}" if child == sequences - 1 else f"req_{prompt}__child#{child}"
+    number, child = divmod(request.index, sequences)
+    name = f"req_{number}" if child == sequences - 1 else f"req_{number}__child#{child}"
     return GenerationOutput(
         request_id=name,
-        prompt_ids=request.prompt.tolist(),
+        prompt_ids=prompt.tolist(),
         generated_tokens=request.tokens,
         error=request.error,
         status=RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED,

@@ -1,6 +1,7 @@
 """Captured and replayed rounds and prefills generate the same; on a CPU with a stand-in for the CUDA graph."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from targets import PAD, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.engine import buckets, cuda_graphs, lease
+from hf_specdec.engine import buckets, cuda_graphs, lease, sessions
 from hf_specdec.kernels.types import Proposal
 from hf_specdec.patching import experts
 from hf_specdec.patching.hidden_states import modules_of
@@ -366,7 +367,13 @@ def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
 def test_prefill_frees_memory_it_needs(monkeypatch):
     target = tiny_target("llama")
     drafter = copy_of(target)
-    failures = []
+    failures, made, alive = [], [], []
+
+    def noting(state):
+        alive.append([session() is not None for session in made])
+        session = sessions.Session(state)
+        made.append(weakref.ref(session))
+        return session
 
     def scarce(function, memory):
         if Replay.count >= 3 and len(drafter.sessions):
@@ -375,11 +382,13 @@ def test_prefill_frees_memory_it_needs(monkeypatch):
         return Replay(function, memory)
 
     capture = replay_on_cpu(monkeypatch, scarce)
+    monkeypatch.setattr(lease, "Session", noting)
     generate(target, drafter, [[5]])
     options = {**padded_prompts([600]), "do_sample": False, "max_new_tokens": 6}
     plain = target.generate(**options)
     assert torch.equal(target.generate(**options, assistant_model=drafter), plain)
     assert failures == ["out of memory"] and len(drafter.sessions) == 1
+    assert not alive[-1][-1], "what the first try allocated is freed before the second one"
     assert capture.count == 5  # both prefills, both rounds, the second of which was captured twice
     assert torch.equal(target.generate(**options, assistant_model=drafter), plain)
     assert capture.count == 5 and len(drafter.sessions) == 1  # the session of the second try serves the next call
