@@ -70,6 +70,11 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         help="whether drafters' rounds and the static cache's steps may be compiled",
     )
     add("--runs", type=int, default=3, help="measured runs of every case, after one that is not counted")
+    add(
+        "--continuous",
+        action="store_true",
+        help="drafters and the engine run all prompts in one generate_batch() on --batch-size rows",
+    )
     add("--gpu-time", action="store_true", help="also record how long the GPU itself computes, in calls of their own")
     add("--random-weights", action="store_true", help="read config.json files only; prompts are random tokens")
     add("--prompt-length", type=int, nargs="+", default=[128], help="tokens of the prompts of --random-weights")
@@ -124,6 +129,7 @@ def measure(arguments: argparse.Namespace) -> None:
             runs=arguments.runs,
             bandwidth=bandwidth,
             gpu_time=arguments.gpu_time,
+            continuous=arguments.continuous,
             is_scripted=arguments.synthetic_acceptance is not None,
             progress=progress,
         )
@@ -185,6 +191,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_acceptance(arguments.synthetic_acceptance)
     if arguments.plots is not None:
         check_matplotlib()
+    if arguments.continuous and arguments.gpu_time:
+        raise ValueError("--gpu-time times rounds of one batch; drop it, or --continuous.")
     check_processes(arguments)
 
 

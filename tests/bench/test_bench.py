@@ -128,6 +128,25 @@ def test_every_family(folders, tmp_path, capsys):
             assert case["bytes_per_round"] > engine["bytes_per_round"] or name == "engine"
 
 
+def test_continuous_batching(folders, capsys):
+    """All prompts in one call on fewer rows; the texts are those of batch after batch."""
+    options = ["--continuous", "--batch-size", 2, "--max-new-tokens", 8, "--runs", 2, "-k", 3]
+    options += ["--prompts", folders / "prompts.jsonl", "--baselines", "dynamic", "engine", "--json"]
+    assert bench(folders, "--drafter", folders / "eagle3", *options) == 0
+    report = json.loads(capsys.readouterr().out)
+    cases = {case["name"].rpartition("/")[2]: case for case in report["cases"]}
+    assert set(cases) == {"dynamic", "engine", "eagle3"}
+    for name in ("engine", "eagle3"):
+        case = cases[name]
+        assert case["error"] is None and case["same_texts"] == 1.0 and case["tokens"] == cases["dynamic"]["tokens"]
+        assert case["tokens_per_second"]["median"] > 0 and case["speedup"] > 0
+        assert case["ms_per_round"] is case["ms_to_first_token"] is case["bandwidth_share"] is None
+    # Three prompts, and the first of them again, take the two rows one after the other.
+    assert cases["engine"]["rounds"] == 16 and cases["eagle3"]["acceptance_length"] >= 1
+    assert bench(folders, *options, "--gpu-time") == 1
+    assert "--gpu-time times rounds of one batch" in capsys.readouterr().err
+
+
 def test_synthetic_acceptance(folders, tmp_path):
     """From config.json alone: no weights, no tokenizer; and what was asked for is what comes out."""
     for name in ("target", *FAMILIES):
