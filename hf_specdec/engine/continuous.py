@@ -28,7 +28,7 @@ from .rounds import RoundLoop
 from .sessions import sessions_of, settled_on_error
 from .transcript import DECIDED_BY_TOKENS
 
-# Sizes of groups that are prefilled together: a group has the next larger size. Few sizes share buffers.
+# Sizes of groups that are prefilled by graphs: a group has the next larger size. Few sizes share buffers.
 GROUP_SIZES = (1, 8, 32)
 
 # Most tokens of a group, padding included; a longer prompt is a group by itself.
@@ -158,6 +158,7 @@ class RequestRows:
         max_new_tokens: of every request; one that may add fewer and reaches that limit has failed.
         counters: of the requests, by their `index`.
         prefill: called with rows and with the requests that are to occupy them.
+        size_of: rows of the buffers in which so many requests are prefilled.
         settings: of continuous batching.
     """
 
@@ -169,6 +170,7 @@ class RequestRows:
         max_new_tokens: int,
         counters: Counters,
         prefill: Callable[[list[int], list[RowRequest]], None],
+        size_of: Callable[[int], int],
         settings: ContinuousBatching,
     ):
         self._occupants: list[RowRequest | None] = [None] * num_rows
@@ -178,6 +180,7 @@ class RequestRows:
         self._max_new_tokens = max_new_tokens
         self._counters = counters
         self._prefill = prefill
+        self._size_of = size_of
         self._settings = settings
         self._enough_to_admit = max(1, round(num_rows * SHARE_TO_ADMIT))
         self.num_rounds = 0
@@ -207,7 +210,7 @@ class RequestRows:
         longest = 0
         while self._waiting and len(group) < min(len(self._free), GROUP_SIZES[-1]):
             longest = max(longest, len(self._waiting[0].prompt))
-            if group and longest * group_size(len(group) + 1) > MOST_GROUP_TOKENS:
+            if group and longest * self._size_of(len(group) + 1) > MOST_GROUP_TOKENS:
                 break
             group.append(self._waiting.popleft())
         return group
@@ -261,11 +264,6 @@ def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
             settings.on_finished(request)
 
 
-def group_size(count: int) -> int:
-    """Rows of the buffers in which `count` requests are prefilled."""
-    return next(size for size in GROUP_SIZES if size >= count)
-
-
 class ContinuousRun:
     """A call by continuous batching.
 
@@ -291,8 +289,8 @@ class ContinuousRun:
         """Generate for all requests."""
         request = self._request
         self._refuse_too_long()
-        # Before the rows, which may take all memory that is left.
-        self._group_lease(min(request.batch, GROUP_SIZES[-1]))
+        if self._target.is_captured:  # before the rows, which may take all memory that is left
+            self._group_lease(min(request.batch, GROUP_SIZES[-1]))
         lease = self._open_most()
         captured = lease.captured_round(self._process)
         state = lease.session.state
@@ -306,6 +304,7 @@ class ContinuousRun:
             request.max_new_tokens,
             counters,
             functools.partial(self._prefill, state),
+            self._group_size,
             self._settings,
         )
         with settled_on_error(lease.session):
@@ -386,15 +385,21 @@ class ContinuousRun:
             state.copy_rows(to, session.state, longest)
             request.drafter.copy_rows(state, to, session.state, longest)
 
+    def _group_size(self, count: int) -> int:
+        """Rows of the buffers in which `count` requests are prefilled: a few sizes, where they are kept."""
+        return next(size for size in GROUP_SIZES if size >= count) if self._target.is_captured else count
+
     def _group_lease(self, count: int) -> SessionLease:
         """Where `count` requests are prefilled."""
-        size, is_captured = group_size(count), self._target.is_captured
+        size, is_captured = self._group_size(count), self._target.is_captured
         lease = self._groups.get(size)
         if lease is None:
             longest = max((len(one.prompt) for one in self.requests if one.error is None), default=1)
             shape = shape_of(self._request, size, longest + self._request.num_draft_tokens, is_captured)
-            lease = SessionLease(self._target, shape, is_for_groups=True)
+            lease = SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_for_groups=True)
             with settled_on_error(lease.take()):
                 lease.allocate()
+            if not is_captured:
+                self._groups.clear()
             self._groups[size] = lease
         return lease

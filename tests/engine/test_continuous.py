@@ -311,7 +311,14 @@ def test_admission():
     groups = []
     requests = [RowRequest(index, torch.zeros(length), 4) for index, length in enumerate((9, 8, 7, 3, 2, 2, 2, 1))]
     rows = RequestRows(
-        4, requests, set(END), 4, Counters(8, 1), lambda at, group: groups.append((at, group)), ContinuousBatching()
+        4,
+        requests,
+        set(END),
+        4,
+        Counters(8, 1),
+        lambda at, group: groups.append((at, group)),
+        lambda count: 1 if count == 1 else 3,
+        ContinuousBatching(),
     )
     rows._enough_to_admit = 2
 
