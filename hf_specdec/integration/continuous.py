@@ -65,6 +65,9 @@ def generate_batch(
     asked = [name for name in _UNSUPPORTED if getattr(settings, name, None)]
     if asked:
         raise ValueError(f"{', '.join(asked)} is set, but generate_batch() with a drafter returns texts only; drop it.")
+    rows = settings.max_requests_per_batch
+    if rows is not None and rows < 1:
+        raise ValueError(f"max_requests_per_batch is {rows}; expected at least 1, or None.")
     width = max(map(len, prompts))
     input_ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -74,7 +77,7 @@ def generate_batch(
         def on_finished(request: RowRequest) -> None:
             bar.update(1)
 
-        run = ContinuousBatching(settings.max_requests_per_batch, record_timestamps, on_finished)
+        run = ContinuousBatching(rows, record_timestamps, on_finished)
         with continuous_batching(run):
             output = model.generate(
                 input_ids=input_ids.to(model.device),
