@@ -29,7 +29,8 @@ _PLAIN_VALUES = frozenset(
 
 _PLAIN_TENSORS = frozenset(PLAIN_WEIGHTS)
 
-# Attributes of a `PreTrainedModel` that only loading, saving, sharding and `generate()` read.
+# Attributes of a `PreTrainedModel` that only loading, saving, sharding and `generate()` read; and `rope_deltas`, from
+# which a forward pass without position ids computes them (M-RoPE), and which every call of `generate()` sets.
 _OF_EVERY_MODEL = frozenset(
     {
         "_compiled_call",
@@ -49,6 +50,7 @@ _OF_EVERY_MODEL = frozenset(
         "all_tied_weights_keys",
         "generation_config",
         "name_or_path",
+        "rope_deltas",
     }
 )
 

@@ -113,8 +113,10 @@ def _is_input(value: Any) -> bool:
 
 
 def _are_ordinary(position_ids: torch.Tensor, prompts: Prompts) -> bool:
-    if position_ids.dim() != 2 or position_ids.shape[1] != prompts.width:
+    """Whether `position_ids`, `[B, P]` or with M-RoPE `[sections, B, P]`, count the tokens of each row."""
+    if position_ids.dim() not in (2, 3) or position_ids.shape[-1] != prompts.width:
         return False
     padding = torch.tensor(prompts.padding, device=position_ids.device)[:, None]
     expected = torch.arange(prompts.width, device=position_ids.device) - padding
+    expected = expected.expand_as(position_ids)
     return torch.equal(torch.where(expected < 0, expected, position_ids), expected)

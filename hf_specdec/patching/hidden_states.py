@@ -22,22 +22,35 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
 
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The decoder layers of `model`, first to last; None if they are not in `get_decoder().layers`."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    return layers if isinstance(layers, nn.ModuleList) and len(layers) > 0 else None
+    """The decoder layers of `model`, first to last; None if they are not found.
+
+    They are `get_decoder().layers`, or else the one list in the decoder with as many modules as the configuration has
+    layers; lists inside of such a list, of experts for example, do not count.
+    """
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if isinstance(layers, nn.ModuleList) and len(layers) > 0:
+        return layers
+    if not isinstance(decoder, nn.Module):
+        return None
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    lists = [one for one in modules_of(decoder) if isinstance(one, nn.ModuleList) and len(one) == count]
+    inner = {module for one in lists for module in modules_of(one) if module is not one}
+    found = [one for one in lists if one not in inner]
+    return found[0] if len(found) == 1 else None
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, first to last.
 
     Raises:
-        ValueError: the target has no `get_decoder().layers`, where decoder-only models have them.
+        ValueError: they are not found, see `find_decoder_layers`.
     """
     layers = find_decoder_layers(target)
     if layers is None:
         raise ValueError(
-            f"{type(target).__name__} has no `get_decoder().layers`, so its hidden states cannot be recorded; "
-            "expected a decoder-only model of transformers."
+            f"{type(target).__name__} has no list of decoder layers (get_decoder().layers, or one of num_hidden_layers "
+            "modules), so hidden states cannot be recorded; expected a decoder-only model of transformers."
         )
     return layers
 

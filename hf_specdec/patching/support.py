@@ -90,7 +90,7 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
     """The reason why `model` cannot run on a `RaggedCache`; None if it can. The reason calls the model `role`."""
     text, layers = model.config.get_text_config(), find_decoder_layers(model)
     if layers is None:
-        return f"{role} ({type(model).__name__}) does not keep its layers in `get_decoder().layers`"
+        return f"{role} ({type(model).__name__}) has no list of decoder layers"
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
@@ -103,6 +103,8 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role} has layers of type {', '.join(sorted(others))}"
     if not getattr(model, "_supports_attention_backend", False):
         return f"{type(model).__name__} does not use transformers' attention interface"
+    if getattr(text, "cross_attention_layers", None):
+        return f"{role} has cross-attention layers, whose keys and values have no positions"
     if getattr(text, "num_kv_shared_layers", 0):
         return f"layers of {role} share keys and values"
     return _why_not_positions(text, role)
@@ -114,6 +116,4 @@ def _why_not_positions(text: Any, role: str) -> str | None:
     for parameters in by_layer_type or [rope]:
         if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
             return f"{role}'s RoPE ({parameters['rope_type']}) changes with the length of the text"
-        if parameters.get("mrope_section"):
-            return f"{role}'s tokens have several positions each (M-RoPE)"
     return None

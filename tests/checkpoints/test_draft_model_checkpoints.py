@@ -22,6 +22,8 @@ from transformers import (
     AutoModelForImageTextToText,
     BigBirdConfig,
     BigBirdForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -286,6 +288,27 @@ def tiny_gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0)).eval()
 
 
+def tiny_bloom():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+    return BloomForCausalLM(BloomConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0)).eval()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_target", [True, False])
+def test_layers_of_another_name(is_target, tmp_path):
+    """GPT-2 keeps them in `transformer.h`, the one list of as many modules as there are layers."""
+    gpt2 = tiny_gpt2()
+    if is_target:
+        drafter = AutoDrafter.from_pretrained(write_draft_model(tmp_path), gpt2)
+        check_lossless(gpt2, drafter, engine="static")
+    else:
+        target = tiny_gpt2()
+        drafter = AutoDrafter.from_pretrained(saved(gpt2, tmp_path / "gpt2"), target)
+        check_lossless(target, drafter, engine="static")
+        assert drafter.stats.acceptance_length > 1.5, "the drafter is the target"
+
+
 @pytest.mark.core
 def test_models_that_cannot_draft(target, tmp_path):
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=128, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4))
@@ -298,10 +321,10 @@ def test_models_that_cannot_draft(target, tmp_path):
         "pass that as assistant_model",
     )
     refuse(
-        saved(tiny_gpt2(), tmp_path / "gpt2"),
+        saved(tiny_bloom(), tmp_path / "bloom"),
         target,
-        f"{tmp_path / 'gpt2'} (GPT2LMHeadModel) cannot draft here",
-        "does not keep its layers in `get_decoder().layers`",
+        f"{tmp_path / 'bloom'} (BloomForCausalLM) cannot draft here",
+        "does not use transformers' attention interface",
     )
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     folder = write_draft_model(tmp_path / "code", model_type="own", auto_map=code)
@@ -323,14 +346,14 @@ def test_code_in_a_repository_is_not_run(target, tmp_path):
 
 @pytest.mark.core
 @pytest.mark.parametrize("token", [None, 7], ids=["ordinary", "pard"])
-def test_target_whose_layers_are_elsewhere(token, tmp_path):
-    """GPT-2 keeps them in `transformer.h`: the static engine reports that, and the stock one needs no layers."""
-    target, drafter_folder = tiny_gpt2(), write_draft_model(tmp_path, token)
+def test_target_without_the_attention_interface(token, tmp_path):
+    """The static engine reports that, and the stock one runs it."""
+    target, drafter_folder = tiny_bloom(), write_draft_model(tmp_path, token)
     drafter = AutoDrafter.from_pretrained(drafter_folder, target)
     check_lossless(target, drafter, engine="stock")
-    assert "(GPT2LMHeadModel) does not keep its layers" in drafter.stats.reason
+    assert "BloomForCausalLM does not use transformers' attention interface" in drafter.stats.reason
     drafter.configure(engine="static")
-    with pytest.raises(ValueError, match=r'engine="static" was forced, but the target \(GPT2LMHeadModel\)'):
+    with pytest.raises(ValueError, match=r'engine="static" was forced, but BloomForCausalLM does not'):
         target.generate(PROMPT, max_new_tokens=4, assistant_model=drafter)
     drafter.configure(engine="auto")
     with pytest.raises(ValueError, match="one row at a time, but the batch has 2"):

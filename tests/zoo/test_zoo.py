@@ -21,6 +21,8 @@ STATIC = [
     "DeepseekV3ForCausalLM",  # latent attention, experts in groups
     "LlavaForConditionalGeneration",  # image and text
     "Gemma3ForConditionalGeneration",  # image and text, windows
+    "GPT2LMHeadModel",  # learned positions, layers of another name
+    "Qwen3VLForConditionalGeneration",  # image and text, several positions a token
 ]
 # What must be right on some engine, or be refused.
 SAFE = [
@@ -29,7 +31,6 @@ SAFE = [
     "DeepseekV2ForCausalLM",  # rotation of complex numbers
     "DeepseekV32ForCausalLM",  # attention to tokens that an indexer chooses
     "DogeForCausalLM",  # a mask of its own
-    "GPT2LMHeadModel",  # learned positions
     "JambaForCausalLM",  # state-space layers among others
     "LongcatFlashForCausalLM",  # two attentions a layer
     "MambaForCausalLM",  # state space only
