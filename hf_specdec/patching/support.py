@@ -72,8 +72,9 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 
 @_cached_by_settings
 def num_positions(model: PreTrainedModel) -> int | None:
-    """Size of the learned position embedding of `model`; None if it has none, such as with RoPE."""
-    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """Size of the table of position embeddings of `model`, learned or fixed; None if it has none, such as with RoPE."""
+    text = model.config.get_text_config()
+    stated, width = (getattr(text, name, None) for name in ("max_position_embeddings", "hidden_size"))
     decoder, tokens = model.get_decoder(), model.get_input_embeddings()
     if not isinstance(stated, int):
         return None
@@ -83,7 +84,13 @@ def num_positions(model: PreTrainedModel) -> int | None:
         for module in modules_of(decoder)
         if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - stated <= 8
     )
-    return stated if next(tables, None) is not None else None
+    fixed = (
+        tensor
+        for module in modules_of(decoder)
+        for tensor in (*module._buffers.values(), *vars(module).values())
+        if isinstance(tensor, torch.Tensor) and tensor.shape == (stated, width)
+    )
+    return stated if next(tables, None) is not None or next(fixed, None) is not None else None
 
 
 def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:

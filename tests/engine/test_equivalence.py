@@ -229,11 +229,16 @@ def test_low_rank_adapters_run_on_the_static_engine():
     assert torch.equal(out, plain_off) and not torch.equal(plain, plain_off)
 
 
+# Targets with a table of positions, and their own settings; CTRL's table is not learned.
+TABLES = {"opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt2": {}, "ctrl": {"dff": 48}}
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("lengths", [[20, 3], [32, 7]], ids=str)
-def test_texts_that_fill_the_position_table(lengths):
+@pytest.mark.parametrize("model_type", TABLES)
+def test_texts_that_fill_the_position_table(model_type, lengths):
     """The last token of a text has no position, so a table of 32 is enough for 33 tokens."""
-    target = build_target("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
+    target = build_target(model_type, max_position_embeddings=32, **TABLES[model_type])
     inputs, new = padded_prompts(lengths), 33 - max(lengths)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=new)
     for drafter in (copy_of(target, noise=0.02), random_draft_model(target)):
@@ -245,14 +250,15 @@ def test_texts_that_fill_the_position_table(lengths):
 
 
 @pytest.mark.core
-def test_texts_beyond_the_position_table():
-    target = build_target("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
+@pytest.mark.parametrize("model_type", TABLES)
+def test_texts_beyond_the_position_table(model_type):
+    target = build_target(model_type, max_position_embeddings=32, **TABLES[model_type])
     inputs = padded_prompts([20, 3])
     drafter = copy_of(target, noise=0.02)
     free = target.generate(**inputs, do_sample=False, max_new_tokens=13)
     with pytest.raises(ValueError, match=r"Row 0 of the batch has 13 new tokens .* no positions for more"):
         target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=drafter)
-    with pytest.raises(ValueError, match="A prompt has 40 tokens, but OPTForCausalLM has 32 positions"):
+    with pytest.raises(ValueError, match=r"A prompt has 40 tokens, but \w+ has 32 positions"):
         target.generate(**padded_prompts([40]), do_sample=False, max_new_tokens=1, assistant_model=drafter)
     # Whose rows end in time is not asked for less.
     ends = {"eos_token_id": sorted({int(free[0, 22]), int(free[1, 25])}), "pad_token_id": PAD}
