@@ -88,7 +88,7 @@ class Request:
         """
         return from_first_rank(self.randomness.row_seeds(self.batch, self.temperature), self.model)
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> torch.Tensor | None:
         """`[E]` int64 tokens that end a row, on the target's device; None if there are none.
 
@@ -118,9 +118,13 @@ class Request:
             raise ValueError(error)
         return list(map(self.remaining_after, self.prompts.lengths))
 
+    @cached_property
+    def _num_positions(self) -> int | None:
+        return num_positions(self.model)
+
     def why_too_long(self, length: int) -> str | None:
         """What is wrong with a prompt of `length` tokens, if the target has no positions for them; None otherwise."""
-        count = num_positions(self.model)
+        count = self._num_positions
         if count is None or length <= count:
             return None
         return (
@@ -130,7 +134,7 @@ class Request:
 
     def remaining_after(self, length: int) -> int:
         """How many tokens a prompt of `length` tokens may add; the last token of a text is not embedded."""
-        count = num_positions(self.model)
+        count = self._num_positions
         return self.max_new_tokens if count is None else min(self.max_new_tokens, count + 1 - length)
 
     def keeps(self, name: str) -> bool:
