@@ -155,11 +155,12 @@ class DrafterCandidateGenerator(CandidateGenerator):
             draft_probs=self._request.draft_probs,
             num_ends=0,
         )
-        self._state = state = self._drafter.new_state(shape, num_layers=0, device=tokens.device)
+        self._state = state = self._drafter.new_state(shape, layers=(), device=tokens.device)
         request = self._request
         state.begin([tokens], max_new_tokens, None, request.seeds, request.temperature, request.row_temperatures)
         state.live = state.slots
         self._start = time.perf_counter()
+        self._drafter.start_prefill(state)
         self._drafter.prefill(state, aux_hidden_states, torch.arange(num_seen, device=tokens.device)[None])
         self._propose(1, None if aux_hidden_states is None else aux_hidden_states[:, -1:])
 
