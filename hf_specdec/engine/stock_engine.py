@@ -27,6 +27,7 @@ from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.patch import caller
+from ..patching.recurrent_functions import recurrent_functions
 from ..patching.support import has_recurrent_layers
 from ..state import DecodeState, Shape
 from ..stats import Counters, SpeculationStats
@@ -347,6 +348,7 @@ def assist(
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
+        stack.enter_context(recurrent_functions(drafter))
         cache = model_kwargs.get("past_key_values")
         stack.enter_context(_restored(cache))
         stack.enter_context(_continuing(model, prompts.cached))

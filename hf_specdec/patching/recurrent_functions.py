@@ -188,9 +188,7 @@ def _mamba2_step(
         D, dt_bias: `[H, P]`.
     """
     if not isinstance(state, RecurrentState):
-        return function(
-            state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs
-        )
+        return function(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
     bias = None if dt_bias is None else dt_bias[:, 0]
     # A pass over several tokens, which names the limits, has come before: a prefill has two columns at least.
     steps = _time_steps(state, dt[:, None, :, 0], bias, dt_softplus, state.step_limits)

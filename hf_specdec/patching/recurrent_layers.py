@@ -162,9 +162,7 @@ class ConvolutionInputs:
         """`[B, C, n]`: see `ops.short_conv`."""
         cache = self.cache
         inputs = self.inputs.to(weight.dtype).transpose(1, 2)
-        return ops.short_conv(
-            inputs, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu
-        ).transpose(1, 2)
+        return ops.short_conv(inputs, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu).transpose(1, 2)
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
