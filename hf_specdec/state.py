@@ -248,7 +248,7 @@ class DecodeState:
         steps = torch.arange(result.tokens.shape[1], device=result.tokens.device)
         remaining = torch.where(self.finished, 0, self.limits - self.lengths)
         committed = torch.minimum(result.committed, remaining)
-        ends = torch.isin(result.tokens, self.eos) & (steps < committed[:, None])
+        ends = (result.tokens[..., None] == self.eos).any(dim=-1) & (steps < committed[:, None])
         has_ended = ends.any(dim=1)
         committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
 

@@ -50,8 +50,9 @@ class OracleDrafter(Drafter):
         super().__init__(OracleConfig(vocab_size=target.config.get_text_config().vocab_size))
         generator = torch.Generator().manual_seed(seed)
         wrong = torch.rand(continuations.shape, generator=generator) >= accuracy
-        self._answers = torch.where(wrong, (continuations + 1) % self.config.vocab_size, continuations)
-        self._prompt_lengths = torch.tensor(prompt_lengths)
+        answers = torch.where(wrong, (continuations.cpu() + 1) % self.config.vocab_size, continuations.cpu())
+        self._answers = answers.to(target.device)
+        self._prompt_lengths = torch.tensor(prompt_lengths, device=target.device)
         self._target_config = target.config
 
     @property
@@ -59,7 +60,8 @@ class OracleDrafter(Drafter):
         return self._answers.device
 
     def propose(self, state, aux_hidden_states, result) -> Proposal:
-        at = (state.lengths - self._prompt_lengths)[:, None] + torch.arange(state.num_draft_tokens)
+        drafts = torch.arange(state.num_draft_tokens, device=self.device)
+        at = (state.lengths - self._prompt_lengths)[:, None] + drafts
         return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
 

@@ -1,0 +1,96 @@
+"""On a GPU: targets whose layers or positions are unlike Llama's generate what plain `generate()` generates."""
+
+import pytest
+import torch
+import transformers
+from oracle import OracleDrafter
+from torch.nn.functional import pad
+from zoo import is_refusal
+from zoo_models import MAX_NEW_TOKENS, build, class_names, generate, prompts, rows_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NUM_DRAFT_TOKENS, ACCURACY = 4, 0.6
+# By class, the engine that runs it.
+CLASSES = {
+    "Qwen2_5_VLForConditionalGeneration": "static",  # several positions a token
+    "Qwen3VLForConditionalGeneration": "static",  # the same, with norms of queries and keys
+    "GPT2LMHeadModel": "static",  # learned positions, layers of another name
+    "GPTNeoXForCausalLM": "static",  # layers of another name
+    "GPTJForCausalLM": "stock",  # attention of its own
+}
+
+# Classes of the static engine whose forward pass reads the device on the host, so that rounds run eagerly.
+NOT_CAPTURED = {
+    "AriaForConditionalGeneration",  # sizes of groups of experts
+    "AriaTextForCausalLM",
+    "ChameleonForConditionalGeneration",  # a list of image tokens as index
+    "JetMoeForCausalLM",  # sizes of groups of experts
+    "LongcatFlashForCausalLM",  # which experts are chosen
+    "Step3p7ForConditionalGeneration",
+    "XmodForCausalLM (is_decoder)",  # masks as indices
+}
+
+
+def on_gpu(name):
+    if not hasattr(transformers, name.split()[0]):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return build(name).to("cuda")
+
+
+def drafter_of(target, plain, lengths, is_compiled):
+    """Scripted: right at 60 % of the places, for the continuations that end `plain` `[B, P + T]`."""
+    answers = pad(plain[:, -MAX_NEW_TOKENS:], (0, 16), value=2)
+    return OracleDrafter(target, answers, lengths, ACCURACY).configure(compile_rounds=is_compiled)
+
+
+def check(target, inputs, is_compiled):
+    """Two calls of a drafter, of which the second replays, generate the plain text; the statistics of both."""
+    inputs = {name: tensor.to("cuda") for name, tensor in inputs.items()}
+    plain = generate(target, inputs)
+    drafter = drafter_of(target, plain, inputs["attention_mask"].sum(dim=1).tolist(), is_compiled)
+    found = []
+    for _ in range(2):
+        drafted = generate(target, inputs, assistant_model=drafter, num_assistant_tokens=NUM_DRAFT_TOKENS)
+        assert drafted.tolist() == plain.tolist(), (drafter.stats.engine, drafter.stats.execution)
+        found.append(drafter.stats)
+    return found
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_text_of_a_batch_and_of_one_prompt(name, is_compiled):
+    target = on_gpu(name)
+    execution = f"captured in one graph, {'compiled' if is_compiled else 'not compiled'}"
+    batches = [rows_of(prompts(target))[0]]
+    if CLASSES[name] == "static":  # the stock engine takes one row at a time
+        batches.append(prompts(target))
+    for inputs in batches:
+        for stats in check(target, inputs, is_compiled):
+            print(name, len(inputs["input_ids"]), stats.engine, stats.execution, round(stats.acceptance_length, 2))
+            assert stats.engine == CLASSES[name]
+            if stats.engine == "static":
+                assert stats.execution == execution
+            assert 1.3 < stats.acceptance_length < 4
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", class_names())
+def test_all_classes_of_the_static_engine(name):
+    try:
+        target = on_gpu(name)
+        generate(target, {name: tensor.to("cuda") for name, tensor in prompts(target).items()})
+    except Exception as error:  # of classes that are not made to be built so, or that generate no text from text
+        pytest.skip(f"{type(error).__name__}: {error}")
+    try:
+        found = check(target, prompts(target), is_compiled=False)
+    except ValueError as error:
+        if not is_refusal(error, generated=False):
+            raise
+        pytest.skip(str(error))
+    execution = "eager: a round cannot be captured" if name in NOT_CAPTURED else "captured in one graph, not compiled"
+    for stats in found:
+        assert (stats.engine, stats.execution) == ("static", execution)
