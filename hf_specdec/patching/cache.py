@@ -186,7 +186,8 @@ class RaggedCache(Cache):
         """
         if self.starts is None:
             return slots[:, None, :, None]
-        return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=-1)[:, None]
+        # Stacked in front: kernels take slots that are adjacent in memory.
+        return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1).transpose(1, 2)[:, None]
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedCache, slots: int) -> None:
         """Copy rows of another cache of the same layers, and of the same K, whose layers hold some; so do this one's.

@@ -14,7 +14,7 @@ from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
-from targets import HYBRIDS, PAD, build_target, padded_prompts, tiny_target
+from targets import HYBRIDS, PAD, build_target, padded_prompts, set_policy, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_specdec import NoDrafter
@@ -295,3 +295,13 @@ def test_models_without_attention_are_refused():
 def test_modules_of_recurrent_layers_are_refused():
     with pytest.raises(ValueError, match="'falcon_h1' cannot be those of MTP modules: they have recurrent states"):
         random_mtp(tiny_target("falcon-h1"))
+
+
+@pytest.mark.parametrize("family", cases(list(HYBRIDS), ["falcon-h1"]))
+def test_triton_kernels_generate_the_same(family, monkeypatch):
+    set_policy(monkeypatch, "cpu", triton=True)
+    target, inputs, plain = prompts_and_plain(family, (4, 2))
+    drafter = copy_of(target)
+    found = greedy(target, inputs, drafter, 2, max_new_tokens=6)
+    assert torch.equal(found, plain[:, : found.shape[1]])
+    assert drafter.stats.acceptance_length == 3
