@@ -1,8 +1,11 @@
 """Time the kernels of a round against the GPU's copy bandwidth, in bfloat16 at the shapes of Llama-3.1-8B.
 
+Those of hybrid targets are at the shapes of Qwen3-Next (gated DeltaNet) and of Nemotron-3-Nano (Mamba2).
+
     python examples/kernel_bandwidth.py --output kernel_bandwidth.json
 
-Every row of a batch has the same number of live tokens. Attention's bytes are the live keys and values, read once.
+Every row of a batch has the same number of live tokens. Attention's bytes are the live keys and values, read once;
+those of a recurrence are the state, read once and written once, after half of the last round's drafts are replayed.
 Calls rotate among caches whose total size is several times that of the GPU's L2 cache, as with the layers of a model,
 in one CUDA graph; the table gives the median time of a call. The output of each kernel is first compared with that of
 its reference.
@@ -25,16 +28,21 @@ from hf_specdec.kernels import (
     attention_reference,
     draft_inputs_reference,
     draft_sampling_reference,
+    recurrence_reference,
+    short_conv_reference,
     verify_greedy_reference,
     verify_sampling_reference,
 )
-from hf_specdec.kernels.types import DraftInputs
+from hf_specdec.kernels.types import DraftInputs, RecurrenceRing
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 VOCABULARY, DRAFT_VOCABULARY = 128256, 32000
 # Live tokens of a row, and the slots of its cache.
 CONTEXTS = [(512, 4096), (4096, 4096), (512, 32768), (4096, 32768), (32768, 32768)]
+# Heads, key heads, K and V of a recurrence, and whether it uses the delta rule.
+RECURRENCES = {"gated DeltaNet": (32, 16, 128, 128, True), "Mamba2": (64, 8, 128, 64, False)}
+CHANNELS, CONV_WIDTH = 8192, 4
 CALLS = 32
 TOLERANCE = 2e-2
 
@@ -141,6 +149,61 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
     return seconds_per_call([call] * CALLS), 5 * batch * num_queries * 8
 
 
+def time_recurrence(batch: int, num_queries: int, form: str) -> tuple[float, int]:
+    """Seconds and bytes of a call for a block of `num_queries` columns, the first of which is certain."""
+    heads, key_heads, dim, value_dim, delta = RECURRENCES[form]
+    ring_size = 1 << (2 * (num_queries - 1)).bit_length()
+    size = 2 * batch * heads * dim * value_dim * torch.float32.itemsize
+    num_inputs, num_calls = rotate(size)
+
+    def randn(*sizes: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+        return torch.randn(sizes, dtype=dtype, device="cuda")
+
+    def draw(num_columns: int) -> list[torch.Tensor]:
+        decay = -0.1 * randn(batch, num_columns, heads, dtype=torch.float32).abs()
+        return [randn(batch, num_columns, key_heads, dim), randn(batch, num_columns, heads, value_dim), decay]
+
+    memories = []
+    for _ in range(num_inputs):
+        keys, updates, decays = draw(ring_size)
+        state = randn(batch, heads, dim, value_dim, dtype=torch.float32)
+        memories.append((state, RecurrenceRing(keys, updates.float(), decays)))
+    inputs = [randn(batch, num_queries, key_heads, dim), *draw(num_queries), randn(batch, num_queries, heads).sigmoid()]
+    base = torch.full((batch,), 100, device="cuda")
+    first = base + (num_queries - 1) // 2
+    positions = first[:, None] + torch.arange(num_queries, device="cuda")
+    keywords = {"delta": delta, "normalize": delta, "scale": dim**-0.5}
+
+    bounds = (base, first + 1, positions, 2**20)
+
+    def call(index: int) -> torch.Tensor:
+        return ops.recurrence(*inputs, *memories[index % num_inputs], *bounds, **keywords)
+
+    state, ring = memories[0][0].clone(), RecurrenceRing(*(part.clone() for part in memories[0][1]))
+    expected = recurrence_reference.recurrence(*inputs, state, ring, *bounds, **keywords)
+    require_close(call(0), expected, f"recurrence, {form}")
+    require_close(memories[0][0], state, f"recurrence, {form}: state")
+    return seconds_per_call([lambda index=index: call(index) for index in range(num_calls)]), size
+
+
+def time_short_conv(batch: int, num_queries: int) -> tuple[float, int]:
+    """Seconds and bytes of a call: inputs, results, and slots of the ring that are read and written."""
+    size = batch * (CONV_WIDTH - 1 + 3 * num_queries) * CHANNELS * DTYPE.itemsize
+    inputs = torch.randn(batch, num_queries, CHANNELS, dtype=DTYPE, device="cuda")
+    weight = torch.randn(CHANNELS, CONV_WIDTH, dtype=DTYPE, device="cuda")
+    ring_size = 1 << (CONV_WIDTH + 2 * num_queries - 2).bit_length()
+    num_rings = 4
+    rings = torch.randn(num_rings, batch, ring_size, CHANNELS, dtype=DTYPE, device="cuda")
+    positions = (100 + torch.arange(num_queries, device="cuda")).expand(batch, -1).contiguous()
+
+    def call(index: int) -> torch.Tensor:
+        return ops.short_conv(inputs, rings[index % num_rings], positions, 2**20, weight, None, True)
+
+    expected = short_conv_reference.short_conv(inputs, rings[0].clone(), positions, 2**20, weight, None, True)
+    require_close(call(0), expected, "short_conv")
+    return seconds_per_call([lambda index=index: call(index) for index in range(CALLS)]), size
+
+
 def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, int]]:
     """Name, seconds and bytes of the kernels over the vocabulary, for `num_queries` rows of logits a row of the batch.
 
@@ -216,7 +279,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 seconds, size = time_kernel(batch, num_queries, live, slots)
                 case = shape | {"live": live, "slots": slots, "splits": None}
                 yield {"kernel": name} | case | {"seconds": seconds, "bytes": size}
-            for name, seconds, size in time_vocabulary(batch, num_queries):
+            of_states = [
+                *((f"recurrence, {form}", *time_recurrence(batch, num_queries, form)) for form in RECURRENCES),
+                ("short_conv", *time_short_conv(batch, num_queries)),
+            ]
+            for name, seconds, size in (*of_states, *time_vocabulary(batch, num_queries)):
                 case = shape | {"live": None, "slots": None, "splits": None}
                 yield {"kernel": name} | case | {"seconds": seconds, "bytes": size}
 
@@ -230,13 +297,13 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}: copies at {bandwidth / 1e9:.0f} GB/s")
     print(
-        f"{'kernel':16}{'batch':>6}{'queries':>8}{'live':>7}{'slots':>7}{'splits':>7}{'us':>9}{'GB/s':>7}{'of copy':>9}"
+        f"{'kernel':28}{'batch':>6}{'queries':>8}{'live':>7}{'slots':>7}{'splits':>7}{'us':>9}{'GB/s':>7}{'of copy':>9}"
     )
     rows = []
     for row in measure(arguments):
         rate = row["bytes"] / row["seconds"]
         print(
-            f"{row['kernel']:16}{row['batch']:6}{row['queries']:8}{row['live'] or '-':>7}{row['slots'] or '-':>7}"
+            f"{row['kernel']:28}{row['batch']:6}{row['queries']:8}{row['live'] or '-':>7}{row['slots'] or '-':>7}"
             f"{row['splits'] or 'auto':>7}{row['seconds'] * 1e6:9.1f}{rate / 1e9:7.0f}{rate / bandwidth:9.0%}",
             flush=True,
         )

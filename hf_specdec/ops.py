@@ -21,13 +21,15 @@ from .kernels import (
     draft_sampling_reference,
     experts_reference,
     kv_cache_reference,
+    recurrence_reference,
+    short_conv_reference,
     verify_block_reference,
     verify_greedy_reference,
     verify_sampling_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
-from .kernels.types import DraftInputs, VerificationResult
+from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
 
 __all__ = [
     "attention",
@@ -42,8 +44,10 @@ __all__ = [
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
+    "recurrence",
     "references",
     "row_seeds",
+    "short_conv",
     "uniform",
     "verify_block",
     "verify_greedy",
@@ -217,6 +221,61 @@ def _(logits, temperatures, seeds, lengths, first):
     return logits.new_empty(logits.shape[:-1], dtype=torch.int64), logits.new_empty(logits.shape, dtype=torch.float32)
 
 
+@_op(
+    "hf_specdec::recurrence",
+    mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) state, "
+    "Tensor(b!) ring_keys, Tensor(c!) ring_updates, Tensor(d!) ring_decays, Tensor base, Tensor certain, "
+    "Tensor positions, int dummy, bool delta, bool normalize, float scale, Tensor? rates) -> Tensor",
+)
+def _recurrence(
+    query,
+    key,
+    value,
+    decay,
+    beta,
+    state,
+    ring_keys,
+    ring_updates,
+    ring_decays,
+    base,
+    certain,
+    positions,
+    dummy,
+    delta,
+    normalize,
+    scale,
+    rates,
+):
+    from .kernels.recurrence import recurrence
+
+    ring = RecurrenceRing(ring_keys, ring_updates, ring_decays)
+    kind = {"delta": delta, "normalize": normalize, "scale": scale, "rates": rates}
+    return recurrence(query, key, value, decay, beta, state, ring, base, certain, positions, dummy, **kind)
+
+
+@_recurrence.register_fake
+def _(query, key, value, *rest):
+    return value.new_empty(value.shape)
+
+
+@_op(
+    "hf_specdec::short_conv",
+    mutates_args=("ring",),
+    schema="(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) "
+    "-> Tensor",
+)
+def _short_conv(inputs, ring, positions, dummy, weight, bias, silu):
+    from .kernels.short_conv import short_conv
+
+    return short_conv(inputs, ring, positions, dummy, weight, bias, silu)
+
+
+@_short_conv.register_fake
+def _(inputs, *rest):
+    return inputs.new_empty(inputs.shape)
+
+
 @_op("hf_specdec::plan_experts", schema="(Tensor expert_ids, int num_experts, int rows) -> Tensor")
 def _plan_experts(expert_ids, num_experts, rows):
     from .kernels.experts import plan_experts
@@ -319,6 +378,38 @@ def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> 
 def draw_draft(logits: torch.Tensor, *args: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.draft_sampling_reference.draw_draft`; a Triton kernel on GPUs."""
     return (_draw_draft if _is_for_triton(logits) else draft_sampling_reference.draw_draft)(logits, *args)
+
+
+def recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    state: torch.Tensor,
+    ring: RecurrenceRing,
+    base: torch.Tensor,
+    certain: torch.Tensor,
+    positions: torch.Tensor,
+    dummy: int,
+    *,
+    delta: bool,
+    normalize: bool,
+    scale: float,
+    rates: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `kernels.recurrence_reference.recurrence`; a Triton kernel on GPUs."""
+    inputs, bounds = (query, key, value, decay, beta, state), (base, certain, positions, dummy)
+    if _is_for_triton(query):
+        return _recurrence(*inputs, *ring, *bounds, delta, normalize, scale, rates)
+    return recurrence_reference.recurrence(
+        *inputs, ring, *bounds, delta=delta, normalize=normalize, scale=scale, rates=rates
+    )
+
+
+def short_conv(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
+    """See `kernels.short_conv_reference.short_conv`; a Triton kernel on GPUs."""
+    return (_short_conv if _is_for_triton(inputs) else short_conv_reference.short_conv)(inputs, *args)
 
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernels.types import Proposal, VerificationResult
-from .patching.cache import RaggedCache
+from .patching.cache import LayerKind, RaggedCache
 
 # Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
 NO_TOKEN = -1
@@ -61,7 +61,7 @@ class DecodeState:
         num_prefilled: `[]` int64, positions of each row after `cached` that are prefilled.
         last_hidden_states: `[B, width]`, auxiliary hidden states at the last prefilled position of each prompt, 0 where
             there is none; None before the first prefill, and for a drafter that reads none.
-        cache: the target's KV cache; None if the target runs on a cache of transformers.
+        cache: the target's cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
         proposal: drafts that the next round verifies; set by `set_proposal`, always in the same memory.
         memory: buffers of the drafter; set from `Drafter.new_memory`.
@@ -90,18 +90,19 @@ class DecodeState:
     memory: Any = None
 
     @classmethod
-    def allocate(cls, shape: Shape, num_layers: int, device: torch.device) -> DecodeState:
+    def allocate(cls, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
         """Buffers for generations of one shape.
 
         Args:
             shape: of the generations.
-            num_layers: layers of the target's KV cache; 0 if the target runs on a cache of transformers.
+            layers: of the target's cache; none if the target runs on a cache of transformers.
             device: of all buffers.
         """
         batch = shape.batch
+        lengths = torch.ones(batch, dtype=torch.int64, device=device)
         return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
-            lengths=torch.ones(batch, dtype=torch.int64, device=device),
+            lengths=lengths,
             limits=torch.ones(batch, dtype=torch.int64, device=device),
             finished=torch.ones(batch, dtype=torch.bool, device=device),
             eos=torch.full((shape.num_ends,), NO_TOKEN, dtype=torch.int64, device=device),
@@ -116,7 +117,7 @@ class DecodeState:
             cached=torch.zeros(batch, dtype=torch.int64, device=device),
             draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
             num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
-            cache=RaggedCache(num_layers, shape.slots) if num_layers else None,
+            cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
             live=shape.slots,
         )
 

@@ -75,3 +75,17 @@ class Proposal(NamedTuple):
     tokens: torch.Tensor
     probs: torch.Tensor | None
     draft_ids: torch.Tensor | None = None
+
+
+class RecurrenceRing(NamedTuple):
+    """What a recurrence needs to pass a row's last tokens again: slot = position mod R, with R a power of two.
+
+    Attributes:
+        keys: `[B, R, Hk, K]` in the key's dtype, before normalisation.
+        updates: `[B, R, H, V]` float32, after the product with beta.
+        decays: `[B, R, H]`, `[B, R, H, K]` or `[B, R, H, V]` float32, as the decays of the tokens were given.
+    """
+
+    keys: torch.Tensor
+    updates: torch.Tensor
+    decays: torch.Tensor

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.patching.attention import ragged_attention
-from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.cache import RaggedCache, attention_layers
 from hf_specdec.patching.hidden_states import decoder_layers
 
 from .prompts import PromptFilter, random_opening
@@ -107,7 +107,7 @@ def generate(
     """
     device, batch = model.device, len(prompts)
     longest = max(map(len, prompts))
-    cache = RaggedCache(len(decoder_layers(model)), longest + max_new_tokens + 1)
+    cache = RaggedCache(attention_layers(len(decoder_layers(model))), longest + max_new_tokens + 1)
     dummy_slot = cache.slots - 1
 
     def run(tokens: torch.Tensor, slots: torch.Tensor, live: int) -> torch.Tensor:

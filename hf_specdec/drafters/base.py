@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors
 from ..config import DrafterConfig, check_num_assistant_tokens
 from ..kernels.types import Proposal, VerificationResult
+from ..patching.cache import LayerKind
 from ..patching.linear import linear
 from ..state import DecodeState, Shape
 from .shared_weights import SharedWeight
@@ -259,9 +261,9 @@ class Drafter(PreTrainedModel):
         """
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
 
-    def new_state(self, shape: Shape, num_layers: int, device: torch.device) -> DecodeState:
+    def new_state(self, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
         """Buffers of a generation, with the drafter's memory; arguments as of `DecodeState.allocate`."""
-        state = DecodeState.allocate(shape, num_layers, device)
+        state = DecodeState.allocate(shape, layers, device)
         state.memory = self.new_memory(state)
         return state
 
@@ -279,6 +281,9 @@ class Drafter(PreTrainedModel):
             raise NotImplementedError(
                 f"{type(self).__name__} does not implement copy_rows(), which continuous batching needs."
             )
+
+    def start_prefill(self, state: DecodeState) -> None:
+        """Called before the prompts that `state` holds are prefilled: forget what earlier ones have left."""
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         """Process one chunk of the prompt.

@@ -11,7 +11,7 @@ from .. import ops
 from ..config import DrafterConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
-from ..patching.cache import RaggedCache
+from ..patching.cache import LayerKind, RaggedCache, attention_layers
 from ..state import DecodeState
 from .base import Drafter
 
@@ -62,6 +62,11 @@ class CachedDrafter(Drafter):
     def num_cached_layers(self) -> int:
         """Number of layers of the cache."""
         raise NotImplementedError(f"{type(self).__name__} does not implement num_cached_layers.")
+
+    @property
+    def cached_layers(self) -> tuple[LayerKind, ...]:
+        """What each layer of the cache stores: keys and values, unless a family overrides this."""
+        return attention_layers(self.num_cached_layers)
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
@@ -134,7 +139,7 @@ class CachedDrafter(Drafter):
         batch, num_drafts = state.lengths.shape[0], state.num_draft_tokens
         width = num_drafts + 1 + self.num_masks(num_drafts)
         return DraftMemory(
-            RaggedCache(self.num_cached_layers, state.slots, state.draft_starts),
+            RaggedCache(self.cached_layers, state.slots, state.draft_starts, state.lengths, num_drafts),
             DraftInputs.allocate(batch, width, state.lengths.device),
             ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
             if state.draft_probs and self.target_ids is not None
@@ -143,6 +148,9 @@ class CachedDrafter(Drafter):
 
     def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
         state.memory.copy_rows(rows, source.memory, slots)
+
+    def start_prefill(self, state: DecodeState) -> None:
+        state.memory.cache.restart()
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))

@@ -14,7 +14,8 @@ from ..checkpoints.draft_model import auto_class
 from ..checkpoints.mtp_layouts import module_names
 from ..config import DraftModelConfig
 from ..patching.attention import ATTENTION_NAME, registered_attention
-from ..patching.support import num_cache_layers, num_positions, why_not_supported
+from ..patching.cache import LayerKind
+from ..patching.support import cache_layers, num_positions, why_not_supported
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import register_drafter
@@ -111,7 +112,11 @@ class DraftModelDrafter(CachedDrafter):
 
     @property
     def num_cached_layers(self) -> int:
-        return num_cache_layers(self.model)
+        return len(self.cached_layers)
+
+    @property
+    def cached_layers(self) -> tuple[LayerKind, ...]:
+        return cache_layers(self.model)
 
     def bind(self, target: PreTrainedModel) -> None:
         name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"

@@ -23,6 +23,7 @@ from ..patching.attention import ATTENTION_NAME, registered_attention
 from ..patching.cache import RaggedCache
 from ..patching.experts import original_experts_implementation
 from ..patching.hidden_states import check_aux_hidden_states
+from ..patching.support import has_recurrent_layers
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import (
@@ -54,6 +55,11 @@ def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
         raise ValueError(
             f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: {decoder_class.__name__} has "
             "no rotary_emb; expected one that embeds positions for all its layers."
+        )
+    if has_recurrent_layers(decoder):
+        raise ValueError(
+            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have recurrent states, "
+            "but modules run positions more than once; expected layers of attention."
         )
     decoder.embed_tokens = decoder.norm = None
     decoder.set_attn_implementation(ATTENTION_NAME)
@@ -229,7 +235,7 @@ class MtpDrafter(CachedDrafter):
             memory.cache,
             memory.inputs,
             memory.draft_ids,
-            [RaggedCache(num_modules, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
+            [RaggedCache(self.cached_layers, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
             torch.full((batch,), width, dtype=torch.int64, device=device),
         )

@@ -75,7 +75,12 @@ class FinishedCall:
     columns: int
 
     def write_to(self, cache: Cache) -> None:
-        """Append to `cache` those of the `columns` that it lacks."""
+        """Append to `cache` those of the `columns` that it lacks; none where there are recurrent states.
+
+        Those are of the last position of each row, and cannot be taken back to one that all rows have.
+        """
+        if self.ragged.recurrence is not None:
+            return
         device, padding = self.sequences.device, torch.tensor(self.prompts.padding)[:, None]
         columns = torch.arange(int(cache.get_seq_length()), self.columns)
         if not len(columns):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..patching.hidden_states import modules_of
-from ..patching.support import num_cache_layers
+from ..patching.support import cache_layers
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
 from .buckets import captured_width, group_chunks, next_power_of_two, slots_for, useful_drafts
@@ -24,6 +24,8 @@ from .sessions import Session, SessionKey, sessions_of
 from .target import HiddenStates, Target, patched_target
 
 PREFILL_CHUNK_SIZE = 2048
+# Recurrent layers run the first pass over a text as one over several tokens, as transformers does.
+MIN_PREFILL_COLUMNS = 2
 
 
 def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> Shape:
@@ -139,7 +141,7 @@ class SessionLease:
             if session is None:
                 target()  # patching may move weights, which the key names
         if session is None:
-            state = target.drafter.new_state(self.shape, num_cache_layers(target.model), target.model.device)
+            state = target.drafter.new_state(self.shape, cache_layers(target.model), target.model.device)
             session = Session(state)
         session.acquire()
         self.session = session
@@ -171,14 +173,17 @@ class SessionLease:
             return functools.partial(captured, process)
         return functools.partial(run_round, self.session.state, self._target(), self._target.drafter, process)
 
-    def prefill(self, longest: int) -> None:
+    def prefill(self, longest: int, bring_cached: Callable[[], None] | None = None) -> None:
         """Prefill the session with the prompts that its state holds, by graphs as far as they are captured, and draft.
 
         Args:
             longest: uncached tokens of the longest prompt.
+            bring_cached: brings what is cached of the prompts into the session; None if nothing is.
         """
         session, drafter = self.session, self._target.drafter
-        start_prefill(session.state)
+        start_prefill(session.state, drafter)
+        if bring_cached is not None:
+            bring_cached()
         for chunk in self._chunks(longest):
             replay = session.prefills.get(chunk)
             if replay is not None:
@@ -201,7 +206,7 @@ class SessionLease:
         for chunk in dict.fromkeys(self._captured_chunks(longest)):
             if chunk not in session.prefills:
                 # Warm-ups and the capture prefill other positions than those that are next, which does no harm.
-                start_prefill(session.state)
+                start_prefill(session.state, self._target.drafter)
                 captured = capture_prefill(session, self._target(), self._target.drafter, *chunk)
                 session.prefills.add(chunk, captured)
 
@@ -221,7 +226,7 @@ class SessionLease:
         prefills = self.session.prefills
         if captured and not any(chunk in prefills and prefills.get(chunk) is None for chunk in captured):
             return captured
-        width = max(longest - 1, 1)
+        width = max(longest - 1, MIN_PREFILL_COLUMNS)
         firsts = range(0, width, self._chunk_size)
         return [(min(self._chunk_size, width - first), first + self._chunk_size >= width) for first in firsts]
 

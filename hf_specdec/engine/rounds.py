@@ -23,8 +23,10 @@ from .target import Target
 from .transcript import Transcript
 
 
-def start_prefill(state: DecodeState) -> None:
+def start_prefill(state: DecodeState, drafter: Drafter) -> None:
     """Begin the prefill of the prompts that `state` holds: `prefill_chunk` comes next."""
+    state.cache.restart()
+    drafter.start_prefill(state)
     state.num_prefilled.zero_()
     if state.last_hidden_states is not None:
         state.last_hidden_states.zero_()

@@ -6,6 +6,7 @@ shape. A `StaticRun` runs the request on the session: prefill, rounds, output.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -130,13 +131,16 @@ class StaticRun:
 
     def _prefill(self, session: Session) -> None:
         """Bring the caller's cache and the prompts into the session and draft."""
+        prompts = self._request.prompts
+        bring_cached = functools.partial(self._bring_cached, session) if prompts.cached else None
+        self._lease.prefill(prompts.longest_uncached, bring_cached)
+
+    def _bring_cached(self, session: Session) -> None:
         request, prompts, state = self._request, self._request.prompts, session.state
-        if prompts.cached:
-            read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.model.device)
-            if not (self._target.reads_hidden_states or prompts.hidden):
-                self._target()  # which patches the drafter, too
-                prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._chunk_size)
-        self._lease.prefill(prompts.longest_uncached)
+        read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.model.device)
+        if not (self._target.reads_hidden_states or prompts.hidden):
+            self._target()  # which patches the drafter, too
+            prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._chunk_size)
 
     def run_rounds(self) -> None:
         """Run rounds until every row has ended; then fill the caller's cache, and keep the session for other calls."""

@@ -27,6 +27,7 @@ from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.patch import caller
+from ..patching.recurrent_functions import recurrent_functions
 from ..patching.support import has_recurrent_layers
 from ..state import DecodeState, Shape
 from ..stats import Counters, SpeculationStats
@@ -155,11 +156,12 @@ class DrafterCandidateGenerator(CandidateGenerator):
             draft_probs=self._request.draft_probs,
             num_ends=0,
         )
-        self._state = state = self._drafter.new_state(shape, num_layers=0, device=tokens.device)
+        self._state = state = self._drafter.new_state(shape, layers=(), device=tokens.device)
         request = self._request
         state.begin([tokens], max_new_tokens, None, request.seeds, request.temperature, request.row_temperatures)
         state.live = state.slots
         self._start = time.perf_counter()
+        self._drafter.start_prefill(state)
         self._drafter.prefill(state, aux_hidden_states, torch.arange(num_seen, device=tokens.device)[None])
         self._propose(1, None if aux_hidden_states is None else aux_hidden_states[:, -1:])
 
@@ -346,6 +348,7 @@ def assist(
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
+        stack.enter_context(recurrent_functions(drafter))
         cache = model_kwargs.get("past_key_values")
         stack.enter_context(_restored(cache))
         stack.enter_context(_continuing(model, prompts.cached))

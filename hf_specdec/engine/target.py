@@ -18,6 +18,7 @@ from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.linear import patched_linear
 from ..patching.patch import current_engine, engine
+from ..patching.recurrent_functions import recurrent_functions
 from ..state import DecodeState
 from .prompts import Prompts
 
@@ -97,6 +98,7 @@ def patched_target(model: PreTrainedModel, drafter: Drafter, keep_hidden_states:
         if current_engine() is None:
             stack.enter_context(engine())
         stack.enter_context(ragged_attention(model))
+        stack.enter_context(recurrent_functions(model, drafter))
         stack.enter_context(triton_experts(model, drafter))
         stack.enter_context(local_linears(model))
         stack.enter_context(symmetric_memory_all_reduce(model))

@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
-from ..patching.support import num_cache_layers, why_not_supported
+from ..patching.support import cache_layers, why_not_supported
 
 # Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
 REPLACED_INPUTS = frozenset(
@@ -93,7 +93,7 @@ def _why_not_call(
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
     if prompts.cached:
-        obstacle = why_not_readable(model_kwargs["past_key_values"], num_cache_layers(model))
+        obstacle = why_not_readable(model_kwargs["past_key_values"], len(cache_layers(model)))
         if obstacle is not None:
             return obstacle
     if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):

@@ -40,7 +40,7 @@ def ragged_attention_forward(
         module: the attention layer.
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
-        attention_mask: `[B, 1 or 2, n, 1]` int64.
+        attention_mask: `[B, 1, n, 1 or 2]` int64.
         options: `scaling`, `sliding_window`, `s_aux` (attention sinks), `softcap`; others are ignored.
 
     Returns:
@@ -48,7 +48,7 @@ def ragged_attention_forward(
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
-    starts = attention_mask[:, 1, 0, 0] if attention_mask.shape[1] > 1 else None
+    starts = attention_mask[:, 0, 0, 1] if attention_mask.shape[3] > 1 else None
     return _attend(query, key, value, attention_mask[:, 0, :, 0], starts, **options), None
 
 

@@ -1,11 +1,32 @@
-"""The static KV cache of ragged batches: every row has its own length, and slot == position."""
+"""The static cache of ragged batches: every row has its own length, and slot == position."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import ops
+from .recurrent_layers import RecurrencePositions, RecurrentLayer
+
+
+class LayerKind(NamedTuple):
+    """What a layer of a cache stores.
+
+    Attributes:
+        has_keys: whether it stores keys and values.
+        num_states: how many recurrent states it stores, and as many inputs of short convolutions.
+    """
+
+    has_keys: bool = True
+    num_states: int = 0
+
+
+def attention_layers(count: int) -> tuple[LayerKind, ...]:
+    """The kinds of `count` layers that store keys and values only."""
+    return (LayerKind(),) * count
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -51,6 +72,14 @@ class RaggedLayer(CacheLayerMixin):
         span = self._cache.span
         return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
 
+    def restart(self) -> None:
+        """Begin with no text in any row. What earlier texts have left is not visible to queries of later ones."""
+
+    def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, slots: int) -> None:
+        if source.is_initialized:  # not where no attention uses the layer
+            self.keys[rows, :slots] = source.keys[: len(rows), :slots]
+            self.values[rows, :slots] = source.values[: len(rows), :slots]
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices` `[n]` int64."""
         self.keys, self.values = self.keys[indices], self.values[indices]
@@ -65,45 +94,103 @@ class RaggedLayer(CacheLayerMixin):
         return self._cache.slots
 
 
+class RaggedRecurrentLayer(RecurrentLayer, RaggedLayer):
+    """A layer with keys and values as well as recurrent states."""
+
+    def __init__(self, cache: RaggedCache, num_states: int):
+        RaggedLayer.__init__(self, cache)
+        RecurrentLayer.__init__(self, cache, num_states)
+
+    lazy_initialization = RaggedLayer.lazy_initialization
+    get_max_length = RaggedLayer.get_max_length
+
+    def copy_rows(self, rows: torch.Tensor, source: RaggedRecurrentLayer, slots: int) -> None:
+        RaggedLayer.copy_rows(self, rows, source, slots)
+        RecurrentLayer.copy_rows(self, rows, source, slots)
+
+
 class RaggedCache(Cache):
     """A preallocated cache in which row b's token at position t is in slot t, whatever the lengths of other rows.
 
     Nothing is ever rolled back: a rejected token's slot is overwritten by the next round, and a slot is visible only
     to queries at its position or later. The last slot is the dummy slot: keys and values of padding, of finished rows
-    and of positions past the length limit are written there. No query of an unfinished row attends to it.
+    and of positions past the length limit are written there. No query of an unfinished row attends to it. For recurrent
+    states see `recurrent_layers`.
 
     Args:
-        num_layers: layers that have keys and values.
+        kinds: of the layers.
         slots: slots of each layer, the dummy slot included.
         starts: see below.
+        lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs; needed for recurrent states.
+        num_draft_tokens: most draft tokens of a round; needed for recurrent states.
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
+        recurrence: positions of the recurrent states; None if there are none.
         starts: `[B]` int64, the first slot of each row that queries attend to; None for slot 0 in all rows.
         span: how many leading slots attention is given. With Triton kernels all of them: kernels read live slots only,
             and a launch that is the same for all lengths can be captured. With the PyTorch references as many as may be
             live and one more, because the last slot given is taken for the dummy slot.
     """
 
-    def __init__(self, num_layers: int, slots: int, starts: torch.Tensor | None = None):
+    def __init__(
+        self,
+        kinds: Sequence[LayerKind],
+        slots: int,
+        starts: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        num_draft_tokens: int = 0,
+    ):
         self.slots = slots
         self.span = slots
         self.starts = starts
         self.positions: torch.Tensor | None = None
-        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+        self._num_draft_tokens = num_draft_tokens
+        has_states = any(kind.num_states for kind in kinds)
+        self.recurrence = RecurrencePositions(lengths) if has_states else None
+        super().__init__(layers=[self._new_layer(kind) for kind in kinds])
+
+    def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
+        if not kind.num_states:
+            return RaggedLayer(self)
+        return (RaggedRecurrentLayer if kind.has_keys else RecurrentLayer)(self, kind.num_states)
+
+    @property
+    def dummy_slot(self) -> int:
+        return self.slots - 1
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots for the inputs of tokens that are not in the recurrent states.
+
+        K are read while as many are written; with 2K + 1 no slot is written that another program still reads.
+        """
+        return 1 << (2 * self._num_draft_tokens).bit_length()
+
+    def convolution_slots(self, kernel_size: int) -> int:
+        """Slots for the inputs of a short convolution: the ones before a block, and a block of drafts after it."""
+        return 1 << (kernel_size + 2 * self._num_draft_tokens).bit_length()
+
+    def restart(self) -> None:
+        """Begin with no text in any row: recurrent states are zeroed; rows of `lengths` are those of the prompts."""
+        if self.recurrence is not None:
+            self.recurrence.restart(self.starts)
+            for layer in self.layers:
+                layer.restart()
 
     def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:
         """The `attention_mask` of a forward pass whose queries are at `slots` `[B, n]` int64.
 
         Returns:
-            `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 2, n, 1]`, the slots and the first slot of each row.
+            `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 1, n, 2]`, the slots and the first slot of each row.
         """
         if self.starts is None:
             return slots[:, None, :, None]
-        return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1)[..., None]
+        # Stacked in front: kernels take slots that are adjacent in memory.
+        return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1).transpose(1, 2)[:, None]
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedCache, slots: int) -> None:
-        """Copy keys and values of another cache of the same layers, whose layers hold some; so do this one's.
+        """Copy rows of another cache of the same layers, and of the same K, whose layers hold some; so do this one's.
 
         Args:
             rows: `[n]` int64, where to.
@@ -111,9 +198,9 @@ class RaggedCache(Cache):
             slots: how many leading slots of them.
         """
         for layer, other in zip(self.layers, source.layers, strict=True):
-            if other.is_initialized:  # not those that no attention uses
-                layer.keys[rows, :slots] = other.keys[: len(rows), :slots]
-                layer.values[rows, :slots] = other.values[: len(rows), :slots]
+            layer.copy_rows(rows, other, slots)
+        if self.recurrence is not None:
+            self.recurrence.copy_rows(rows, source.recurrence)
 
     def advance(self, positions: torch.Tensor, live: int) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.
@@ -123,4 +210,6 @@ class RaggedCache(Cache):
             live: upper bound of the slots in use, known without synchronizing with the device.
         """
         self.positions = positions
+        if self.recurrence is not None:
+            self.recurrence.advance(positions, self.dummy_slot)
         self.span = self.slots if ops.has_kernels(positions.device) else min(live + 1, self.slots)

@@ -1,4 +1,4 @@
-"""Linear layers of one input as one matmul: query, key and value; gate and up."""
+"""Linear layers of one input as one matmul: query, key and value; gate and up; inputs of linear attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from .linear import PLAIN_WEIGHTS
 from .patch import replaced, runs_engine
 
 # Names of children of one module that are called with the same input, in the order in which they are called.
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),  # gate and up of LFM2
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # linear attention of Qwen3.5
+    ("in_proj_qkvz", "in_proj_ba"),  # and of Qwen3-Next
+)
 
 
 class FusedLinear:

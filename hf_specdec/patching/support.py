@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -11,11 +12,25 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from .cache import LayerKind, attention_layers
 from .hidden_states import decoder_layers, find_decoder_layers, modules_of
 
 _T = TypeVar("_T")
 
-SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+SUPPORTED_LAYER_TYPES = frozenset(
+    {
+        "full_attention",
+        "sliding_attention",
+        # Recurrent layers, alone and beside attention.
+        "linear_attention",
+        "conv",
+        "hybrid",
+        "hybrid_sliding",
+        # Layers of which the cache stores nothing.
+        "moe",
+        "mlp",
+    }
+)
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 # Types whose values are compared as they are; values of other types are compared by their `repr`.
@@ -52,22 +67,47 @@ def _cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[
 
 
 @_cached_by_settings
-def _cache_layer_kinds(model: PreTrainedModel) -> tuple[type[CacheLayerMixin], ...]:
-    """The classes of the layers of transformers' cache for `model`; empty if its configuration describes no cache."""
+def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """What the layers of transformers' cache for `model` store; empty if its configuration describes no cache."""
     try:
-        return tuple(map(type, DynamicCache(config=model.config.get_text_config()).layers))
+        layers = DynamicCache(config=model.config.get_text_config()).layers
     except AttributeError:
         return ()
+    return tuple(
+        LayerKind(
+            has_keys=isinstance(layer, CacheLayerMixin),
+            num_states=layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
+        )
+        for layer in layers
+    )
 
 
-def num_cache_layers(model: PreTrainedModel) -> int:
-    """How many layers a cache of `model` has; a decoder layer may have more than one."""
-    return len(_cache_layer_kinds(model)) or len(decoder_layers(model))
+def cache_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """What the layers of a cache of `model` store; a decoder layer may have more than one."""
+    return _configured_layers(model) or attention_layers(len(decoder_layers(model)))
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     """Whether layers of `model` keep a recurrent state, from which a rejected token cannot be removed."""
-    return any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in _cache_layer_kinds(model))
+    return any(kind.num_states for kind in _configured_layers(model))
+
+
+@_cached_by_settings
+def _uses_attention_interface(model: PreTrainedModel) -> bool:
+    """Whether attention layers of `model` look their function up in transformers' attention interface.
+
+    Few classes state that all of them do (`_supports_attention_backend`). Of others it is known of the layers that name
+    the interface; whether these are all is found by the equivalence check.
+    """
+    if getattr(model, "_supports_attention_backend", False):
+        return True
+    forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in modules_of(model.get_decoder())}}
+    return any("ALL_ATTENTION_FUNCTIONS" in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+
+
+@_cached_by_settings
+def _takes_key_value_cache(model: PreTrainedModel) -> bool:
+    return "past_key_values" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
 
 @_cached_by_settings
@@ -103,12 +143,12 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role} is spread over {len(devices)} devices by hooks"
     if any(["_hf_hook" in module.__dict__ for module in modules_of(layers)]):
         return f"{role}'s layers run under accelerate hooks"
-    if has_recurrent_layers(model):
-        return f"{role} has linear-attention layers, whose state cannot be indexed by position"
+    if not _takes_key_value_cache(model):
+        return f"{role} has no attention layers, and keeps its states in a cache of its own"
     others = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if others:
         return f"{role} has layers of type {', '.join(sorted(others))}"
-    if not getattr(model, "_supports_attention_backend", False):
+    if not _uses_attention_interface(model):
         return f"{type(model).__name__} does not use transformers' attention interface"
     if getattr(text, "cross_attention_layers", None):
         return f"{role} has cross-attention layers, whose keys and values have no positions"

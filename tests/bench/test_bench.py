@@ -24,7 +24,7 @@ from dialects import (
 )
 from mtp import publish
 from oracle import RANDOM_DRAFTERS
-from targets import NUM_LAYERS, VOCAB, padded_prompts
+from targets import NUM_LAYERS, STOCK_FAMILY, VOCAB, padded_prompts
 from targets import tiny_target as family_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -181,7 +181,7 @@ def test_texts_are_compared():
 
 
 def test_no_scripted_acceptance_on_the_stock_engine(tmp_path, capsys):
-    target = family_target("qwen3-next")
+    target = family_target(STOCK_FAMILY)
     target.config.save_pretrained(tmp_path / "target")
     RANDOM_DRAFTERS["draft-model"](target).model.config.save_pretrained(tmp_path / "drafter")
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())

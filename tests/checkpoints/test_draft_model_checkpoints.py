@@ -14,7 +14,7 @@ from dialects import Spec, tiny_target, write_draft_model
 from refused_loading import refuse
 from safetensors.torch import load_file, save_file
 from targets import FAMILIES as MOE
-from targets import padded_prompts
+from targets import STOCK_FAMILY, padded_prompts
 from targets import tiny_target as tiny_model
 from transformers import (
     AutoConfig,
@@ -314,10 +314,10 @@ def test_models_that_cannot_draft(target, tmp_path):
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=128, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4))
     refuse(saved(t5, tmp_path / "t5"), target, str(tmp_path / "t5"), "'t5', an encoder-decoder")
     refuse(
-        saved(tiny_model("qwen3-next"), tmp_path / "hybrid"),
+        saved(tiny_model(STOCK_FAMILY), tmp_path / "dynamic"),
         target,
-        f"{tmp_path / 'hybrid'} (Qwen3NextForCausalLM) cannot draft here",
-        "linear-attention",
+        f"{tmp_path / 'dynamic'} (LlamaForCausalLM) cannot draft here",
+        "the draft model's RoPE (dynamic) changes with the length of the text",
         "pass that as assistant_model",
     )
     refuse(

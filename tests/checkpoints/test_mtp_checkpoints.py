@@ -22,7 +22,7 @@ from hf_specdec.checkpoints.mtp_layouts import FAMILIES
 from hf_specdec.cli import main
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
-from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.cache import RaggedCache, attention_layers
 
 
 class CountingFile:
@@ -158,7 +158,7 @@ class Scratch:
         self.slots = torch.arange(10)[None]
         self.live = 10
         self.memory = self
-        self.cache, self.later_caches = RaggedCache(2, 16), []
+        self.cache, self.later_caches = RaggedCache(attention_layers(2), 16), []
 
     def position_ids(self, slots):
         return slots

@@ -24,8 +24,11 @@ STATIC = [
     ("mimo", 1),
     ("mimo", 2),
     ("speculators", 1),
+    ("qwen3-next", 1),
+    ("qwen3.5", 2),
+    ("qwen3.5-moe", 1),
 ]
-STOCK = [("qwen3-next", 1), ("qwen3.5", 1), ("qwen3.5", 2), ("qwen3.5-moe", 1)]
+STOCK = [("qwen3-next", 1), ("qwen3.5", 2)]
 CHAININGS = ["modules", "target"]
 
 
@@ -68,12 +71,12 @@ def test_greedy_is_identical(published, family, num_modules, chaining):
 def test_greedy_is_identical_on_the_stock_engine(published, family, num_modules):
     at = published(family, num_modules)
     target = at.target.float()
-    drafter, accepted = AutoDrafter.from_pretrained(at.folder, target), 0
+    drafter, accepted = AutoDrafter.from_pretrained(at.folder, target).configure(engine="stock"), 0
     for num_draft_tokens in (1, 2, 3, 5):
         inputs = padded_prompts([9], seed=num_draft_tokens)
         plain = greedy(target, inputs, max_new_tokens=32)
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=32), plain)
-        assert drafter.stats.engine == "stock" and "linear-attention" in drafter.stats.reason
+        assert drafter.stats.engine == "stock"
         accepted += drafter.stats.accepted
     assert accepted > 4
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from sampled_calls import MODES, drafter_of
-from targets import STATIC_FAMILIES, build_target, tiny_target
+from targets import STATIC_FAMILIES, STOCK_FAMILY, build_target, tiny_target
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -253,8 +253,8 @@ def test_drafters_that_cannot_copy_rows_are_refused():
 
 
 def test_targets_of_the_stock_engine_are_refused():
-    target = tiny_target("qwen3-next")
-    with pytest.raises(ValueError, match=r"runs on the static engine, but Qwen3NextForCausalLM .* runs on the stock"):
+    target = tiny_target(STOCK_FAMILY)
+    with pytest.raises(ValueError, match=r"runs on the static engine, but LlamaForCausalLM .* runs on the stock"):
         target.generate_batch([[5, 6]], assistant_model=random_eagle3(target), max_new_tokens=4)
 
 

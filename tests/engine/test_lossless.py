@@ -122,7 +122,7 @@ def test_ends_and_limits_with_every_family_of_drafters(kind, num_draft_tokens):
 
 
 @pytest.mark.core_for(family=["llama", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES])
 def test_stock_engine_is_identical(family):
     target, inputs, plain = prompts_and_plain(family, 1)
     drafters = [OracleDrafter(target, continuations(inputs, plain), PROMPTS[1], accuracy) for accuracy in (0.0, 0.6, 1)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lossless import PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
-from targets import PAD, padded_prompts, tiny_target
+from targets import PAD, STOCK_FAMILY, padded_prompts, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec import SpeculationStats
@@ -235,14 +235,14 @@ def greedy(target, inputs, **options):
 
 def test_engine_is_chosen_and_can_be_forced():
     inputs = padded_prompts(PROMPTS[1])
-    for family, by_itself in (("llama", "static"), ("qwen3-next", "stock")):
+    for family, by_itself in (("llama", "static"), ("qwen3-next", "static"), (STOCK_FAMILY, "stock")):
         target = tiny_target(family)
         drafter = random_eagle3(target)
         greedy(target, inputs, assistant_model=drafter)
         assert drafter.stats.engine == by_itself and "forced" not in drafter.stats.reason
         greedy(target, inputs, assistant_model=drafter.configure(engine="stock"))
         assert drafter.stats.engine == "stock" and "forced" in drafter.stats.reason
-    assert "linear-attention" in str(forced_static_error(tiny_target("qwen3-next"), inputs))
+    assert "RoPE (dynamic)" in str(forced_static_error(tiny_target(STOCK_FAMILY), inputs))
     drafter = random_eagle3(tiny_target("llama")).configure(engine="static")
     greedy(tiny_target("llama"), inputs, assistant_model=drafter)
     assert drafter.stats.reason == "forced by engine='static'"

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import transformers
-from oracle import OracleDrafter
+from oracle import OracleDrafter, copy_of, random_eagle3
+from targets import HYBRIDS, padded_prompts
+from targets import on_gpu as family_on_gpu
 from torch.nn.functional import pad
 from zoo import is_refusal
 from zoo_models import MAX_NEW_TOKENS, build, class_names, generate, prompts, rows_of
@@ -75,6 +77,25 @@ def test_text_of_a_batch_and_of_one_prompt(name, is_compiled):
             if stats.engine == "static":
                 assert stats.execution == execution
             assert 1.3 < stats.acceptance_length < 4
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_recurrent_layers(family, is_compiled):
+    """Drafts of a copy, whose own states are advanced by drafting, and of a random drafter; then other prompts."""
+    target = family_on_gpu(family)
+    for make in (random_eagle3, copy_of):
+        drafter = make(target).configure(compile_rounds=is_compiled)
+        for lengths in ([9, 3, 40], [5, 30, 1], [200]):
+            inputs = {name: tensor.to("cuda") for name, tensor in padded_prompts(lengths).items()}
+            plain = target.generate(**inputs, do_sample=False, max_new_tokens=24)
+            out = target.generate(
+                **inputs, do_sample=False, max_new_tokens=24, assistant_model=drafter, num_assistant_tokens=5
+            )
+            assert torch.equal(out, plain), lengths
+            stats = drafter.stats
+            assert stats.execution == f"captured in one graph, {'compiled' if is_compiled else 'not compiled'}"
+            assert make is not copy_of or stats.acceptance_length == 6
 
 
 @pytest.mark.zoo

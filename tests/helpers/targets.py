@@ -16,6 +16,8 @@ from hf_specdec.engine.equivalence import why_not_equivalent
 VOCAB = 96
 PAD = 0
 NUM_LAYERS = 4
+# Entries of configurations that list the layers.
+PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 _COMMON = {
     "vocab_size": VOCAB,
@@ -72,7 +74,62 @@ FAMILIES = {
         **_MOE,
     },
 }
-STATIC_FAMILIES = [family for family in FAMILIES if family != "qwen3-next"]
+STATIC_FAMILIES = list(FAMILIES)
+# Targets with recurrent layers: the delta rule, with decays of heads and of key channels; Mamba-2, alone and beside
+# attention, with time steps that are bounded in the prompt; short convolutions alone.
+_MAMBA2 = {"mamba_d_head": 8, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_LINEAR = ["linear_attention", "linear_attention", "full_attention"]
+HYBRIDS = {
+    "qwen3-next": FAMILIES["qwen3-next"],
+    "kimi-linear": {
+        "model_type": "kimi_linear",
+        "layer_types": _LINEAR,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        **_MOE,
+    },
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "conv_kernel": 4,
+        "expand": 2,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "time_step_min": 0.05,
+        **_MOE,
+    },
+    "falcon-h1": {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_d_conv": 4, **_MAMBA2},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 3},
+}
+FAMILIES |= HYBRIDS
+# Its RoPE changes with the length of the text.
+STOCK_FAMILY = "llama-dynamic-rope"
+FAMILIES[STOCK_FAMILY] = {
+    "model_type": "llama",
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
 
 
 def set_policy(patch: pytest.MonkeyPatch, device_type: str, **changes: object) -> None:
@@ -103,18 +160,25 @@ def on_gpu(family: str) -> PreTrainedModel:
 def new_target(family: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
     """A random target in float32 and evaluation mode."""
     options = {**_COMMON, "num_hidden_layers": num_layers, **FAMILIES[family]}
-    if pattern := options.get("layer_types"):
-        options["layer_types"] = list(islice(cycle(pattern), num_layers))
+    for pattern in PATTERNS:
+        if pattern in options:
+            options[pattern] = list(islice(cycle(options[pattern]), num_layers))
+    if "layers_block_type" in options:
+        del options["num_hidden_layers"]
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
+            if name.endswith(("sinks", "dt_bias")):
                 parameter.normal_()
+            elif name.endswith("A_log"):
+                parameter.uniform_(-3, 0.7)
+            elif name.endswith(("conv1d.weight", "conv.weight", "conv1d.bias")):
+                parameter.normal_(std=0.5)
     model.generation_config.pad_token_id = PAD
     model.generation_config.eos_token_id = None
-    if family in STATIC_FAMILIES:  # before a test replaces parts of the engine
+    if family != STOCK_FAMILY:  # before a test replaces parts of the engine
         assert why_not_equivalent(model, "static") is None
     return model
 

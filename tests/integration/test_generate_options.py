@@ -9,7 +9,7 @@ import torch
 from case_counts import cases
 from lossless import MAX_NEW_TOKENS, PROMPTS, check_greedy, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
-from targets import PAD, VOCAB, padded_prompts, tiny_target
+from targets import PAD, STOCK_FAMILY, VOCAB, padded_prompts, tiny_target
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -595,7 +595,7 @@ def test_attention_weights_behind_a_window(family):
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("family", "engine", "batch"),
-    [("llama", "static", 1), ("llama", "static", 3), ("llama", "stock", 1), ("qwen3-next", "stock", 1)],
+    [("llama", "static", 1), ("llama", "static", 3), ("llama", "stock", 1), (STOCK_FAMILY, "stock", 1)],
 )
 def test_no_attention_weights_where_none_are_computed(family, engine, batch):
     target, inputs = tiny_target(family), padded_prompts(PROMPTS[batch])

@@ -8,7 +8,7 @@ import torch
 from lossless import PROMPTS
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
-from targets import NUM_LAYERS, padded_prompts, tiny_target
+from targets import NUM_LAYERS, STOCK_FAMILY, padded_prompts, tiny_target
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -523,9 +523,9 @@ def test_batch_on_the_stock_engine(target, drafter):
     message = refused(target, drafter, "one row at a time, but the batch has 3", inputs=padded_prompts(PROMPTS[3]))
     assert "forced by engine='stock'" in message and "without assistant_model" in message
     refused(target, drafter, "the batch has 2", num_return_sequences=2, do_sample=True)
-    hybrid = tiny_target("qwen3-next")
-    message = refused(hybrid, random_eagle3(hybrid), "batch has 3", inputs=padded_prompts(PROMPTS[3]))
-    assert "linear-attention" in message
+    target = tiny_target(STOCK_FAMILY)
+    message = refused(target, random_eagle3(target), "batch has 3", inputs=padded_prompts(PROMPTS[3]))
+    assert "RoPE (dynamic)" in message
 
 
 @pytest.mark.core

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_specdec.kernels import attention_reference, kv_cache_reference
 from hf_specdec.kernels.attention import attention, choose_splits
 from hf_specdec.kernels.kv_cache import write_kv
-from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.cache import RaggedCache, attention_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")
@@ -226,7 +226,7 @@ def test_cache_views_serve_every_live_query(attend):
     """Whatever bound the host has, a query at the last live slot is not taken for a padding column."""
     slots, num_queries, dim = 40, 3, 16
     for live in (3, 17, slots - 1, slots, slots + 5):
-        cache = RaggedCache(num_layers=1, slots=slots)
+        cache = RaggedCache(attention_layers(1), slots)
         last = min(live, slots - 1) - 1
         positions = torch.tensor([[last - 2, last - 1, last], [0, 1, slots - 1]], device=DEVICE)
         cache.advance(positions, live)

@@ -20,6 +20,7 @@ from hf_specdec.patching import patch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENGINES = ["static", "captured", "stock"]
 FAMILIES = ["llama", "gpt-oss", "qwen3-moe"]
+HYBRIDS = ["qwen3-next", "falcon-h1"]
 
 
 @pytest.fixture(params=ENGINES)
@@ -110,7 +111,9 @@ def test_models_are_restored_after_every_kind_of_call(engine, kind):
 @pytest.mark.core_for(engine=["captured"])
 @pytest.mark.core_for(family=["qwen3-next"])
 @pytest.mark.parametrize(
-    ("engine", "family"), [*itertools.product(ENGINES, FAMILIES), ("stock", "qwen3-next")], indirect=["engine"]
+    ("engine", "family"),
+    [*itertools.product(ENGINES, FAMILIES), *itertools.product(("static", "stock"), HYBRIDS)],
+    indirect=["engine"],
 )
 def test_every_kind_of_target_is_restored(engine, family):
     target, inputs = fresh(family)

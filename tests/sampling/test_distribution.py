@@ -27,6 +27,7 @@ from hf_specdec import Drafter, DrafterConfig, ops
 from hf_specdec.kernels import random_reference
 from hf_specdec.kernels.types import Proposal, RandomStream
 from hf_specdec.ops import draw_draft, verify_block, verify_sampling
+from hf_specdec.patching.cache import attention_layers
 from hf_specdec.sampling.logits import RowTemperature
 from hf_specdec.sampling.processors import BlockProcessor
 from hf_specdec.state import Shape
@@ -179,7 +180,7 @@ class Text:
         num, width = drafts.shape
         shape = Shape(num, width + 5, num_draft_tokens=width, is_sampling=True, draft_probs=False, num_ends=0)
         drafter = Silent(DrafterConfig(vocab_size=self.vocabulary))
-        state = drafter.new_state(shape, num_layers=1, device=torch.device("cpu"))
+        state = drafter.new_state(shape, layers=attention_layers(1), device=torch.device("cpu"))
         seeds = torch.zeros(num, dtype=torch.int64)
         shared = [one.temperature for one in self.processors if isinstance(one, TemperatureLogitsWarper)]
         temperature = shared[0] if shared else 1.0

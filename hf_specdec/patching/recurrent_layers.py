@@ -1,0 +1,251 @@
+"""Cache layers of recurrent layers: linear attention, state-space models and short convolutions.
+
+A recurrent state cannot be indexed by position, so rejected tokens cannot be left behind in it as in keys and values.
+Instead a layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later
+tokens in a ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to the
+position at which the block begins. Tokens that are certain (below the row's length) become part of the stored state on
+the way; draft tokens are only put into the ring. So the position of the next block tells how many drafts were accepted,
+nothing is rolled back or copied, and the state is read and written once a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from .. import ops
+from ..kernels.types import RecurrenceRing
+
+if TYPE_CHECKING:
+    from .cache import RaggedCache
+
+# Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
+# takes one step a column.
+MOST_STEPS = 256
+
+
+class RecurrencePositions:
+    """The positions of the recurrent states of a cache, one for each row; the same for all of its layers.
+
+    Args:
+        lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs.
+
+    Attributes:
+        lengths: see above; tokens below are certain, those from there on are drafts.
+        base: `[B]` int64, the position of the stored states during a pass.
+        next_base: `[B]` int64, their position after it.
+        prompt_lengths: `[B]` int64, lengths when the rows were started.
+    """
+
+    def __init__(self, lengths: torch.Tensor):
+        self.lengths = lengths
+        self.base, self.next_base = torch.zeros_like(lengths), torch.zeros_like(lengths)
+        self.prompt_lengths = lengths.clone()
+
+    def restart(self, starts: torch.Tensor | None) -> None:
+        """Begin texts at the positions `starts` `[B]` int64; None for 0 in all rows."""
+        if starts is None:
+            self.next_base.zero_()
+        else:
+            self.next_base.copy_(starts)
+        self.prompt_lengths.copy_(self.lengths)
+
+    def advance(self, positions: torch.Tensor, dummy: int) -> None:
+        """Begin a pass over `positions` `[B, n]` int64, `dummy` for columns without a token."""
+        self.base.copy_(self.next_base)
+        last = torch.where(positions < dummy, positions, -1).amax(dim=1)
+        # A row without a token has `last` -1, and keeps its base.
+        self.next_base.copy_(torch.minimum(self.lengths, last + 1).maximum(self.base))
+
+    def copy_rows(self, rows: torch.Tensor, source: RecurrencePositions) -> None:
+        for name in ("next_base", "prompt_lengths"):
+            getattr(self, name)[rows] = getattr(source, name)[: len(rows)]
+
+
+class RecurrentState:
+    """One recurrent state of a layer, in the place of the tensor that a model's functions take as initial state.
+
+    Attributes:
+        cache: whose layer's state it is.
+        state: `[B, H, K, V]` float32, of position `base`; None before the first pass.
+        ring: inputs of the tokens from there on; None before the first pass.
+        step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
+    """
+
+    def __init__(self, cache: RaggedCache):
+        self.cache = cache
+        self.state: torch.Tensor | None = None
+        self.ring: RecurrenceRing | None = None
+        self.step_limits: tuple[float, float] = (0.0, float("inf"))
+
+    def to(self, *args: Any, **kwargs: Any) -> RecurrentState:
+        """Itself: it is float32 already."""
+        return self
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        chunked: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Outputs `[B, n, H, V]` of a block at the cache's positions; the state and the ring are updated.
+
+        Args:
+            query, key, value, decay, beta, options: see `ops.recurrence`.
+            chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain. It is
+                given `[B, n]` bool, which columns hold tokens, and the initial state `[B, H, K, V]`, and returns
+                outputs and the final state. None if there is none.
+        """
+        cache = self.cache
+        if self.state is None:
+            self._allocate(key, value, decay)
+        if chunked is not None and value.shape[1] > MOST_STEPS:
+            out, final = chunked(cache.positions < cache.dummy_slot, self.state)
+            self.state.copy_(final)
+            return out
+        recurrence = cache.recurrence
+        return ops.recurrence(
+            query,
+            key,
+            value,
+            decay,
+            beta,
+            self.state,
+            self.ring,
+            recurrence.base,
+            recurrence.lengths,
+            cache.positions,
+            cache.dummy_slot,
+            **options,
+        )
+
+    def _allocate(self, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor) -> None:
+        batch, _, heads, width = value.shape
+        slots = self.cache.ring_slots
+        self.state = value.new_zeros(batch, heads, key.shape[-1], width, dtype=torch.float32)
+        self.ring = RecurrenceRing(
+            key.new_zeros(batch, slots, *key.shape[2:]),
+            value.new_zeros(batch, slots, heads, width, dtype=torch.float32),
+            decay.new_zeros(batch, slots, *decay.shape[2:], dtype=torch.float32),
+        )
+
+    def restart(self) -> None:
+        """The ring needs no clearing: slots are read only after they were written."""
+        if self.state is not None:
+            self.state.zero_()
+
+    def copy_rows(self, rows: torch.Tensor, source: RecurrentState) -> None:
+        for ours, theirs in zip((self.state, *self.ring), (source.state, *source.ring), strict=True):
+            ours[rows] = theirs[: len(rows)]
+
+
+class ConvolutionInputs:
+    """Inputs of a short convolution, in the place of the tensor that a model's function takes.
+
+    Attributes:
+        cache: see `RecurrentState`.
+        ring: `[B, slots, C]`, inputs of earlier tokens.
+        inputs: `[B, C, n]`.
+    """
+
+    def __init__(self, cache: RaggedCache, ring: torch.Tensor, inputs: torch.Tensor):
+        self.cache, self.ring, self.inputs = cache, ring, inputs
+
+    def convolve(self, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
+        """`[B, C, n]`: see `ops.short_conv`."""
+        cache = self.cache
+        inputs = self.inputs.to(weight.dtype).transpose(1, 2)
+        return ops.short_conv(inputs, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu).transpose(1, 2)
+
+
+class RecurrentLayer(LinearAttentionCacheLayerMixin):
+    """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass.
+
+    Args:
+        cache: that it is a layer of.
+        num_states: how many recurrent states and how many convolutions the layer has.
+    """
+
+    is_compileable = True
+
+    def __init__(self, cache: RaggedCache, num_states: int):
+        super().__init__(number_of_states=num_states)
+        self._cache = cache
+        # A model that finds convolution states runs single tokens through functions that write to them.
+        self.record_past = True
+        self.has_previous_state = dict.fromkeys(range(num_states), True)
+        self.recurrent_states = {index: RecurrentState(cache) for index in range(num_states)}
+        self._rings: dict[int, torch.Tensor] = {}
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """States and rings are allocated where they are first needed."""
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> ConvolutionInputs | torch.Tensor:
+        """Take the inputs `[B, C, n]` of a short convolution.
+
+        Returns:
+            what the model's convolution is to run over: for up to `MOST_STEPS` columns the inputs for its replacement,
+            which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
+        """
+        if state_idx not in self._rings:
+            batch, channels, _ = conv_states.shape
+            slots = self._cache.convolution_slots(conv_kernel_size)
+            self._rings[state_idx] = conv_states.new_zeros(batch, slots, channels)
+        ring = self._rings[state_idx]
+        if conv_states.shape[-1] <= MOST_STEPS:
+            return ConvolutionInputs(self._cache, ring, conv_states)
+        inputs = conv_states.transpose(1, 2)
+        extended = torch.cat([self._before(ring, conv_kernel_size - 1).to(inputs.dtype), inputs], dim=1)
+        self._store(ring, inputs)
+        return extended.transpose(1, 2)
+
+    def _span(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the last position of each row's block `[B, 1]`, which begins with its first token."""
+        positions, dummy = self._cache.positions, self._cache.dummy_slot
+        last = torch.where(positions < dummy, positions, -1).amax(dim=1, keepdim=True)
+        return positions[:, :1], last
+
+    def _before(self, ring: torch.Tensor, count: int) -> torch.Tensor:
+        """The last `count` inputs before the block, `[B, count, C]`; 0 where there are none."""
+        first, _ = self._span()
+        positions = first + torch.arange(-count, 0, device=first.device)
+        index = (positions % ring.shape[1])[..., None].expand(-1, -1, ring.shape[2])
+        return torch.where((positions >= 0)[..., None], ring.gather(1, index), 0)
+
+    def _store(self, ring: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Store the last inputs `[B, n, C]` of each row in `ring`."""
+        first, last = self._span()
+        slots = torch.arange(ring.shape[1], device=first.device)
+        # The column of the latest position that a slot is for; before the block it keeps what it has.
+        columns = last - (last - slots) % ring.shape[1] - first
+        index = columns.clamp(min=0)[..., None].expand(-1, -1, ring.shape[2])
+        ring.copy_(torch.where((columns >= 0)[..., None], inputs.gather(1, index), ring))
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        return recurrent_states  # updated where it was used
+
+    def restart(self) -> None:
+        """Begin with no text in any row."""
+        for state in self.recurrent_states.values():
+            state.restart()
+        for ring in self._rings.values():
+            ring.zero_()
+
+    def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, slots: int) -> None:
+        for index, state in self.recurrent_states.items():
+            if state.state is not None:
+                state.copy_rows(rows, source.recurrent_states[index])
+        for index, ring in self._rings.items():
+            ring[rows] = source._rings[index][: len(rows)]
+
+    def get_max_length(self) -> int:
+        return self._cache.slots

@@ -1,0 +1,407 @@
+"""Triton recurrence of linear attention and state-space layers; the reference is `recurrence_reference.recurrence`.
+
+Shapes: query and key `[B, n, Hk, K]`, value `[B, n, H, V]`, decay `[B, n, H]`, `[B, n, H, K]` or `[B, n, H, V]`, beta
+`[B, n, H]`, state S `[B, H, K, V]`, rates `[H, K, V]`, base and certain `[B]`, positions `[B, n]`, result
+`[B, n, H, V]`; the ring has R slots in place of n columns. For the positions from `base` to the last of the block:
+
+    S = S * exp(decay)
+    u = beta * (value - S^T key) with the delta rule, else beta * value; before the block u is read from the ring
+    S = S + key u^T
+    out = S^T query
+
+The columns of S are independent of each other: a program keeps some of them in registers from the first replayed
+position to the last column, so the state is read once and written once, whatever the number of drafts. Sums are in
+float32 without `tl.dot`, which would round the state to TF32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .ring import find_block
+from .types import RecurrenceRing
+
+# Elements of the state that a program, which is one warp, keeps in registers.
+_TILE = 2048
+_COLUMN_BLOCK = 64
+
+
+@triton.jit
+def _load_token(
+    position,
+    begin,
+    first,
+    end,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    decay_ptr,
+    beta_ptr,
+    ring_keys_ptr,
+    ring_updates_ptr,
+    ring_decays_ptr,
+    query_stride_n,
+    key_stride_n,
+    value_stride_n,
+    decay_stride_n,
+    beta_stride_n,
+    dim,
+    value_dim,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    RING: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+):
+    """What the recurrence takes at `position`, from the block or from the ring: the same loads for both.
+
+    The pointers are those of the row and of the head. Returns query, key, value (the update u of a replayed position)
+    and decay, in the form that DECAY names, and beta; nothing is read from `end` on.
+    """
+    is_new = (position >= first) & (position < end)
+    column = (begin + position - first).to(tl.int64)
+    slot = position % RING
+    # Scalar conditions as limits: in Triton's interpreter `vector & scalar` is no mask.
+    is_key = dim < tl.where(position < end, DIM, 0)
+    is_new_key = dim < tl.where(is_new, DIM, 0)
+    is_new_value = value_dim < tl.where(is_new, VALUE_DIM, 0)
+    is_update = value_dim < tl.where(position < first, VALUE_DIM, 0)
+    query = tl.load(query_ptr + column * query_stride_n + dim, mask=is_new_key, other=0.0)
+    key_row = tl.where(is_new, key_ptr + column * key_stride_n, ring_keys_ptr + slot * (KEY_HEADS * DIM))
+    key = tl.load(key_row + dim, mask=is_key, other=0.0)
+    value = tl.load(value_ptr + column * value_stride_n + value_dim, mask=is_new_value, other=0.0)
+    update = tl.load(ring_updates_ptr + slot * (HEADS * VALUE_DIM) + value_dim, mask=is_update, other=0.0)
+    value = tl.where(is_new, value.to(tl.float32), update)
+    decay_row = decay_ptr + column * decay_stride_n
+    if DECAY == "head":
+        decay = tl.load(tl.where(is_new, decay_row, ring_decays_ptr + slot * HEADS), mask=position < end, other=0.0)
+    elif DECAY == "key":
+        decay_row = tl.where(is_new, decay_row, ring_decays_ptr + slot * (HEADS * DIM))
+        decay = tl.load(decay_row + dim, mask=is_key, other=0.0)
+    else:
+        decay_row = tl.where(is_new, decay_row, ring_decays_ptr + slot * (HEADS * VALUE_DIM))
+        decay = tl.load(decay_row + value_dim, mask=is_new_value | is_update, other=0.0)
+    beta = 1.0
+    if HAS_BETA:
+        beta = tl.load(beta_ptr + column * beta_stride_n, mask=is_new, other=0.0).to(tl.float32)
+    return query, key, value, decay, beta
+
+
+@triton.jit
+def _normalize(vector):
+    return vector * tl.rsqrt(tl.sum(vector * vector, axis=0) + 1e-6)
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(
+    do_not_specialize=[
+        "decay_stride_b",
+        "decay_stride_n",
+        "decay_stride_h",
+        "beta_stride_b",
+        "beta_stride_n",
+        "beta_stride_h",
+        "base_stride",
+        "certain_stride",
+        "positions_stride_b",
+        "positions_stride_n",
+        "num_columns",
+        "dummy",
+    ]
+)
+def _recurrence_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    decay_ptr,
+    beta_ptr,
+    rates_ptr,
+    state_ptr,
+    ring_keys_ptr,
+    ring_updates_ptr,
+    ring_decays_ptr,
+    base_ptr,
+    certain_ptr,
+    positions_ptr,
+    out_ptr,
+    query_stride_b,
+    query_stride_n,
+    query_stride_h,
+    key_stride_b,
+    key_stride_n,
+    key_stride_h,
+    value_stride_b,
+    value_stride_n,
+    value_stride_h,
+    decay_stride_b,
+    decay_stride_n,
+    decay_stride_h,
+    beta_stride_b,
+    beta_stride_n,
+    beta_stride_h,
+    base_stride,
+    certain_stride,
+    positions_stride_b,
+    positions_stride_n,
+    num_columns,
+    dummy,
+    scale,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    RING: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+    DELTA: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+):
+    """VALUE_BLOCK columns of the state of one head of one row.
+
+    Grid: (blocks of V, H, B). Reads the row's positions, base and certain, these columns of the state, of the ring's
+    entries from `base` to the block, and the live columns of the inputs. Writes its elements of `out`, of the state at
+    position min(certain, last + 1), and of the ring's updates at live positions from `certain` on. The first program of
+    a head writes its decays (with rates every program its own), that of the first head of a key head the keys. Entries
+    that one program writes are not among those that another one reads, as `last - base < R`. A row without a live
+    column only writes 0 to `out`.
+    """
+    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    key_head = head // (HEADS // KEY_HEADS)
+    dim = tl.arange(0, DIM_BLOCK)
+    value_dim = tl.program_id(0) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
+    is_key = dim < DIM
+    is_value = value_dim < VALUE_DIM
+
+    positions_ptr += batch * positions_stride_b
+    begin, first, count = find_block(positions_ptr, positions_stride_n, num_columns, dummy, COLUMN_BLOCK)
+    base = tl.load(base_ptr + batch * base_stride).to(tl.int32)
+    certain = tl.load(certain_ptr + batch * certain_stride).to(tl.int32)
+    first = tl.where(count > 0, first, base)
+    end = first + count
+    stop = tl.minimum(certain, end)
+    first_kept = tl.maximum(certain, end - RING)
+
+    # Pointers of the row and of the head.
+    query_ptr += batch * query_stride_b + key_head * query_stride_h
+    key_ptr += batch * key_stride_b + key_head * key_stride_h
+    value_ptr += batch * value_stride_b + head * value_stride_h
+    decay_ptr += batch * decay_stride_b + head * decay_stride_h
+    beta_ptr += batch * beta_stride_b + head * beta_stride_h
+    ring_keys_ptr += batch * (RING * KEY_HEADS * DIM) + key_head * DIM
+    ring_updates_ptr += batch * (RING * HEADS * VALUE_DIM) + head * VALUE_DIM
+    if DECAY == "head":
+        ring_decays_ptr += batch * (RING * HEADS) + head
+    elif DECAY == "key":
+        ring_decays_ptr += batch * (RING * HEADS * DIM) + head * DIM
+    else:
+        ring_decays_ptr += batch * (RING * HEADS * VALUE_DIM) + head * VALUE_DIM
+    out_ptr += (batch * num_columns * HEADS + head) * VALUE_DIM
+
+    tile = dim[:, None] * VALUE_DIM + value_dim[None, :]
+    is_tile = is_key[:, None] & (value_dim < tl.where(count > 0, VALUE_DIM, 0))[None, :]
+    state_at = state_ptr + (batch * HEADS + head) * (DIM * VALUE_DIM) + tile
+    state = tl.load(state_at, mask=is_tile, other=0.0)
+    if DECAY == "rates":
+        rates = tl.load(rates_ptr + head * (DIM * VALUE_DIM) + tile, mask=is_tile, other=0.0)
+
+    for start in range(0, num_columns, COLUMN_BLOCK):
+        column = start + tl.arange(0, COLUMN_BLOCK)
+        is_padding = ((column < begin) | (column >= begin + count)) & (column < num_columns)
+        tl.store(
+            out_ptr + column.to(tl.int64)[:, None] * (HEADS * VALUE_DIM) + value_dim[None, :],
+            tl.zeros([COLUMN_BLOCK, VALUE_BLOCK], out_ptr.dtype.element_ty),
+            mask=is_padding[:, None] & is_value[None, :],
+        )
+
+    query, key, value, decay, beta = _load_token(
+        base,
+        begin,
+        first,
+        end,
+        query_ptr,
+        key_ptr,
+        value_ptr,
+        decay_ptr,
+        beta_ptr,
+        ring_keys_ptr,
+        ring_updates_ptr,
+        ring_decays_ptr,
+        query_stride_n,
+        key_stride_n,
+        value_stride_n,
+        decay_stride_n,
+        beta_stride_n,
+        dim,
+        value_dim,
+        HEADS,
+        KEY_HEADS,
+        DIM,
+        VALUE_DIM,
+        RING,
+        DECAY,
+        HAS_BETA,
+    )
+    for position in range(base, end):
+        # The next token is loaded while this one is computed.
+        next_query, next_key, next_value, next_decay, next_beta = _load_token(
+            position + 1,
+            begin,
+            first,
+            end,
+            query_ptr,
+            key_ptr,
+            value_ptr,
+            decay_ptr,
+            beta_ptr,
+            ring_keys_ptr,
+            ring_updates_ptr,
+            ring_decays_ptr,
+            query_stride_n,
+            key_stride_n,
+            value_stride_n,
+            decay_stride_n,
+            beta_stride_n,
+            dim,
+            value_dim,
+            HEADS,
+            KEY_HEADS,
+            DIM,
+            VALUE_DIM,
+            RING,
+            DECAY,
+            HAS_BETA,
+        )
+        unit_key = key.to(tl.float32)
+        if NORMALIZE:
+            unit_key = _normalize(unit_key)
+        if DECAY == "head":
+            state = state * tl.exp(decay)
+        elif DECAY == "key":
+            state = state * tl.exp(decay)[:, None]
+        else:
+            state = state * tl.exp(decay[None, :] * rates)
+        update = value
+        if position >= first:
+            if DELTA:
+                update = update - tl.sum(state * unit_key[:, None], axis=0)
+            if HAS_BETA:
+                update = update * beta
+        # With `fma` a replayed token changes the state by the very same rounding as in its block.
+        state = tl.fma(unit_key[:, None], update[None, :], state)
+        if position + 1 == stop:
+            tl.store(state_at, state, mask=is_tile)
+        if position >= first:
+            unit_query = query.to(tl.float32)
+            if NORMALIZE:
+                unit_query = _normalize(unit_query)
+            out = tl.sum(state * (unit_query * scale)[:, None], axis=0)
+            row = (begin + position - first).to(tl.int64) * (HEADS * VALUE_DIM)
+            tl.store(out_ptr + row + value_dim, out.to(out_ptr.dtype.element_ty), mask=is_value)
+            if position >= first_kept:
+                slot = position % RING
+                tl.store(ring_updates_ptr + slot * (HEADS * VALUE_DIM) + value_dim, update, mask=is_value)
+                if DECAY == "rates":
+                    tl.store(ring_decays_ptr + slot * (HEADS * VALUE_DIM) + value_dim, decay, mask=is_value)
+                if tl.program_id(0) == 0:
+                    if DECAY == "head":
+                        tl.store(ring_decays_ptr + slot * HEADS, decay)
+                    elif DECAY == "key":
+                        tl.store(ring_decays_ptr + slot * (HEADS * DIM) + dim, decay, mask=is_key)
+                    if head % (HEADS // KEY_HEADS) == 0:
+                        tl.store(ring_keys_ptr + slot * (KEY_HEADS * DIM) + dim, key, mask=is_key)
+        query, key, value, decay, beta = next_query, next_key, next_value, next_decay, next_beta
+
+
+def choose_value_block(dim: int, value_dim: int) -> int:
+    """Columns of the state `[dim, value_dim]` of a head that a program takes."""
+    return min(triton.next_power_of_2(value_dim), max(8, min(64, _TILE // triton.next_power_of_2(dim))))
+
+
+def recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    state: torch.Tensor,
+    ring: RecurrenceRing,
+    base: torch.Tensor,
+    certain: torch.Tensor,
+    positions: torch.Tensor,
+    dummy: int,
+    *,
+    delta: bool,
+    normalize: bool,
+    scale: float,
+    rates: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `recurrence_reference.recurrence`; computes in float32. One launch that depends on shapes and strides only.
+
+    A state that is read later, after a replay, is bit for bit that of the block in which its tokens were new.
+    """
+    batch, num_columns, heads, value_dim = value.shape
+    key_heads, dim = key.shape[2:]
+    ring_size = ring.keys.shape[1]
+    assert query.shape == key.shape == (batch, num_columns, key_heads, dim) and heads % key_heads == 0
+    assert state.shape == (batch, heads, dim, value_dim) and ring.keys.dtype == key.dtype
+    assert ring.keys.shape == (batch, ring_size, key_heads, dim)
+    assert ring.updates.shape == (batch, ring_size, heads, value_dim)
+    assert ring.decays.shape == (batch, ring_size, *decay.shape[2:]) and ring_size & (ring_size - 1) == 0
+    assert all(part.dtype == torch.float32 for part in (state, decay, *ring[1:])), "states must be float32"
+    assert all(part.is_contiguous() for part in (state, *ring)), "states must be contiguous"
+    query, key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (query, key, value))
+    if decay.dim() == 4 and decay.stride(3) != 1:
+        decay = decay.contiguous()
+    if rates is not None:
+        assert rates.shape == state.shape[1:] and rates.dtype == torch.float32 and rates.is_contiguous()
+    form = "rates" if rates is not None else "head" if decay.dim() == 3 else "key"
+    assert decay.shape[2:] == {"head": (heads,), "key": (heads, dim), "rates": (heads, value_dim)}[form]
+    out = value.new_empty(value.shape)
+    value_block = choose_value_block(dim, value_dim)
+    _recurrence_kernel[(triton.cdiv(value_dim, value_block), heads, batch)](
+        query,
+        key,
+        value,
+        decay,
+        value if beta is None else beta,
+        rates,
+        state,
+        *ring,
+        base,
+        certain,
+        positions,
+        out,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *decay.stride()[:3],
+        *((0, 0, 0) if beta is None else beta.stride()),
+        *base.stride(),
+        *certain.stride(),
+        *positions.stride(),
+        num_columns,
+        dummy,
+        scale,
+        HEADS=heads,
+        KEY_HEADS=key_heads,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        RING=ring_size,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        VALUE_BLOCK=value_block,
+        COLUMN_BLOCK=_COLUMN_BLOCK,
+        DELTA=delta,
+        NORMALIZE=normalize,
+        DECAY=form,
+        HAS_BETA=beta is not None,
+        num_warps=1,
+    )
+    return out
