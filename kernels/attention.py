@@ -104,9 +104,9 @@ def _attention_kernel(
     """One split of the attention of a block of queries, with an online softmax in float32.
 
     Grid: (kv_heads * blocks of queries, B, splits); a program has up to ROWS of the G * n queries of one key head.
-    Reads those queries, their positions and last slots, the start of the row, and the keys and values of the slots of its split. With
-    one split it writes `out` `[B, n, heads, Dv]`; with several, `out` `[B, n, heads, splits, Dv]` float32 and `lse`
-    `[B, n, heads, splits]` float32, or only lse = -inf where the split has no slot.
+    Reads those queries, their positions and last slots, the start of the row, and the keys and values of the slots of
+    its split. With one split it writes `out` `[B, n, heads, Dv]`; with several, `out` `[B, n, heads, splits, Dv]`
+    float32 and `lse` `[B, n, heads, splits]` float32, or only lse = -inf where the split has no slot.
     """
     # Short rows use only the first splits; the split is the slowest index of the grid, so these start first.
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)

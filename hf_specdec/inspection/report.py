@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
 from ..checkpoints.detection import drafter_tensors
-from ..config import DraftModelConfig, Eagle3Config, MtpConfig
+from ..config import DraftLayersConfig, DraftModelConfig, Eagle3Config, MtpConfig
 from ..drafters.base import check_sizes
+from ..drafters.draft_layers import check_fit
 from ..drafters.draft_model import check_vocabulary
-from ..drafters.eagle3 import check_fit
 from .self_check import SelfCheck, self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
@@ -112,7 +112,7 @@ def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, A
             name: {"shape": list(tensor.shape), "dtype": tensor.dtype} for name, tensor in checkpoint.tensors.items()
         },
     }
-    if isinstance(config, Eagle3Config):
+    if isinstance(config, DraftLayersConfig):
         report["aux_hidden_state_layer_ids"] = (
             config.aux_hidden_state_layer_ids if config.use_aux_hidden_state else "last hidden state"
         )
@@ -134,7 +134,7 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
     report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": None, "reason": None}
     config = found.config
     try:
-        if isinstance(config, Eagle3Config):
+        if isinstance(config, DraftLayersConfig):
             num_layers = target.get_text_config().num_hidden_layers
             report["aux_hidden_state_layer_ids"] = check_fit(config, target, num_layers, config.name_or_path)
         elif isinstance(config, MtpConfig):
