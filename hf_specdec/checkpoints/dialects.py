@@ -37,6 +37,8 @@ def detect_dialect(config: Mapping[str, Any]) -> str:
     names, nested = architectures(config), eagle_settings(config)
     if "peagledraftmodel" in names.split():
         return SPECFORGE
+    if {"qwen3eagle3model", "gemma4eagle3model"} & set(names.split()):
+        return DEEPSPEC
     if {"llamaeagle3draftmodel", "llamapeagledraftmodel"} & set(names.split()) or "parallel_drafting" in config:
         return AUTOMODEL
     if config.get("ptd_token_id") is not None:

@@ -14,7 +14,7 @@ from ..config import Eagle3Config
 from .checkpoint import Checkpoint
 from .decisions import NormalizedConfig
 from .detection import eagle_settings
-from .dialects import MODELOPT, SPECFORGE, SPECULATORS, detect_dialect, speculators_depth, speculators_target
+from .dialects import DEEPSPEC, MODELOPT, SPECFORGE, SPECULATORS, detect_dialect, speculators_depth, speculators_target
 from .draft_layers import DraftLayersReader
 from .layer_ids import read_layer_ids
 from .overrides import BLOCK_ONLY, check_no_mask_token, check_not_given
@@ -128,4 +128,5 @@ class Eagle3Reader(DraftLayersReader):
         return self._decide("final_norm", True, "EAGLE-3 has a norm before its head")
 
     def _num_assistant_tokens(self) -> int:
-        return speculators_depth(self.top) or Eagle3Config.num_assistant_tokens
+        trained = self._setting("ttt_length") if self.dialect == DEEPSPEC else speculators_depth(self.top)
+        return trained or Eagle3Config.num_assistant_tokens

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .. import ops
@@ -131,6 +132,37 @@ class DFlashDrafter(DraftLayersDrafter):
         normed = self.run(context, tokens, inputs.positions, cached_attend(cache, inputs.slots, ends))
         return self.join(state, self.draft(state, anchors, normed[:, -state.num_draft_tokens :]))
 
+    def forward(
+        self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_steps: int = 1
+    ) -> list[torch.Tensor]:
+        """Logits of the first `num_steps` drafts of a block after every position, with no cache.
+
+        Args:
+            input_ids: `[1, S]` int64.
+            aux_hidden_states: `[1, S, width]` of the target.
+            num_steps: drafts of each block.
+
+        Returns:
+            `num_steps` tensors `[1, S, V_d]`: at place p of tensor s are the logits of the token at p + 2 + s, from the
+            block whose first token is the one at p + 1. Those at the last place, which has none, are undefined.
+        """
+        num_tokens, length = self.num_masks(num_steps), input_ids.shape[1]
+        places = torch.arange(length, device=input_ids.device)
+        block = (places[:, None] + 1 + torch.arange(num_tokens, device=places.device)).flatten()
+        tokens = torch.full((length, num_tokens), self.config.mask_token_id, device=places.device)
+        tokens[:, 0] = input_ids[0].roll(-1)
+        attend = _BlocksAttention(places, block, num_tokens, self.config.causal)
+        context = self.combine_hidden_states(aux_hidden_states)
+        normed = self.run(context, tokens.view(1, -1), torch.cat([places, block])[None], attend)
+        return self.chain(tokens[None, :, 0], normed.view(1, length, num_tokens, -1)[:, :, -num_steps:])
+
+    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
+        """Logits `[B, S, V_d]` of each draft of S blocks, given anchors `[B, S]` and inputs of the head `[B, S, K, H]`.
+
+        Where a draft depends on the ones before it, these are the most likely ones.
+        """
+        return list(self.logits(normed).unbind(2))
+
     def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
         """Draft tokens of a round, in order.
 
@@ -148,3 +180,32 @@ class DFlashDrafter(DraftLayersDrafter):
         kinds = {"full_attention": last, "sliding_attention": windowed}
         layers = zip(self.config.causal, self.config.layer_types, strict=True)
         return [None if is_causal else kinds[kind] for is_causal, kind in layers]
+
+
+class _BlocksAttention:
+    """`Attend` of blocks that all follow one text: each sees the context before its first token, and itself.
+
+    Args:
+        places: `[S]` int64, positions of the context.
+        block: `[n]` int64, positions of the blocks' tokens, block after block.
+        num_tokens: of each block.
+        causal: see `DFlashConfig`, for each layer.
+    """
+
+    def __init__(self, places: torch.Tensor, block: torch.Tensor, num_tokens: int, causal: list[bool]):
+        self._causal = causal
+        first = block.view(-1, num_tokens)[:, :1].expand(-1, num_tokens).flatten()
+        positions = torch.cat([places, block])
+        self._distance = block[:, None] - positions
+        self._visible = torch.cat([places < first[:, None], first == first[:, None]], dim=1)
+
+    def __call__(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        visible = self._visible
+        if self._causal[layer_idx]:
+            visible = visible & (self._distance >= 0)
+        if window is not None:
+            visible = visible & (self._distance.abs() < window)
+        out = scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
+        return out.transpose(1, 2)

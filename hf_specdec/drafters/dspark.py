@@ -38,15 +38,15 @@ class MarkovHead(nn.Module):
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The bias on the logits of one draft token, and s.
+        """The bias on the logits of draft tokens, and s.
 
         Args:
-            tokens: `[B, 1]` int64, the tokens before it, in the target's vocabulary.
-            hidden: `[B, 1, H]`, what the draft head reads.
-            memory: `[B, 1, r]`, s of the draft token before; None before the first, and for all but `"rnn"`.
+            tokens: `[B, n]` int64, the tokens before them, in the target's vocabulary.
+            hidden: `[B, n, H]`, what the draft head reads.
+            memory: `[B, n, r]`, s of the draft tokens before; None before the first, and for all but `"rnn"`.
 
         Returns:
-            `[B, 1, V_d]`, and `[B, 1, r]` or None.
+            `[B, n, V_d]`, and `[B, n, r]` or None.
         """
         embeds = self.markov_w1(tokens)
         if self.kind == "vanilla":
@@ -89,3 +89,12 @@ class DSparkDrafter(DFlashDrafter):
             drafts.append(self.draw(state, logits[:, column] + bias, first=step))
             last = drafts[-1].tokens
         return drafts
+
+    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
+        last, memory, steps = anchors, None, []
+        for hidden in normed.unbind(2):
+            bias, memory = self.markov_head(last, hidden, memory)
+            steps.append(self.logits(hidden) + bias)
+            last = steps[-1].argmax(-1)
+            last = last if self.target_ids is None else self.target_ids[last]
+        return steps

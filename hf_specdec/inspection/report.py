@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
 from ..checkpoints.detection import drafter_tensors
-from ..config import DraftLayersConfig, DraftModelConfig, Eagle3Config, MtpConfig
+from ..config import DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig
 from ..drafters.base import check_sizes
 from ..drafters.draft_layers import check_fit
 from ..drafters.draft_model import check_vocabulary
@@ -76,10 +76,10 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         token=arguments.token,
     )
     found = read_checkpoint(checkpoint, target)
-    if arguments.self_check and not isinstance(found.config, Eagle3Config):
+    if arguments.self_check and not isinstance(found.config, DraftLayersConfig):
         raise ValueError(
-            f"{checkpoint.name} is a {found.config.family}, but --self-check scores interpretations of EAGLE-3 and "
-            "P-EAGLE drafters only. Drop it."
+            f"{checkpoint.name} is a {found.config.family}, but --self-check scores interpretations of EAGLE-3, "
+            "P-EAGLE, DFlash and DSpark drafters only. Drop it."
         )
     report = describe(checkpoint, found)
     if target is not None:
@@ -118,6 +118,8 @@ def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, A
         )
         report["rope_parameters"] = config.rope_parameters
         report["sizes"] = {name: getattr(config, name) for name in _SHOWN_SIZES}
+    if isinstance(config, DFlashConfig):
+        report["block"] = {name: getattr(config, name) for name in ("block_size", "anchor_first", "causal")}
     if isinstance(config, MtpConfig):
         report["modules"], report["chaining"] = config.num_modules, config.chaining
     model = config.model if isinstance(config, DraftModelConfig) else getattr(config, "block", None)
@@ -205,6 +207,8 @@ def render(report: dict[str, Any]) -> str:
     ]
     if "modules" in report:
         lines.append(f"modules      {report['modules']}, caches chained by {report['chaining']}")
+    if "block" in report:
+        lines.append("block        " + ", ".join(f"{name} {value}" for name, value in report["block"].items()))
     if "aux_hidden_state_layer_ids" in report:
         lines.append(f"aux layers   {report['aux_hidden_state_layer_ids'] or 'decided with --target'}")
     if "model_type" in report:

@@ -150,6 +150,11 @@ RECOGNISED = {
         ["model.fc.weight"],
         EAGLE_3,
     ),
+    "eagle-3 of DeepSpec": (
+        {"model_type": "qwen3", "architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 9, 17, 25, 33]},
+        ["fc.weight", "layers.0.hidden_norm.weight"],
+        EAGLE_3,
+    ),
     "mtp of deepseek": (
         {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
         ["model.layers.61.enorm.weight"],
