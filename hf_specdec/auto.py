@@ -14,13 +14,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
 from .checkpoints.decisions import Decision
 from .checkpoints.detection import (
+    DFLASH,
     DRAFT_MODEL,
+    DSPARK,
     EAGLE3,
     MTP,
     P_EAGLE,
     check_family,
     drafter_tensors,
 )
+from .checkpoints.dflash import read_dflash, read_dspark
 from .checkpoints.draft_model import read_draft_model
 from .checkpoints.eagle3 import read_eagle3
 from .checkpoints.mtp import read_mtp
@@ -29,7 +32,9 @@ from .checkpoints.peagle import read_peagle
 from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig, Eagle3Config, PEagleConfig
 from .drafters.base import Drafter, registered_drafters
+from .drafters.dflash import DFlashDrafter
 from .drafters.draft_model import DraftModelDrafter
+from .drafters.dspark import DSparkDrafter
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.mtp import MtpDrafter
 from .drafters.peagle import PEagleDrafter
@@ -44,6 +49,8 @@ logger = logging.getLogger(__name__)
 _FAMILIES = {
     EAGLE3: (read_eagle3, Eagle3Drafter),
     P_EAGLE: (read_peagle, PEagleDrafter),
+    DFLASH: (read_dflash, DFlashDrafter),
+    DSPARK: (read_dspark, DSparkDrafter),
     MTP: (read_mtp, MtpDrafter),
     DRAFT_MODEL: (read_draft_model, DraftModelDrafter),
 }
@@ -122,6 +129,8 @@ def _read_normal_form(checkpoint: Checkpoint, family: type[Drafter], given: Mapp
             if not hasattr(config_class, name):
                 raise ValueError(f"{checkpoint.name} is a {config_class.family} drafter: it has no {name}.")
             settings[name] = value
+    if "anchor_first" in given:  # it changes how many tokens a block drafts
+        settings.pop("num_assistant_tokens", None)
     decisions = tuple(Decision(name, value, "given by the caller") for name, value in given.items())
     return NormalizedCheckpoint(family, config_class.from_dict(settings), decisions)
 
@@ -168,6 +177,7 @@ class AutoDrafter:
                 the checkpoint was trained.
             mask_token_id: token that parallel drafting embeds at positions without a token.
             hidden_first, norm_offset, zero_first_embedding, chaining: see `MtpConfig`.
+            anchor_first, causal: see `DFlashConfig`.
 
         Raises:
             OSError: expected an existing folder or an accessible repository with all files of a checkpoint.

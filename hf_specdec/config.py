@@ -27,6 +27,17 @@ def default_aux_layer_ids(num_layers: int) -> list[int]:
     return sorted({min(max(layer_id, 0), num_layers) for layer_id in (2, num_layers // 2, num_layers - 3)})
 
 
+def default_block_layer_ids(num_layers: int, num_draft_layers: int) -> list[int]:
+    """Layer ids of the auxiliary hidden states that DFlash reads by default: one for each draft layer, evenly spread.
+
+    It is z-lab's rule (`build_target_layer_ids`), which counts outputs of layers, for a target with `num_layers`.
+    """
+    if num_draft_layers == 1:
+        return [num_layers // 2 + 1]
+    step = (num_layers - 4) / (num_draft_layers - 1)
+    return sorted({min(max(round(1 + index * step) + 1, 0), num_layers) for index in range(num_draft_layers)})
+
+
 def _token_of_target(name: str) -> property:
     """Property for the id of the special token `name`: the target's, or before `bind` that of config.json, if any."""
 
@@ -117,12 +128,12 @@ class DrafterConfig(PreTrainedConfig):
             )
 
 
-# Names that fields of `Eagle3Config` have in files saved by earlier versions.
+# Names that fields of `DraftLayersConfig` have in files saved by earlier versions.
 _EARLIER_NAMES = {"aux_hidden_state_layer_ids": "taps", "num_aux_hidden_states": "num_taps"}
 
 
-class Eagle3Config(DrafterConfig):
-    """EAGLE-3 drafter (arXiv 2503.01840): decoder layers that read auxiliary hidden states of the target.
+class DraftLayersConfig(DrafterConfig):
+    """Settings of drafters with decoder layers of their own that read hidden states of the target.
 
     Args:
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
@@ -135,23 +146,15 @@ class Eagle3Config(DrafterConfig):
         initializer_range: standard deviation of random weights.
         target_hidden_size: hidden size of the target, width of an auxiliary hidden state; `hidden_size` when None.
         aux_hidden_state_layer_ids: layer ids of the auxiliary hidden states, as `default_aux_layer_ids` counts them;
-            stored ascending and distinct. None: `default_aux_layer_ids` of the target, set by `bind`.
+            stored ascending and distinct. None: `default_layer_ids` of the target, set by `bind`.
         use_aux_hidden_state: False for drafters that read the target's last hidden state, after the final norm, and
             have no `fc`.
-        norm_before_residual: the first layer's residual is the normed hidden state instead of the raw one.
-        norm_before_fc: one RMSNorm over the concatenated auxiliary hidden states before `fc`.
-        fc_norm: one RMSNorm for each auxiliary hidden state before `fc`.
         fc_bias: bias on `fc`.
-        norm_output: the hidden state fed back to the next draft step is taken after the final norm (EAGLE 3.1).
-        final_norm: whether a norm precedes the draft head.
         logit_scale: factor on the draft logits.
         own_embedding, own_head: whether the drafter has an embedding and a head of its own; otherwise it shares the
             target's. A shared head is restricted to the draft vocabulary.
         num_aux_hidden_states: how many there are; 3 when neither it nor `aux_hidden_state_layer_ids` is given.
     """
-
-    model_type = "hf_specdec_eagle3"
-    family = "eagle3"
 
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -173,12 +176,7 @@ class Eagle3Config(DrafterConfig):
     target_hidden_size: int | None = None
     aux_hidden_state_layer_ids: list[int] | None = None
     use_aux_hidden_state: bool = True
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
     fc_bias: bool = False
-    norm_output: bool = False
-    final_norm: bool = True
     logit_scale: float = 1.0
     own_embedding: bool = True
     own_head: bool = True
@@ -215,8 +213,6 @@ class Eagle3Config(DrafterConfig):
                 f"use_aux_hidden_state is False, so the drafter reads the target's hidden states as they are, but "
                 f"hidden_size is {self.hidden_size} and target_hidden_size is {self.target_hidden_size}."
             )
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm are both set; a checkpoint has at most one of them.")
         super().__post_init__(**kwargs)
 
     def _check_windows(self) -> None:
@@ -233,6 +229,37 @@ class Eagle3Config(DrafterConfig):
     def aux_hidden_size(self) -> int:
         """Width of `aux_hidden_states` at one position: all of them concatenated, or the last hidden state."""
         return (self.num_aux_hidden_states if self.use_aux_hidden_state else 1) * self.target_hidden_size
+
+    def default_layer_ids(self, num_layers: int) -> list[int]:
+        """Layer ids of the auxiliary hidden states of a target with `num_layers` layers where none are given."""
+        return default_aux_layer_ids(num_layers)
+
+
+class Eagle3Config(DraftLayersConfig):
+    """EAGLE-3 drafter (arXiv 2503.01840): decoder layers that read auxiliary hidden states of the target.
+
+    Args:
+        norm_before_residual: the first layer's residual is the normed hidden state instead of the raw one.
+        norm_before_fc: one RMSNorm over the concatenated auxiliary hidden states before `fc`.
+        fc_norm: one RMSNorm for each auxiliary hidden state before `fc`.
+        norm_output: the hidden state fed back to the next draft step is taken after the final norm (EAGLE 3.1).
+        final_norm: whether a norm precedes the draft head.
+    """
+
+    model_type = "hf_specdec_eagle3"
+    family = "eagle3"
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    final_norm: bool = True
+
+    def __post_init__(self, **kwargs):
+        check_types(self)
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both set; a checkpoint has at most one of them.")
+        super().__post_init__(**kwargs)
 
 
 class PEagleConfig(Eagle3Config):
@@ -260,6 +287,119 @@ class PEagleConfig(Eagle3Config):
         super().__post_init__(**kwargs)
         if self.mask_hidden_shape is None:
             self.mask_hidden_shape = [1, 1, self.aux_hidden_size]
+
+
+class DFlashConfig(DraftLayersConfig):
+    """DFlash drafter (arXiv 2602.06036): one pass over a block of tokens, whose layers also attend to the context.
+
+    The block is the newest token, called the anchor, and mask tokens after it. Context positions have keys and values
+    only, made of the auxiliary hidden states of the target.
+
+    Args:
+        block_size: tokens of a block in training, the anchor included.
+        anchor_first: whether a token of the block drafts the token after it, the anchor the first; otherwise a mask
+            token drafts the token at its own position (fill-in), and the anchor drafts none.
+        causal: whether the tokens of a block see no later ones, for each layer, or for all. None: windowed layers do
+            not, full ones do.
+        output_bias: bias on `o_proj` of the draft layers.
+        embedding_scale: factor on the embeddings.
+        logit_softcap: if given, logits x become logit_softcap * tanh(x / logit_softcap), after `logit_scale`.
+        num_assistant_tokens: at most `depth`, which it is when None.
+    """
+
+    model_type = "hf_specdec_dflash"
+    family = "dflash"
+    has_no_defaults_at_init = True  # `mask_token_id` has no default.
+
+    num_assistant_tokens: int | None = None
+    parallel_drafting: bool = True
+    qk_norm: bool = True
+    own_embedding: bool = False
+    own_head: bool = False
+    block_size: int = 16
+    anchor_first: bool = False
+    causal: bool | list[bool] | None = None
+    output_bias: bool = False
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def __post_init__(self, **kwargs):
+        check_types(self)
+        if not self.parallel_drafting or not self.use_aux_hidden_state:
+            found = "parallel_drafting" if not self.parallel_drafting else "use_aux_hidden_state"
+            raise ValueError(
+                f"{found} is False; expected True: {self.family} drafters draft a block at a time, from auxiliary "
+                "hidden states of the target."
+            )
+        if not 1 <= self.depth <= MAX_ASSISTANT_TOKENS:
+            raise ValueError(
+                f"block_size is {self.block_size}; expected {2 - self.anchor_first} to "
+                f"{MAX_ASSISTANT_TOKENS + 1 - self.anchor_first}."
+            )
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit_softcap is {self.logit_softcap}; expected more than 0, or None.")
+        if self.num_assistant_tokens is None:
+            self.num_assistant_tokens = self.depth
+        if self.num_aux_hidden_states is None:
+            self.num_aux_hidden_states = self.num_hidden_layers
+        super().__post_init__(**kwargs)
+        if self.causal is None:
+            self.causal = [kind == "sliding_attention" for kind in self.layer_types]
+        elif isinstance(self.causal, bool):
+            self.causal = [self.causal] * self.num_hidden_layers
+        if len(self.causal) != self.num_hidden_layers:
+            raise ValueError(
+                f"causal is {self.causal}; expected True or False for each of the {self.num_hidden_layers} draft "
+                "layers, or for all."
+            )
+        self.check_depth(self.num_assistant_tokens)
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens of a block in training, the largest K."""
+        return self.block_size if self.anchor_first else self.block_size - 1
+
+    def check_depth(self, num_assistant_tokens: int) -> int:
+        """Return `num_assistant_tokens` if it is at most `depth`, else raise `ValueError`."""
+        if num_assistant_tokens > self.depth:
+            raise ValueError(
+                f"num_assistant_tokens is {num_assistant_tokens}, but this {self.family} drafter was trained to draft "
+                f"{self.depth} tokens a block, and drafts worse beyond that; expected at most {self.depth}."
+            )
+        return num_assistant_tokens
+
+    def default_layer_ids(self, num_layers: int) -> list[int]:
+        return default_block_layer_ids(num_layers, self.num_hidden_layers)
+
+
+# Values of `DSparkConfig.markov_type`.
+MARKOV_TYPES = ("vanilla", "gated", "rnn")
+
+
+class DSparkConfig(DFlashConfig):
+    """DSpark drafter (arXiv 2607.05147): DFlash with a Markov head, which makes a draft depend on the one before it.
+
+    Args:
+        markov_rank: width of the Markov head.
+        markov_type: `"vanilla"`, `"gated"` or `"rnn"`; see `MarkovHead`.
+    """
+
+    model_type = "hf_specdec_dspark"
+    family = "dspark"
+
+    anchor_first: bool = True
+    markov_rank: int = 256
+    markov_type: str = "vanilla"
+
+    def __post_init__(self, **kwargs):
+        check_types(self)
+        if self.markov_rank < 1:
+            raise ValueError(f"markov_rank is {self.markov_rank}; expected at least 1.")
+        if self.markov_type not in MARKOV_TYPES:
+            raise ValueError(
+                f"markov_type is {self.markov_type!r}; expected one of {', '.join(map(repr, MARKOV_TYPES))}."
+            )
+        super().__post_init__(**kwargs)
 
 
 class DraftModelConfig(DrafterConfig):

@@ -105,16 +105,16 @@ def _op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[
 @_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, int? num_splits) -> Tensor",
+    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits) -> Tensor",
 )
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits):
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits):
     from .kernels.attention import attention
 
-    return attention(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits)
+    return attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits)
 
 
 @_attention.register_fake
-def _(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits):
+def _(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits):
     batch, heads, num_queries, _ = query.shape
     return query.new_empty(batch, num_queries, heads, value.shape[3])
 
@@ -316,12 +316,13 @@ def attention(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
     if _is_for_triton(query):
-        return _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, num_splits)
-    return attention_reference.attention(query, key, value, positions, scaling, window, sinks, softcap, starts)
+        return _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits)
+    return attention_reference.attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
 
 
 def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:

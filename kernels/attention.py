@@ -6,7 +6,8 @@ result `[B, n, heads, Dv]`. With G = heads // kv_heads:
     result[b, n, h] = sum_s p[s] value[b, h // G, s]
     p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
 
-Slot s is visible iff starts[b] <= s <= positions[b, n] and, with a window, s > positions[b, n] - window.
+Slot s is visible iff starts[b] <= s <= ends[b, n], where ends is positions if not given, and, with a window,
+s > positions[b, n] - window.
 
 It is written for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
 needs no mask tensor.
@@ -39,10 +40,10 @@ _MERGE_ELEMENTS = 4096
 
 @triton.jit
 def _split_range(
-    position, start, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr
+    position, last, start, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """First slot and end of split `split` for a block of queries; padding queries have position -1."""
-    end = tl.max(position, axis=0) + 1
+    """First slot and end of split `split` for a block of queries; padding queries have position and last slot -1."""
+    end = tl.max(last, axis=0) + 1
     first = start
     if HAS_WINDOW:
         lowest = tl.min(tl.where(position >= 0, position, num_slots), axis=0)
@@ -56,13 +57,16 @@ def _split_range(
 
 
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["positions_stride_b", "starts_stride_b", "num_queries", "num_slots", "window"])
+@triton.jit(
+    do_not_specialize=["positions_stride_b", "starts_stride_b", "ends_stride_b", "num_queries", "num_slots", "window"]
+)
 def _attention_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
     positions_ptr,
     starts_ptr,
+    ends_ptr,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -77,6 +81,7 @@ def _attention_kernel(
     value_stride_s,
     positions_stride_b,
     starts_stride_b,
+    ends_stride_b,
     num_queries,
     num_slots,
     window,
@@ -91,6 +96,7 @@ def _attention_kernel(
     VALUE_BLOCK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -98,9 +104,9 @@ def _attention_kernel(
     """One split of the attention of a block of queries, with an online softmax in float32.
 
     Grid: (kv_heads * blocks of queries, B, splits); a program has up to ROWS of the G * n queries of one key head.
-    Reads those queries, their positions, the start of the row, and the keys and values of the slots of its split. With
-    one split it writes `out` `[B, n, heads, Dv]`; with several, `out` `[B, n, heads, splits, Dv]` float32 and `lse`
-    `[B, n, heads, splits]` float32, or only lse = -inf where the split has no slot.
+    Reads those queries, their positions and last slots, the start of the row, and the keys and values of the slots of
+    its split. With one split it writes `out` `[B, n, heads, Dv]`; with several, `out` `[B, n, heads, splits, Dv]`
+    float32 and `lse` `[B, n, heads, splits]` float32, or only lse = -inf where the split has no slot.
     """
     # Short rows use only the first splits; the split is the slowest index of the grid, so these start first.
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
@@ -118,7 +124,13 @@ def _attention_kernel(
     position = tl.load(positions_ptr + batch * positions_stride_b + query_index, mask=is_row, other=-1)
     position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # padding
     start = tl.load(starts_ptr + batch * starts_stride_b).to(tl.int32)
-    begin, stop = _split_range(position, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW)
+    last = position
+    if HAS_ENDS:
+        last = tl.load(ends_ptr + batch * ends_stride_b + query_index, mask=is_row, other=-1).to(tl.int32)
+        last = tl.where(position >= start, last, -1)
+    begin, stop = _split_range(
+        position, last, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW
+    )
     if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
         if begin >= stop:
             minus_inf = tl.full([ROWS], float("-inf"), tl.float32)
@@ -158,7 +170,7 @@ def _attention_kernel(
             scores = (softcap * _LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 * scaling / softcap)) - 1.0)
         else:
             scores = scores * (scaling * _LOG2E)
-        visible = (slot[None, :] <= position[:, None]) & is_slot[None, :]
+        visible = (slot[None, :] <= last[:, None]) & is_slot[None, :]
         if HAS_WINDOW:
             visible = visible & (slot[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
@@ -250,6 +262,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """See `attention_reference.attention`. Accumulates in float32; padding queries get 0. Safe in a CUDA graph.
@@ -261,6 +274,7 @@ def attention(
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
     assert key.stride(3) == value.stride(3) == positions.stride(1) == 1, "rows must have unit stride"
+    assert ends is None or ends.stride(1) == 1, "rows must have unit stride"
     if query.stride(3) != 1:
         query = query.contiguous()
     groups = heads // kv_heads
@@ -284,6 +298,7 @@ def attention(
         value,
         positions,
         _default_starts(query.device) if starts is None else starts,
+        positions if ends is None else ends,
         sinks,
         partial,
         lse,
@@ -292,6 +307,7 @@ def attention(
         *value.stride()[:3],
         positions.stride(0),
         0 if starts is None else starts.stride(0),
+        0 if ends is None else ends.stride(0),
         num_queries,
         num_slots,
         window or 0,
@@ -306,6 +322,7 @@ def attention(
         VALUE_BLOCK=value_block,
         SLOT_BLOCK=slot_block,
         HAS_WINDOW=window is not None,
+        HAS_ENDS=ends is not None,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
         IS_SPLIT=num_splits > 1,

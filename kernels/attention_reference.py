@@ -7,8 +7,8 @@ f(x) = x without a softcap:
     result[b, n, h] = sum_s p[s] value[b, h // G, s]
     p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
 
-Slot s is visible iff starts[b] <= s <= t and, with a window, s > t - window. A sink adds exp(sinks[h]) to the
-denominator of the softmax.
+Slot s is visible iff starts[b] <= s <= ends[b, n], where ends[b, n] is t if not given, and, with a window,
+s > t - window. A sink adds exp(sinks[h]) to the denominator of the softmax.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ def attention(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over a KV cache in which the slot is the position: a query at position t sees the slots s <= t.
 
+    With `ends` it may see later slots, too: those of a block whose tokens see each other.
+
     The last slot is the dummy slot: a query at position `slots - 1` or beyond is padding, and its result is 0 whatever
     the cache holds. So a caller that passes a prefix of a cache passes one slot more than the live ones. Slots after
-    the last live query of a row are never read by the Triton kernel; the reference gives them weight 0, so here they
-    must be finite.
+    the last one that a live query of the row sees are never read by the Triton kernel; the reference gives them weight
+    0, so here they must be finite.
 
     Args:
         query: `[B, heads, n, D]`.
@@ -46,6 +49,8 @@ def attention(
         softcap: if given, scores become softcap * tanh(scores / softcap).
         starts: `[B]` int64; if given, slot s of row b is visible only if s >= starts[b]. A query before starts[b] is
             padding.
+        ends: `[B, n]` int64, the last slot that each query sees, before the dummy slot; `positions` if None. Those of
+            padding are not read.
 
     Returns:
         `[B, n, heads, Dv]` in the query's dtype. Scores and softmax are in float32 with sinks or a softcap, and as in
@@ -59,7 +64,8 @@ def attention(
     slots = torch.arange(num_slots, device=key.device)
     is_padding = positions >= num_slots - 1
     positions = positions.clamp(max=num_slots - 1)  # a softmax over no slot is NaN
-    visible = slots <= positions[:, None, :, None]
+    ends = positions if ends is None else torch.where(is_padding, positions, ends)
+    visible = slots <= ends[:, None, :, None]
     if starts is not None:
         is_padding = is_padding | (positions < starts[:, None])
         visible &= (slots >= starts[:, None, None, None]) | is_padding[:, None, :, None]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..drafters import Drafter, DraftModelDrafter, Eagle3Drafter
+from ..drafters import DFlashDrafter, Drafter, DraftModelDrafter, DSparkDrafter, Eagle3Drafter
 from ..drafters.cached import CachedDrafter
 from ..parallel.tensor_parallel import local_shard, tensor_parallel_group
 from .clock import synchronize
@@ -51,7 +51,7 @@ def round_bytes(
 
     Returns:
         None if the number is not known: of mixture-of-experts models, where it depends on the routing, and of drafters
-        other than EAGLE-3, P-EAGLE and draft models.
+        other than EAGLE-3, P-EAGLE, DFlash, DSpark and draft models.
     """
     text = target.config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
@@ -69,6 +69,13 @@ def round_bytes(
         layers = [*drafter.layers.parameters(), *drafter.norm.parameters(), drafter.head_weight]
         each = _size(layers)
         total += _size(once)
+    elif isinstance(drafter, DFlashDrafter):
+        config, passes = drafter.config, 1
+        total += _size(_parameters(drafter.fc, drafter.hidden_norm))
+        each = _size([*drafter.layers.parameters(), *drafter.norm.parameters(), drafter.head_weight])
+        if isinstance(drafter, DSparkDrafter):
+            steps = [one for name, one in drafter.markov_head.named_parameters() if not name.startswith("markov_w1")]
+            total += num_draft_tokens * _size(steps)
     elif isinstance(drafter, DraftModelDrafter):
         config, each = drafter.model.config.get_text_config(), _model_bytes(drafter.model)
         if any(getattr(config, name, None) for name in _EXPERTS):

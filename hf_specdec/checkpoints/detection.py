@@ -21,11 +21,23 @@ from .mtp_layouts import (
 )
 from .overrides import MTP_ONLY, without_none
 
-EAGLE3, P_EAGLE, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "MTP", "draft model"
+EAGLE3, P_EAGLE, DFLASH, DSPARK, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "MTP", "draft model"
 _NOT_YET = "this version does not support that family yet"
 
-# Values of `speculators_model_type` that are known; the first three are supported.
-_SPECULATORS_TYPES = ("eagle3", "peagle", "mtp", "eagle", "dflash", "dflash2", "dspark")
+# Values of `speculators_model_type` that are known; the first five are supported.
+_SPECULATORS_TYPES = (
+    "eagle3",
+    "peagle",
+    "mtp",
+    "dflash",
+    "dspark",
+    "dflash2",
+    "domino",
+    "dsv4_dspark",
+    "eagle",
+    "lilicorr",
+    "xpress",
+)
 
 
 class Refusal(NamedTuple):
@@ -99,27 +111,95 @@ def _is_medusa(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
     )
 
 
-def _is_dspark(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    nested = config.get("dflash_config") or {}
+def block_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The nested `dflash_config` of DFlash and DSpark drafters, with newer SpecForge's `dspark_config`."""
+    nested = [config.get(key) for key in ("dspark_config", "dflash_config")]
+    return {key: value for part in nested if isinstance(part, Mapping) for key, value in part.items()}
+
+
+def _is_block_drafter(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    """Whether a checkpoint is a drafter of blocks of any kind: DFlash, or made of it."""
+    if speculators_type(config) is not None:
+        return speculators_type(config) in ("dflash", "dspark")
+    if any(part in names for part in ("dflash", "dspark", "domino", "museglimmerassistant")):
+        return True
+    if is_certainly_peagle(config, names, tensors) or "eagle3" in names:
+        return False
+    return bool(block_settings(config)) or "markov_rank" in config or _drafts_blocks(config, tensors)
+
+
+def _is_dspark(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Whether a drafter of blocks has a Markov head, by its tensors or by config.json."""
+    stated = [source["markov_rank"] for source in (block_settings(config), config) if "markov_rank" in source]
+    return any("markov_w1." in name for name in tensors) or any(stated)
+
+
+def _has_tensor(*parts: str) -> Callable[[Mapping[str, Any], str, Collection[str]], bool]:
+    return lambda config, names, tensors: any(part in name for name in tensors for part in parts)
+
+
+def _is_dflash2(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
     return (
-        speculators_type(config) == "dspark"
-        or "dspark" in names
-        or (
-            not is_certainly_peagle(config, names, tensors)
-            and any(key in source for source in (config, nested) for key in ("dspark_noise_token_id", "markov_rank"))
-        )
+        speculators_type(config) == "dflash2"
+        or "dflash2" in names
+        or bool({"conv_kernel_size", "selector_rank"} & block_settings(config).keys())
+        or any(part in name for name in tensors for part in ("candidate_selector.", "attention_conv."))
     )
 
 
-def _is_dflash(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+def _is_domino(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    projectors = {block_settings(config).get("projector_type"), config.get("projector_type")}
     return (
-        speculators_type(config) in ("dflash", "dflash2")
-        or "dflash" in names
-        or (
-            not is_certainly_peagle(config, names, tensors)
-            and (config.get("dflash_config") is not None or _drafts_blocks(config, tensors))
-        )
+        speculators_type(config) == "domino"
+        or "domino" in names
+        or "domino" in projectors
+        or any(name.removeprefix("model.").startswith("prefix_gru.") for name in tensors)
     )
+
+
+def _is_xpress(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return (
+        speculators_type(config) == "xpress"
+        or "xpress" in names
+        or any(part in name for name in tensors for part in ("xpress_head.", "refiner_head."))
+    )
+
+
+def _is_lilicorr(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    keys = {*config, *block_settings(config)}
+    return (
+        speculators_type(config) == "lilicorr"
+        or "lilicorr" in names
+        or any(key.startswith("lilicorr") for key in keys)
+        or any("lilicorr" in name for name in tensors)
+    )
+
+
+def _is_deepseek_dspark(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    keys = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids")
+    return speculators_type(config) == "dsv4_dspark" or (
+        any(config.get(key) is not None for key in keys) and not is_certainly_peagle(config, names, tensors)
+    )
+
+
+def _of_blocks(
+    matches: Callable[[Mapping[str, Any], str, Collection[str]], bool],
+) -> Callable[[Mapping[str, Any], str, Collection[str]], bool]:
+    return lambda config, names, tensors: _is_block_drafter(config, names, tensors) and matches(config, names, tensors)
+
+
+def _is_mimo(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    stated = {**config, **block_settings(config)}
+    return (
+        bool(stated.get("attention_sink_bias"))
+        or stated.get("attention_value_scale") not in (None, 1)
+        or any("attention_sink_bias" in name for name in tensors)
+    )
+
+
+def _is_latent_block(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    mode = block_settings(config).get("attention_mode")
+    return mode not in (None, "gqa") or any("kv_a_proj_with_mqa" in name for name in tensors)
 
 
 def _drafts_blocks(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
@@ -175,7 +255,7 @@ def _is_whole_draft_model(
 
 
 def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    if _is_peagle(config, names, tensors):
+    if _is_peagle(config, names, tensors) or _is_block_drafter(config, names, tensors):
         return False
     return (
         speculators_type(config) == "eagle"
@@ -196,8 +276,23 @@ def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
 REFUSALS = (
     Refusal("PARD-2", "it is not supported; use an EAGLE-3 drafter for the same target", _is_pard2),
     Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
-    Refusal("DSpark", _NOT_YET, _is_dspark),
-    Refusal("DFlash", _NOT_YET, _is_dflash),
+    Refusal("DFlash-2", _NOT_YET, _is_dflash2),
+    Refusal("Domino", _NOT_YET, _is_domino),
+    Refusal("XPress", "it is not supported; use a DFlash or DSpark drafter for the same target", _is_xpress),
+    Refusal("LiLiCorr", "it is not supported; use a DFlash or DSpark drafter for the same target", _is_lilicorr),
+    Refusal(
+        "DSpark inside of a DeepSeek-V4 checkpoint",
+        "it is not supported; expected a drafter with a checkpoint of its own",
+        _is_deepseek_dspark,
+    ),
+    Refusal("DSpark with the layers of Gemma 4", _NOT_YET, lambda config, names, tensors: "gemma4dsparkmodel" in names),
+    Refusal(
+        "DFlash of Laguna, whose attention has gates",
+        _NOT_YET,
+        _of_blocks(_has_tensor("self_attn.g_proj.", "aux_hidden_norms.")),
+    ),
+    Refusal("DFlash with attention sinks (MiMo)", _NOT_YET, _of_blocks(_is_mimo)),
+    Refusal("DFlash or DSpark with other attention in its draft layers", _NOT_YET, _of_blocks(_is_latent_block)),
     Refusal("an MLP speculator", "it is not supported; use an EAGLE-3 drafter", _has("n_predict")),
     Refusal("EAGLE-3 or P-EAGLE with multi-head latent attention in its draft layers", _NOT_YET, _is_mla),
     Refusal("EAGLE-1 or EAGLE-2", "they are not supported; use an EAGLE-3 drafter for the same target", _is_eagle1),
@@ -211,7 +306,7 @@ def check_family(
     target: PreTrainedConfig | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
-    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `MTP` or `DRAFT_MODEL`.
+    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DSPARK`, `MTP` or `DRAFT_MODEL`.
 
     Args:
         name: of the checkpoint.
@@ -233,11 +328,19 @@ def check_family(
     if speculators_type(config) not in (None, *_SPECULATORS_TYPES):
         raise ValueError(
             f"{name} is a drafter of speculators_model_type {speculators_type(config)!r}, which is not known here; "
-            "expected 'eagle3', 'peagle' or 'mtp'."
+            "expected 'eagle3', 'peagle', 'dflash', 'dspark' or 'mtp'."
         )
     for refusal in REFUSALS:
         if refusal.matches(config, names, tensors):
             raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
+    if _is_block_drafter(config, names, tensors):
+        projector = block_settings(config).get("projector_type")
+        if projector not in (None, "dflash", "dspark"):
+            raise ValueError(
+                f"{name} is a drafter of blocks with the projector_type {projector!r}, which is not known here; "
+                "expected 'dflash' or 'dspark'."
+            )
+        return DSPARK if _is_dspark(config, tensors) else DFLASH
     if _is_peagle(config, names, tensors):
         return P_EAGLE
     if is_eagle3(config, tensors):
@@ -255,8 +358,8 @@ def check_family(
     raise ValueError(
         f"{name} is a checkpoint of no known drafter dialect. Looked in config.json for a model_type of hf_specdec, "
         "speculators_model_type (speculators), eagle_config (NVIDIA ModelOpt, SpecForge), an Eagle3 architecture "
-        "(SpecForge), draft_vocab_size (SafeAILab), ptd_token_id (Amazon), num_nextn_predict_layers and its like "
-        "(MTP), a ForCausalLM architecture (draft models, PARD); "
+        "(SpecForge), draft_vocab_size (SafeAILab), ptd_token_id (Amazon), dflash_config or block_size (DFlash and "
+        "DSpark), num_nextn_predict_layers and its like (MTP), a ForCausalLM architecture (draft models, PARD); "
         f"found model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the keys "
         f"{sorted(config)}."
     )

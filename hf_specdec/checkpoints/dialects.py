@@ -1,9 +1,10 @@
-"""Dialects of published EAGLE-3 and P-EAGLE checkpoints: whose layout a `config.json` has.
+"""Dialects of published EAGLE-3, P-EAGLE, DFlash and DSpark checkpoints: whose layout a `config.json` has.
 
-`eagle3.py` and `peagle.py` read all of them into the one normal form, `Eagle3Config` and `PEagleConfig`. The rules
+`eagle3.py`, `peagle.py` and `dflash.py` read all of them into one normal form for each family. The rules
 follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py, peagle.py),
 vllm-project/speculators (models/eagle3, models/peagle), NVIDIA/Model-Optimizer (export/plugins/hf_spec_export.py),
-NVIDIA-NeMo/Automodel (speculative/eagle) and vLLM's readers of them (llama_eagle3.py, configs/speculators/algos.py).
+NVIDIA-NeMo/Automodel (speculative/eagle), z-lab/dflash, deepseek-ai/DeepSpec (modeling/dspark) and vLLM's readers of
+them (llama_eagle3.py, qwen3_dflash.py, qwen3_dspark.py, configs/speculators/algos.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .detection import architectures, eagle_settings, speculators_type
+from .detection import architectures, block_settings, eagle_settings, speculators_type
 
 SAFEAILAB, SPECFORGE, SPECULATORS, MODELOPT = "SafeAILab", "SpecForge", "speculators", "NVIDIA ModelOpt"
 AMAZON, AUTOMODEL = "Amazon", "NeMo Automodel"
+ZLAB, DEEPSPEC, TRANSFORMERS = "z-lab", "DeepSpec", "transformers"
 
 # Keys that only ModelOpt's export writes into `eagle_config`.
 _MODELOPT_KEYS = {
@@ -35,6 +37,8 @@ def detect_dialect(config: Mapping[str, Any]) -> str:
     names, nested = architectures(config), eagle_settings(config)
     if "peagledraftmodel" in names.split():
         return SPECFORGE
+    if {"qwen3eagle3model", "gemma4eagle3model"} & set(names.split()):
+        return DEEPSPEC
     if {"llamaeagle3draftmodel", "llamapeagledraftmodel"} & set(names.split()) or "parallel_drafting" in config:
         return AUTOMODEL
     if config.get("ptd_token_id") is not None:
@@ -42,6 +46,51 @@ def detect_dialect(config: Mapping[str, Any]) -> str:
     if _MODELOPT_KEYS & set(nested):
         return MODELOPT
     return SPECFORGE if nested or "eagle3" in names else SAFEAILAB
+
+
+# Architectures, in lower case, by which a publisher of drafters of blocks is known.
+_BLOCK_ARCHITECTURES = {
+    "museglimmerassistantmodel": TRANSFORMERS,
+    "qwen3dsparkmodel": DEEPSPEC,
+    "dsparkdraftmodel": SPECFORGE,
+}
+
+
+def detect_block_dialect(config: Mapping[str, Any]) -> str:
+    """The publisher whose layout the `config.json` of a DFlash or DSpark drafter has.
+
+    SpecForge exports DFlash as z-lab does.
+    """
+    if speculators_type(config) is not None:
+        return SPECULATORS
+    for name in architectures(config).split():
+        if name in _BLOCK_ARCHITECTURES:
+            return _BLOCK_ARCHITECTURES[name]
+    if config.get("model_type") == "muse_glimmer_assistant":
+        return TRANSFORMERS
+    stated = block_settings(config)
+    return MODELOPT if {"projector_type", "shift_label", "use_swa"} & stated.keys() else ZLAB
+
+
+# Where config.json may name the mask token, in the order of vLLM's look-up (llm_base_proposer.py).
+MASK_TOKEN_KEYS = (
+    "dflash_config.mask_token_id",
+    "mask_token_id",
+    "dspark_noise_token_id",
+    "pard_token",
+    "ptd_token_id",
+)
+
+
+def stated_mask_token(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The first of `MASK_TOKEN_KEYS` that `config.json` has, and its value; None if it has none."""
+    for path in MASK_TOKEN_KEYS:
+        value: Any = config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            return path, value
+    return None
 
 
 def speculators_depth(config: Mapping[str, Any]) -> int | None:

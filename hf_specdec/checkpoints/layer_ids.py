@@ -14,8 +14,9 @@ from transformers import PreTrainedConfig
 from ..config import default_aux_layer_ids
 from .decisions import Decisions
 
-# Keys of config.json that list the ids: at top level, and inside `eagle_config`.
+# Keys of config.json that list the ids: at top level, so that count outputs of layers, and inside `eagle_config`.
 _TOP_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_TOP_OUTPUT_KEYS = ("target_layer_ids",)
 _NESTED_KEYS = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "aux_hidden_state_layer_ids")
 
 # Model types of targets whose drafters' ids inside `eagle_config` count inputs of layers, whatever the first id is (the
@@ -50,6 +51,10 @@ def read_layer_ids(
     if stated is not None:
         rule = f"{key} at top level counts inputs of layers (vLLM, speculators)"
         return decisions.decide(_NAME, sorted(set(stated)), rule)
+    key, stated = _stated_ids(top, _TOP_OUTPUT_KEYS, name)
+    if stated is not None:
+        rule = f"{key} at top level counts outputs of layers (DeepSpec)"
+        return decisions.decide(_NAME, [one + 1 for one in sorted(set(stated))], rule)
     key, stated = _stated_ids(nested, _NESTED_KEYS, name)
     if stated is not None:
         return _decide_nested(key, stated, target, decisions)

@@ -24,6 +24,7 @@ _TYPES: dict[type, tuple[tuple[str, ...], str]] = {
     dict: (
         (
             "dflash_config",
+            "dspark_config",
             "eagle_config",
             "mtp_config",
             "speculators_config",

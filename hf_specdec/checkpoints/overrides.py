@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
 
@@ -18,6 +18,7 @@ class Overrides(TypedDict, total=False):
             checkpoint's own if it has one that differs from the target's.
         parallel_drafting, mask_token_id: fields of `DrafterConfig`.
         hidden_first, norm_offset, zero_first_embedding, chaining: fields of `MtpConfig`.
+        anchor_first, causal: fields of `DFlashConfig`.
     """
 
     aux_hidden_state_layer_ids: list[int] | None
@@ -34,17 +35,40 @@ class Overrides(TypedDict, total=False):
     norm_offset: bool | None
     zero_first_embedding: bool | None
     chaining: str | None
+    anchor_first: bool | None
+    causal: bool | list[bool] | None
 
 
-# Keywords that apply to MTP modules only, to MTP modules among others, and to draft models.
+# Keywords that apply to MTP modules only, to MTP modules among others, to draft models, to drafters of blocks (DFlash,
+# DSpark) only, and to these among others.
 MTP_ONLY = frozenset({"chaining", "hidden_first", "norm_offset", "zero_first_embedding"})
 MTP_OVERRIDES = MTP_ONLY | {"norm_output", "parallel_drafting", "share_embedding", "share_head"}
 DRAFT_MODEL_OVERRIDES = frozenset({"mask_token_id", "parallel_drafting"})
+BLOCK_ONLY = frozenset({"anchor_first", "causal"})
+BLOCK_OVERRIDES = BLOCK_ONLY | {
+    "aux_hidden_state_layer_ids",
+    "mask_token_id",
+    "rope_parameters",
+    "rope_theta",
+    "share_embedding",
+    "share_head",
+}
 
 
 def without_none(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     """The overrides that were given: those with a value other than None."""
     return {name: value for name, value in (overrides or {}).items() if value is not None}
+
+
+def check_not_given(names: Collection[str], overrides: Mapping[str, Any], name: str, family: str) -> None:
+    """Check that `overrides` have none of the keywords `names`, which do not apply to the `family` of drafter `name`.
+
+    Raises:
+        ValueError: expected none of them; names those that were given.
+    """
+    given = sorted(set(names) & without_none(overrides).keys())
+    if given:
+        raise ValueError(f"{name} is a {family} drafter: it has no {', '.join(given)}.")
 
 
 def check_rope_overrides(overrides: Mapping[str, Any]) -> None:

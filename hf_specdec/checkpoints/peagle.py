@@ -10,21 +10,13 @@ from transformers import PreTrainedConfig
 from ..config import Eagle3Config, PEagleConfig
 from .checkpoint import Checkpoint
 from .decisions import NormalizedConfig
-from .dialects import SPECFORGE, SPECULATORS, speculators_depth
-from .eagle3 import Eagle3Reader, layer_config_class
+from .dialects import MASK_TOKEN_KEYS, SPECFORGE, SPECULATORS, speculators_depth, stated_mask_token
+from .draft_layers import layer_config_class
+from .eagle3 import Eagle3Reader
 from .limits import check_mask_token
 
 # Trained depth of speculators' and Automodel's drafters whose config.json has no `num_depths`.
 PEAGLE_DEPTH = 8
-
-# Where config.json may name the mask token, in the order of vLLM's look-up (llm_base_proposer.py).
-_MASK_TOKEN_KEYS = (
-    "dflash_config.mask_token_id",
-    "mask_token_id",
-    "dspark_noise_token_id",
-    "pard_token",
-    "ptd_token_id",
-)
 
 
 def read_peagle(
@@ -44,17 +36,17 @@ class _PEagleReader(Eagle3Reader):
         return {"parallel_drafting": self.parallel, "mask_token_id": self._mask_token()}
 
     def _mask_token(self) -> int | None:
-        for key in _MASK_TOKEN_KEYS:
-            value = _look_up(self.top, key)
-            if value is not None:
-                return self._checked_token(self._decide("mask_token_id", value, f"{key} of config.json"))
+        stated = stated_mask_token(self.top)
+        if stated is not None:
+            key, value = stated
+            return self._checked_token(self._decide("mask_token_id", value, f"{key} of config.json"))
         if "mask_token_id" in self.decisions.overrides:
             return self._checked_token(self._decide("mask_token_id", None, ""))
         if not self.parallel:
             return self._decide("mask_token_id", None, "not in config.json, and not needed to draft token by token")
         raise ValueError(
             f"{self.name} is a P-EAGLE drafter, but its config.json names no mask token; looked for "
-            f"{', '.join(_MASK_TOKEN_KEYS)}. Pass `mask_token_id=` with the id that it was trained with, or "
+            f"{', '.join(MASK_TOKEN_KEYS)}. Pass `mask_token_id=` with the id that it was trained with, or "
             "`parallel_drafting=False`."
         )
 
@@ -102,11 +94,3 @@ class _PEagleReader(Eagle3Reader):
     def _num_assistant_tokens(self) -> int:
         default = PEAGLE_DEPTH if self.parallel else Eagle3Config.num_assistant_tokens
         return speculators_depth(self.top) or self._setting("num_depths") or default
-
-
-def _look_up(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted `path` of `config`; None if there is none."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value

@@ -14,11 +14,23 @@ from .checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-# `midlayer.` is SafeAILab's and SpecForge's name of the first layer, `model.` a prefix that NeMo writes.
-KEY_MAPPING = {r"^model\.": "", r"^midlayer\.": "layers.0."}
+# `midlayer.` is SafeAILab's and SpecForge's name of EAGLE-3's first layer, `model.` a prefix that NeMo writes and
+# `encoder.` one of transformers. Before DSpark's `markov_head.` SpecForge wrote `logit_head.`; ModelOpt has neither.
+KEY_MAPPING = {
+    r"^model\.": "",
+    r"^midlayer\.": "layers.0.",
+    r"^encoder\.fc\.": "fc.",
+    r"^encoder\.output_norm_enc\.": "hidden_norm.",
+    r"^logit_head\.": "",
+    r"^markov_w1\.": "markov_head.markov_w1.",
+    r"^markov_w2\.": "markov_head.markov_w2.",
+    r"^gate_proj\.": "markov_head.gate_proj.",
+    r"^joint_proj\.": "markov_head.joint_proj.",
+}
 
-# Not used when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target.
-_IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*")
+# Not used when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target, and
+# DSpark's estimate of how likely a draft token is to be accepted.
+_IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*|confidence_(head\.)?proj\.(weight|bias)")
 
 
 def rename(name: str) -> str:

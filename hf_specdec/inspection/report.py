@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
 from ..checkpoints.detection import drafter_tensors
-from ..config import DraftModelConfig, Eagle3Config, MtpConfig
+from ..config import DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig
 from ..drafters.base import check_sizes
+from ..drafters.draft_layers import check_fit
 from ..drafters.draft_model import check_vocabulary
-from ..drafters.eagle3 import check_fit
 from .self_check import SelfCheck, self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
@@ -76,10 +76,10 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         token=arguments.token,
     )
     found = read_checkpoint(checkpoint, target)
-    if arguments.self_check and not isinstance(found.config, Eagle3Config):
+    if arguments.self_check and not isinstance(found.config, DraftLayersConfig):
         raise ValueError(
-            f"{checkpoint.name} is a {found.config.family}, but --self-check scores interpretations of EAGLE-3 and "
-            "P-EAGLE drafters only. Drop it."
+            f"{checkpoint.name} is a {found.config.family}, but --self-check scores interpretations of EAGLE-3, "
+            "P-EAGLE, DFlash and DSpark drafters only. Drop it."
         )
     report = describe(checkpoint, found)
     if target is not None:
@@ -112,12 +112,14 @@ def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, A
             name: {"shape": list(tensor.shape), "dtype": tensor.dtype} for name, tensor in checkpoint.tensors.items()
         },
     }
-    if isinstance(config, Eagle3Config):
+    if isinstance(config, DraftLayersConfig):
         report["aux_hidden_state_layer_ids"] = (
             config.aux_hidden_state_layer_ids if config.use_aux_hidden_state else "last hidden state"
         )
         report["rope_parameters"] = config.rope_parameters
         report["sizes"] = {name: getattr(config, name) for name in _SHOWN_SIZES}
+    if isinstance(config, DFlashConfig):
+        report["block"] = {name: getattr(config, name) for name in ("block_size", "anchor_first", "causal")}
     if isinstance(config, MtpConfig):
         report["modules"], report["chaining"] = config.num_modules, config.chaining
     model = config.model if isinstance(config, DraftModelConfig) else getattr(config, "block", None)
@@ -134,7 +136,7 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
     report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": None, "reason": None}
     config = found.config
     try:
-        if isinstance(config, Eagle3Config):
+        if isinstance(config, DraftLayersConfig):
             num_layers = target.get_text_config().num_hidden_layers
             report["aux_hidden_state_layer_ids"] = check_fit(config, target, num_layers, config.name_or_path)
         elif isinstance(config, MtpConfig):
@@ -205,6 +207,8 @@ def render(report: dict[str, Any]) -> str:
     ]
     if "modules" in report:
         lines.append(f"modules      {report['modules']}, caches chained by {report['chaining']}")
+    if "block" in report:
+        lines.append("block        " + ", ".join(f"{name} {value}" for name, value in report["block"].items()))
     if "aux_hidden_state_layer_ids" in report:
         lines.append(f"aux layers   {report['aux_hidden_state_layer_ids'] or 'decided with --target'}")
     if "model_type" in report:

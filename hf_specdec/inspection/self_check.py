@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from ..checkpoints.dialects import SPECFORGE
 from ..checkpoints.overrides import Overrides, without_none
 from ..checkpoints.rope import rope_by_layer_type
-from ..config import DEFAULT_ROPE_THETA, Eagle3Config, PEagleConfig
+from ..config import DEFAULT_ROPE_THETA, DFlashConfig, DraftLayersConfig, Eagle3Config, PEagleConfig
+from ..drafters.dflash import DFlashDrafter
 from ..drafters.eagle3 import Eagle3Drafter
 from ..drafters.layers import rotary_embedding
 from ..patching.hidden_states import AuxHiddenStateRecorder, decoder_layers
@@ -50,6 +51,22 @@ class Interpretation(NamedTuple):
         return without_none(overrides)
 
 
+class BlockInterpretation(NamedTuple):
+    """One interpretation of a DFlash or DSpark checkpoint, as keywords of `AutoDrafter.from_pretrained`."""
+
+    aux_hidden_state_layer_ids: tuple[int, ...]
+    anchor_first: bool
+    causal: tuple[bool, ...]
+    rope_theta: float
+    rope_parameters: dict[str, Any] | None = None
+
+    __str__ = Interpretation.__str__
+
+    def overrides(self) -> Overrides:
+        """The keywords that load the checkpoint so."""
+        return Interpretation.overrides(self) | {"causal": list(self.causal)}
+
+
 class Score(NamedTuple):
     """How often draft tokens under an interpretation are the target's most likely tokens.
 
@@ -59,7 +76,7 @@ class Score(NamedTuple):
         hits: `[n]` bool, over all steps and positions; n is the same for every interpretation.
     """
 
-    interpretation: Interpretation
+    interpretation: Interpretation | BlockInterpretation
     agreement: tuple[float, ...]
     hits: torch.Tensor
 
@@ -78,7 +95,7 @@ class SelfCheck:
     """
 
     scores: tuple[Score, ...]
-    current: Interpretation
+    current: Interpretation | BlockInterpretation
 
     @property
     def best(self) -> Score:
@@ -102,6 +119,23 @@ class SelfCheck:
         return f"the weights were trained for another interpretation; pass {keywords} to AutoDrafter.from_pretrained."
 
 
+def _layer_ids_and_ropes(
+    config: DraftLayersConfig, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
+) -> tuple[list[tuple[int, ...] | None], list[tuple[float, dict[str, Any] | None]]]:
+    """What such a drafter may have been trained with, the current ones first; arguments as of `interpretations_of`."""
+    shifted = [tuple(layer_id + shift for layer_id in aux_hidden_state_layer_ids) for shift in (0, 1, -1)]
+    all_layer_ids = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers] if shifted[0] else [None]
+    own, theirs = config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope]
+    bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
+    ropes: list[tuple[float, dict[str, Any] | None]] = [
+        (theta, None) for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))
+    ]
+    for rope, base in zip(theirs, bases, strict=True):
+        if rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT_ROPE}:
+            ropes.append((base, dict(rope)))
+    return all_layer_ids, ropes
+
+
 def interpretations_of(
     config: Eagle3Config, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
 ) -> Iterator[Interpretation]:
@@ -114,16 +148,7 @@ def interpretations_of(
         target_rope: RoPE parameters of the target, also by type of layer. A drafter may have been trained with their
             scaling without stating it.
     """
-    shifted = [tuple(layer_id + shift for layer_id in aux_hidden_state_layer_ids) for shift in (0, 1, -1)]
-    all_layer_ids = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers] if shifted[0] else [None]
-    own, theirs = config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope]
-    bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
-    ropes: list[tuple[float, dict[str, Any] | None]] = [
-        (theta, None) for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))
-    ]
-    for rope, base in zip(theirs, bases, strict=True):
-        if rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT_ROPE}:
-            ropes.append((base, dict(rope)))
+    all_layer_ids, ropes = _layer_ids_and_ropes(config, aux_hidden_state_layer_ids, num_layers, target_rope)
     residuals = (config.norm_before_residual, not config.norm_before_residual)
     # In parallel drafting no hidden state is fed back.
     feedbacks = (config.norm_output, not config.norm_output)[: 1 if config.parallel_drafting else 2]
@@ -136,11 +161,28 @@ def interpretations_of(
         yield Interpretation(layer_ids, residual, feedback, final, theta, rope)
 
 
+def block_interpretations_of(
+    config: DFlashConfig, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
+) -> Iterator[BlockInterpretation]:
+    """As `interpretations_of`, of a DFlash or DSpark checkpoint."""
+    all_layer_ids, ropes = _layer_ids_and_ropes(config, aux_hidden_state_layer_ids, num_layers, target_rope)
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    ways = [config.causal, windowed, [False] * len(windowed), [True] * len(windowed)]
+    ways = list(dict.fromkeys(map(tuple, ways)))
+    conventions = (config.anchor_first, not config.anchor_first)
+    for layer_ids, anchor_first, causal, (theta, rope) in product(all_layer_ids, conventions, ways, ropes):
+        yield BlockInterpretation(layer_ids, anchor_first, causal, theta, rope)
+
+
 def with_interpretation(
-    drafter: Eagle3Drafter, target: PreTrainedModel, interpretation: Interpretation
-) -> Eagle3Drafter:
+    drafter: Eagle3Drafter | DFlashDrafter,
+    target: PreTrainedModel,
+    interpretation: Interpretation | BlockInterpretation,
+) -> Eagle3Drafter | DFlashDrafter:
     """A drafter with the same weights, not copied, under another interpretation, bound to `target`."""
     settings = drafter.config.to_dict() | interpretation.overrides()
+    if isinstance(interpretation, BlockInterpretation):
+        settings["num_assistant_tokens"] = None  # how many there may be depends on the convention
     if interpretation.rope_parameters is None:
         theta = settings.pop("rope_theta")
         settings["rope_parameters"] = drafter.config.rope_parameters | {"rope_theta": theta}
@@ -156,7 +198,10 @@ def with_interpretation(
 
 @torch.no_grad()
 def self_check(
-    drafter: Eagle3Drafter, target: PreTrainedModel, input_ids: torch.Tensor, num_new_tokens: int = 128
+    drafter: Eagle3Drafter | DFlashDrafter,
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    num_new_tokens: int = 128,
 ) -> SelfCheck:
     """Score every interpretation of a bound drafter on a prompt and the target's greedy continuation of it.
 
@@ -175,9 +220,8 @@ def self_check(
     )
     num_layers = len(decoder_layers(target))
     target_rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
-    interpretations = list(
-        interpretations_of(drafter.config, drafter.aux_hidden_state_layer_ids, num_layers, target_rope)
-    )
+    of = block_interpretations_of if isinstance(drafter.config, DFlashConfig) else interpretations_of
+    interpretations = list(of(drafter.config, drafter.aux_hidden_state_layer_ids, num_layers, target_rope))
     layer_ids = sorted(
         {layer_id for interpretation in interpretations for layer_id in interpretation.aux_hidden_state_layer_ids or ()}
     )
@@ -197,15 +241,16 @@ def self_check(
 
 
 def _score(
-    drafter: Eagle3Drafter,
-    interpretation: Interpretation,
+    drafter: Eagle3Drafter | DFlashDrafter,
+    interpretation: Interpretation | BlockInterpretation,
     text: torch.Tensor,
     aux_hidden_states: torch.Tensor,
     choices: torch.Tensor,
 ) -> Score:
     """Score one interpretation; `choices` `[S]` is the target's most likely token after each of the `[1, S]` tokens."""
     device = drafter.device
-    steps = drafter(text.to(device), aux_hidden_states.to(device), num_steps=NUM_STEPS)
+    num_steps = min(NUM_STEPS, getattr(drafter.config, "depth", NUM_STEPS))
+    steps = drafter(text.to(device), aux_hidden_states.to(device), num_steps=num_steps)
     hits = []
     for step, logits in enumerate(steps):
         drafted = logits[0].argmax(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -125,16 +125,20 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
 
 
-def cached_attend(cache: RaggedCache, slots: torch.Tensor):
+def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.Tensor | None] | None = None):
     """An `Attend` (see `drafters.layers`) that stores keys and values in `cache` and attends to its live slots.
 
-    `slots` `[B, n]` int64 are those of the keys. If there are m < n queries, they are at the last m slots.
+    Args:
+        cache: of which `advance` was called with `slots`.
+        slots: `[B, n]` int64, those of the keys. If there are m < n queries, they are at the last m slots.
+        ends: for each layer, the last slot that each query sees, `[B, m]` int64, or None for its own. None: so for all.
     """
 
     def attend(layer_idx, query, key, value, window):
         keys, values = cache.update(key, value, layer_idx)
         positions, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
-        return ops.attention(query, keys, values, positions, scaling, window=window, starts=cache.starts)
+        last = None if ends is None else ends[layer_idx]
+        return ops.attention(query, keys, values, positions, scaling, window=window, starts=cache.starts, ends=last)
 
     return attend
 

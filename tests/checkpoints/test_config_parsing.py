@@ -445,6 +445,24 @@ def test_peagle_residual_is_raw_unless_stated(dialect, tmp_path):
     assert read(tmp_path / "b", dialect, PEAGLE, norm_before_residual=True).config.norm_before_residual
 
 
+def test_deepspec(tmp_path):
+    """Five hidden states, listed at top level as outputs of layers; a head and an embedding of its own."""
+    spec = Spec(
+        qk_norm=True,
+        aux_hidden_state_layer_ids=(2, 3, 4, 5, 6),
+        draft_vocab_size=128,
+        maps_vocabulary=False,
+        own_embedding=True,
+    )
+    found = read(tmp_path, "deepspec", spec)
+    config = found.config
+    assert (config.family, config.dialect) == ("eagle3", "DeepSpec")
+    assert config.aux_hidden_state_layer_ids == [2, 3, 4, 5, 6] and config.num_aux_hidden_states == 5
+    assert not decision(found, "aux_hidden_state_layer_ids").doubtful
+    assert config.num_assistant_tokens == 7 and config.qk_norm and config.own_head and config.own_embedding
+    assert not config.norm_output and not config.norm_before_residual
+
+
 def test_amazon_layer_ids_count_layer_outputs(tmp_path):
     """As published for gpt-oss-20b, which has 24 layers."""
     nested = {NESTED: [1, 11, 20], "use_aux_hidden_state": True}

@@ -13,7 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_specdec import AutoDrafter
 from hf_specdec.checkpoints.detection import (
+    DFLASH,
     DRAFT_MODEL,
+    DSPARK,
     MTP,
     P_EAGLE,
     check_family,
@@ -26,6 +28,8 @@ EAGLE3 = LLAMA | {"draft_vocab_size": 40}
 SPECULATORS = {"architectures": ["X"], "transformer_layer_config": {"model_type": "llama"}, "draft_vocab_size": 40}
 MASK = ["fc.weight", "mask_hidden"]
 MEDUSA_HEAD = "parallel_draft_heads.0.medusa_layers.0.linear.weight"
+
+BLOCK = LLAMA | {"architectures": ["DFlashDraftModel"], "block_size": 16}
 
 REFUSED = {
     "eagle-1 of SafeAILab": (
@@ -42,11 +46,38 @@ REFUSED = {
     "pard-2": (LLAMA | {"pard2_target_dim": 128, "pard2_scale": 0.02, "pard_token": 5}, [], "PARD-2"),
     "pard-2 by type": (LLAMA | {"spd_type": "pard2", "pard_token": 5}, [], "PARD-2"),
     "pard-2 by tensor": (LLAMA | {"pard_token": 5}, ["model.norm.weight", "target_proj.weight"], "PARD-2"),
-    "dflash": (LLAMA | {"architectures": ["DFlashDraftModel"], "block_size": 16, "dflash_config": {}}, [], "DFlash"),
-    "dflash of speculators": (SPECULATORS | {"speculators_model_type": "dflash"}, [], "DFlash"),
-    "dspark": (LLAMA | {"block_size": 7, "markov_rank": 64, "dspark_noise_token_id": 3}, [], "DSpark"),
-    "dflash with a mask token": (EAGLE3 | {"dflash_config": {"mask_token_id": 3}}, ["fc.weight"], "DFlash"),
-    "dspark with a mask": (LLAMA | {"architectures": ["Qwen3DSparkModel"], "ptd_token_id": 3}, MASK, "DSpark"),
+    "dflash-2": (BLOCK | {"architectures": ["DFlash2DraftModel"]}, [], "DFlash-2"),
+    "dflash-2 by another name": (BLOCK | {"architectures": ["MiniMaxDFlash2DraftModel"]}, [], "DFlash-2"),
+    "dflash-2 of speculators": (SPECULATORS | {"speculators_model_type": "dflash2"}, [], "DFlash-2"),
+    "dflash-2 by tensor": (BLOCK, ["candidate_selector.predecessor_codebook"], "DFlash-2"),
+    "dflash-2 by key": (BLOCK | {"dflash_config": {"selector_rank": 256}}, [], "DFlash-2"),
+    "domino": (BLOCK | {"architectures": ["DominoDraftModel"]}, [], "Domino"),
+    "domino of ModelOpt": (BLOCK | {"dflash_config": {"projector_type": "domino"}}, [], "Domino"),
+    "domino of speculators": (
+        SPECULATORS | {"speculators_model_type": "dflash", "projector_type": "domino"},
+        [],
+        "Domino",
+    ),
+    "domino by tensor": (BLOCK, ["prefix_gru.weight_ih_l0"], "Domino"),
+    "xpress": (LLAMA | {"architectures": ["Qwen3XPressModel"]}, [], "XPress"),
+    "xpress of speculators": (SPECULATORS | {"speculators_model_type": "xpress"}, [], "XPress"),
+    "xpress by tensor": (BLOCK, ["refiner_head.0.weight"], "XPress"),
+    "lilicorr": (BLOCK | {"architectures": ["LiLiCorrDraftModel"]}, [], "LiLiCorr"),
+    "lilicorr by key": (BLOCK | {"lilicorr_top_k": 16}, [], "LiLiCorr"),
+    "laguna": (BLOCK, ["layers.0.self_attn.g_proj.weight"], "Laguna"),
+    "laguna by norms": (BLOCK, ["aux_hidden_norms.0.weight"], "Laguna"),
+    "mimo": (BLOCK, ["layers.0.self_attn.attention_sink_bias"], "MiMo"),
+    "mimo by key": (BLOCK | {"dflash_config": {"attention_value_scale": 0.7}}, [], "MiMo"),
+    "dspark of deepseek-v4": (LLAMA | {"dspark_block_size": 7, "dspark_noise_token_id": 3}, [], "DeepSeek-V4"),
+    "dspark of deepseek-v4 by speculators": (
+        SPECULATORS | {"speculators_model_type": "dsv4_dspark"},
+        [],
+        "DeepSeek-V4",
+    ),
+    "dspark of gemma 4": (LLAMA | {"architectures": ["Gemma4DSparkModel"]}, [], "Gemma 4"),
+    "dflash with mla": (BLOCK, ["layers.0.self_attn.kv_a_proj_with_mqa.weight"], "other attention"),
+    "dspark with linear attention": (BLOCK | {"dflash_config": {"attention_mode": "kda"}}, [], "other attention"),
+    "a projector of tomorrow": (BLOCK | {"dflash_config": {"projector_type": "novel"}}, [], "projector_type 'novel'"),
     "mlp speculator": ({"model_type": "mlp_speculator", "n_predict": 3}, [], "MLP speculator"),
     "mla": (
         EAGLE3 | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"},
@@ -80,6 +111,25 @@ RECOGNISED = {
     "p-eagle by tensor": (EAGLE3, MASK, P_EAGLE),
     "p-eagle by tensor with a prefix": (LLAMA, ["model.fc.weight", "model.mask_hidden"], P_EAGLE),
     "p-eagle by name": (EAGLE3 | {"architectures": ["PEagleDraftModel"]}, [], P_EAGLE),
+    "dflash": (BLOCK | {"dflash_config": {}}, [], DFLASH),
+    "dflash of speculators": (SPECULATORS | {"speculators_model_type": "dflash"}, [], DFLASH),
+    "dflash of transformers": ({"architectures": ["MuseGlimmerAssistantModel"]}, [], DFLASH),
+    "dflash with a mask token": (EAGLE3 | {"dflash_config": {"mask_token_id": 3}}, ["fc.weight"], DFLASH),
+    "dflash by its block": (
+        {"model_type": "qwen3", "block_size": 8},
+        ["fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"],
+        DFLASH,
+    ),
+    "dflash of DeepSpec, by name dspark": (
+        LLAMA | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "block_size": 7},
+        ["fc.weight"],
+        DFLASH,
+    ),
+    "dspark of DeepSpec": (LLAMA | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, [], DSPARK),
+    "dspark of SpecForge": (BLOCK | {"dflash_config": {"markov_rank": 256}}, [], DSPARK),
+    "dspark of newer SpecForge": (BLOCK | {"dspark_config": {"markov_rank": 256}}, [], DSPARK),
+    "dspark of speculators": (SPECULATORS | {"speculators_model_type": "dspark", "markov_rank": 8}, [], DSPARK),
+    "dspark by tensor": (BLOCK, ["markov_w1.weight"], DSPARK),
     "p-eagle with nested layers": (
         {"architectures": ["LlamaForCausalLM"], "transformer_layer_config": {}, "ptd_token_id": 7},
         ["fc.weight"],
@@ -98,6 +148,11 @@ RECOGNISED = {
     "eagle-3 of Automodel": (
         EAGLE3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": False, "mask_token_id": 3},
         ["model.fc.weight"],
+        EAGLE_3,
+    ),
+    "eagle-3 of DeepSpec": (
+        {"model_type": "qwen3", "architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 9, 17, 25, 33]},
+        ["fc.weight", "layers.0.hidden_norm.weight"],
         EAGLE_3,
     ),
     "mtp of deepseek": (

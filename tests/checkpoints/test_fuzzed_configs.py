@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import blocks
 import pytest
 import torch
 from dialects import DIALECTS, PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write, write_draft_model
@@ -73,6 +74,11 @@ def write_peagle(dialect: str) -> Callable[[Path, Any], Path]:
     return lambda folder, target: write(dialect, folder, PEAGLE, make_weights(PEAGLE))
 
 
+def write_blocks(layout: str) -> Callable[[Path, Any], Path]:
+    spec = blocks.LAYOUTS[layout][0]
+    return lambda folder, target: blocks.write(layout, folder, spec, blocks.make_weights(spec))
+
+
 def write_own(make: Callable[[Path, Any], Path]) -> Callable[[Path, Any], Path]:
     """The normal form that a loaded drafter saves."""
 
@@ -88,6 +94,8 @@ CHECKPOINTS: dict[str, Callable[[Path, Any], Path]] = {
     **{dialect: write_peagle(dialect) for dialect in PEAGLE_DIALECTS},
     "own eagle-3": write_own(write_eagle3("speculators")),
     "own p-eagle": write_own(write_peagle("amazon")),
+    **{f"blocks of {layout}": write_blocks(layout) for layout in ("z-lab", "speculators", "deepspec")},
+    "own dspark": write_own(write_blocks("specforge")),
     "draft model": lambda folder, target: write_draft_model(folder),
     "pard": lambda folder, target: write_draft_model(folder, pard_token=7),
 }

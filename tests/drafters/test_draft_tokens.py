@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import blocks
 import eagle_reference
 import pytest
 import torch
@@ -48,6 +49,19 @@ def eagle(folder, spec, dialect, is_parallel=False) -> Case:
     )
 
 
+def block(folder, layout, spec, **overrides) -> Case:
+    """DFlash or DSpark."""
+    weights = blocks.make_weights(spec)
+    blocks.write(layout, folder, spec, weights)
+    target = tiny_target(PLAIN)
+    return Case(
+        target,
+        AutoDrafter.from_pretrained(folder, target, **overrides),
+        partial(blocks.propose, weights, spec, target),
+        partial(blocks.context_cache, weights, spec, target),
+    )
+
+
 def draft_model(folder, is_parallel) -> Case:
     """A Llama, with other widths than the target's, drafting as PARD or token by token."""
     torch.manual_seed(4)
@@ -83,6 +97,8 @@ CASES = {
     "eagle3": lambda folder: eagle(folder, PLAIN, "speculators"),
     "p-eagle": lambda folder: eagle(folder, PEAGLE, "automodel", is_parallel=True),
     "p-eagle-sequential": lambda folder: eagle(folder, PEAGLE, "amazon"),
+    "dflash": lambda folder: block(folder, "z-lab", blocks.LAYOUTS["z-lab"][1]),
+    "dspark": lambda folder: block(folder, "specforge", blocks.LAYOUTS["specforge"][1]),
     "pard": lambda folder: draft_model(folder, is_parallel=True),
     "draft-model": lambda folder: draft_model(folder, is_parallel=False),
 }
@@ -145,9 +161,10 @@ def check(case: Case, rounds: list[list[Seen]], num_draft_tokens: int) -> None:
         assert torch.equal(seen.text, rounds[-1][row].text[: len(seen.text)])
         if seen.room == 0:
             continue
-        # Drafts that no longer fit may be anything, and so may one that no slot predicts.
-        tokens, logits = case.draft(seen.text, num_draft_tokens)
-        which = slice(num_draft_tokens - len(tokens), seen.room)
+        # Drafts that no longer fit may be anything, and so may one that no slot predicts. A block ends where they end.
+        num_useful = min(num_draft_tokens, seen.room)
+        tokens, logits = case.draft(seen.text, num_useful)
+        which = slice(num_useful - len(tokens), seen.room)
         expected = slice(0, max(seen.room - which.start, 0))
         assert seen.drafts[which] == tokens[expected], f"row {row}, {len(seen.text)} tokens"
         for ours, theirs in zip(seen.logits[which], logits[expected], strict=True):
@@ -204,6 +221,14 @@ def test_variants_of_eagle3(monkeypatch, tmp_path, variant):
 def test_variants_of_peagle(monkeypatch, tmp_path, variant, is_parallel):
     case = eagle(tmp_path, PEAGLE_VARIANTS[variant], "automodel", is_parallel)
     run_script(monkeypatch, case, 5, random_patterns(5, 12 if is_parallel else 6))
+
+
+@pytest.mark.parametrize(
+    ("layout", "number"), [(layout, number) for layout, specs in blocks.LAYOUTS.items() for number in range(len(specs))]
+)
+def test_layouts_of_drafters_of_blocks(monkeypatch, tmp_path, layout, number):
+    case = block(tmp_path, layout, blocks.LAYOUTS[layout][number])
+    run_script(monkeypatch, case, 5, random_patterns(5, 8))
 
 
 @pytest.mark.parametrize("family", CASES)

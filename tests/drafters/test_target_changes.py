@@ -19,6 +19,7 @@ BORROWERS = {
         target, own_embedding=False, own_head=False, draft_vocab_size=target.vocab_size
     ),
     "p-eagle": lambda target: RANDOM_DRAFTERS["p-eagle"](target, own_embedding=False, own_head=False),
+    "dflash": RANDOM_DRAFTERS["dflash"],
     "mtp": random_mtp,
 }
 

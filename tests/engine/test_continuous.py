@@ -81,7 +81,7 @@ def test_every_family_of_targets(family):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["eagle3", "pard", "mtp", "noisy-copy"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "pard", "mtp", "noisy-copy"])
 def test_a_request_with_a_seed_says_and_accepts_what_it_does_alone(kind, mode):
     """Equal counts of accepted drafts mean that drafters, too, continue where they were prefilled."""
     target, lengths = tiny_target("llama"), LENGTHS[:7]

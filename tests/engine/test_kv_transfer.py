@@ -141,7 +141,7 @@ def test_draft_models_read_cached_tokens():
 
 
 @pytest.mark.core_for(kind=["eagle3"])
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "mtp", "mtp-by-target"])
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash", "mtp", "mtp-by-target"])
 def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
     """Slots of cached positions, whose hidden states nobody has, hold what another call left there."""
     replay_on_cpu(monkeypatch)

@@ -45,7 +45,7 @@ def test_greedy_is_identical_for_drafters_of_any_accuracy(family, batch):
 @pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.core_for(family=["llama"])
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash", "dspark", "pard", "draft-model", "mtp"])
 def test_greedy_is_identical_with_every_family_of_drafters(kind, family):
     target, inputs, plain = prompts_and_plain(family, 3)
     drafter = RANDOM_DRAFTERS[kind](target)

@@ -167,7 +167,7 @@ def test_a_call_of_one_token_has_statistics(engine):
     assert str(out.speculation)
 
 
-@pytest.mark.parametrize("kind", ["p-eagle", "pard", "copy"])
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash", "pard", "copy"])
 @pytest.mark.parametrize("budget", [5, MAX_NEW_TOKENS, 30])
 def test_more_drafts_than_remaining_tokens(kind, budget, monkeypatch):
     """With K = 16 most blocks reach past the end; what lies there was never drafted."""

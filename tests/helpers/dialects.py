@@ -229,6 +229,16 @@ def speculators_config(spec: Spec) -> dict[str, Any]:
     }
 
 
+def deepspec_config(spec: Spec) -> dict[str, Any]:
+    return _layer_config(spec) | {
+        "architectures": ["Qwen3Eagle3Model"],
+        "target_layer_ids": [layer_id - 1 for layer_id in spec.aux_hidden_state_layer_ids],
+        "num_target_layers": spec.target_layers,
+        "ttt_length": 7,
+        "step_loss_decay": 0.8,
+    }
+
+
 def amazon_config(spec: Spec) -> dict[str, Any]:
     nested = {
         "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in spec.aux_hidden_state_layer_ids],
@@ -300,6 +310,7 @@ _CONFIGS = {
     "specforge": specforge_config,
     "speculators": speculators_config,
     "modelopt": modelopt_config,
+    "deepspec": deepspec_config,
     "amazon": amazon_config,
     "amazon-nested": amazon_nested_config,
     "specforge-peagle": specforge_peagle_config,

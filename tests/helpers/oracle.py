@@ -7,18 +7,23 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from hf_specdec import Drafter, DrafterConfig, register_drafter
 from hf_specdec.config import (
+    DFlashConfig,
     DraftModelConfig,
+    DSparkConfig,
     Eagle3Config,
     MtpConfig,
     PEagleConfig,
     mtp_block_settings,
 )
 from hf_specdec.drafters import (
+    DFlashDrafter,
     DraftModelDrafter,
+    DSparkDrafter,
     Eagle3Drafter,
     MtpDrafter,
     PEagleDrafter,
 )
+from hf_specdec.drafters.draft_layers import DraftLayersDrafter
 from hf_specdec.kernels.types import Proposal
 
 
@@ -102,6 +107,27 @@ def random_peagle(target: PreTrainedModel, seed: int = 0, **options) -> PEagleDr
     return drafter
 
 
+def random_dflash(target: PreTrainedModel, seed: int = 0, **options) -> DFlashDrafter:
+    """A random DFlash drafter for `target`, bound to it, whose layers are of every kind: windowed or not, causal or
+    not; with `markov_rank` a DSpark drafter."""
+    torch.manual_seed(seed)
+    family, config_class = (DSparkDrafter, DSparkConfig) if "markov_rank" in options else (DFlashDrafter, DFlashConfig)
+    kinds = {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "causal": [False, True, False],
+        "sliding_window": 7,
+    }
+    options = kinds | {"mask_token_id": 2, "block_size": 17, **options}
+    drafter = family(config_class(**eagle_options(target, **options))).eval().to(target.device)
+    draw_draft_vocabulary(drafter)
+    drafter.bind(target)
+    return drafter
+
+
+random_dspark = partial(random_dflash, markov_rank=12, markov_type="rnn")
+
+
 def random_mtp(target: PreTrainedModel, seed: int = 0, num_modules: int = 2, **options) -> MtpDrafter:
     """Random MTP modules, made of the target's own kind of layers, bound to it."""
     torch.manual_seed(seed)
@@ -119,7 +145,7 @@ def random_mtp(target: PreTrainedModel, seed: int = 0, num_modules: int = 2, **o
     return drafter
 
 
-def draw_draft_vocabulary(drafter: Eagle3Drafter) -> None:
+def draw_draft_vocabulary(drafter: DraftLayersDrafter) -> None:
     """Make the draft vocabulary random tokens of the target's."""
     if drafter.d2t is not None:
         size, num_drafted = drafter.config.vocab_size, drafter.config.draft_vocab_size
@@ -182,6 +208,8 @@ RANDOM_DRAFTERS = {
     "p-eagle-sequential": partial(random_peagle, parallel_drafting=False),
     "pard": partial(random_draft_model, parallel=True),
     "draft-model": random_draft_model,
+    "dflash": random_dflash,
+    "dspark": random_dspark,
     "mtp": random_mtp,
     "mtp-by-target": partial(random_mtp, chaining="target"),
 }

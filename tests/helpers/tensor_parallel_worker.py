@@ -63,7 +63,7 @@ def uncompiled(target: PreTrainedModel, name: str) -> Drafter:
     return DRAFTERS[name](target).configure(compile_rounds=False)
 
 
-DRAFTERS = {"borrower": borrower, "p-eagle": RANDOM_DRAFTERS["p-eagle"], "draft-model": RANDOM_DRAFTERS["draft-model"]}
+DRAFTERS = {"borrower": borrower} | {name: RANDOM_DRAFTERS[name] for name in ("p-eagle", "dspark", "draft-model")}
 
 
 def generate(

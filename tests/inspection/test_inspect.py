@@ -190,7 +190,7 @@ def test_draft_models_have_one_interpretation(target_folder, tmp_path, capsys):
     folder = write_draft_model(tmp_path)
     capsys.readouterr()
     assert main(["inspect", str(folder), "--target", str(target_folder), "--self-check"]) == 1
-    assert "EAGLE-3 and P-EAGLE drafters only" in capsys.readouterr().err
+    assert "EAGLE-3, P-EAGLE, DFlash and DSpark drafters only" in capsys.readouterr().err
 
 
 def test_usage():

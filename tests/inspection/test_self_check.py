@@ -9,17 +9,22 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+import blocks
 import pytest
 import torch
-from dialects import Spec, tiny_target, write
+from counting import COUNTED, counting_target, finding_drafter
+from dialects import PLAIN, Spec, tiny_target, write
+from eagle_reference import target_hidden_states
 from torch.nn import functional as F
 
 from hf_specdec import AutoDrafter
 from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
+from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.peagle import PEagleDrafter
 from hf_specdec.inspection.self_check import (
+    BlockInterpretation,
     Interpretation,
     SelfCheck,
     interpretations_of,
@@ -234,3 +239,62 @@ def test_inspect_scores_peagle(parallel, tmp_path, capsys):
     assert main(["inspect", str(folder), "--target", str(tmp_path / "target"), "--self-check", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["family"] == "p-eagle" and len(report["self_check"]["scores"]) == 6
+
+
+# ---- DFlash and DSpark
+
+
+def block_of(layout: str, number: int, folder) -> tuple[torch.nn.Module, DFlashDrafter, blocks.Block, dict]:
+    spec = blocks.LAYOUTS[layout][number]
+    weights = blocks.make_weights(spec)
+    target = tiny_target(PLAIN)
+    blocks.write(layout, folder, spec, weights)
+    return target, AutoDrafter.from_pretrained(folder, target), spec, weights
+
+
+@pytest.mark.parametrize(("layout", "number"), [("z-lab", 1), ("muse", 0), ("specforge", 1), ("speculators", 0)])
+def test_blocks_are_scored_as_they_draft(layout, number, tmp_path):
+    """The logits at each place are those of the block after it."""
+    target, drafter, spec, weights = block_of(layout, number, tmp_path)
+    text = torch.randint(spec.vocab_size, (12,), generator=torch.Generator().manual_seed(3))
+    aux_hidden_states = target_hidden_states(target, text, spec.layer_ids)
+    with torch.no_grad():
+        steps = drafter(text[None], aux_hidden_states[None], num_steps=3)
+    for place in range(len(text) - 1):
+        _, expected = blocks.propose(weights, spec, target, text[: place + 2], 3)
+        for step, logits in zip(steps, expected, strict=True):
+            torch.testing.assert_close(step[0, place], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"anchor_first": True}, {"aux_hidden_state_layer_ids": (3,)}, {"causal": (True,)}, {"rope_theta": 1e6}],
+    ids=str,
+)
+def test_wrong_interpretation_of_blocks_is_corrected(wrong):
+    """Of a drafter made by hand, which is right about every token of a text that counts, to the end of its context."""
+    target = counting_target()
+    drafter = finding_drafter(target, COUNTED + 1, causal=False)
+    truth = BlockInterpretation((2,), False, (False,), 10000.0)
+    misread = with_interpretation(drafter, target, truth._replace(**wrong))
+    prompt = torch.arange(40)[None] % COUNTED
+    result = self_check(misread, target, prompt, num_new_tokens=60)
+    assert result.current == truth._replace(**wrong)
+    scores = {score.interpretation: score.mean for score in result.scores}
+    assert scores[truth] == max(scores.values()) > 0.7
+    if "anchor_first" in wrong or "rope_theta" in wrong:
+        assert result.conclusive and all(f"{name}=" in result.conclusion for name in wrong)
+
+
+def test_inspect_scores_blocks(tmp_path, capsys):
+    target, *_ = block_of("z-lab", 1, tmp_path / "drafter")
+    target.float().save_pretrained(tmp_path / "target")
+    capsys.readouterr()
+    command = ["inspect", str(tmp_path / "drafter"), "--target", str(tmp_path / "target"), "--self-check"]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["family"] == "dflash" and report["target"]["fits"]
+    assert report["block"] == {"block_size": 17, "anchor_first": False, "causal": [False, True]}
+    assert len(report["self_check"]["scores"]) == 3 * 2 * 3 * 2
+    assert main(command[:-1]) == 0
+    assert "block        block_size 17, anchor_first False, causal [False, True]" in capsys.readouterr().out

@@ -27,7 +27,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from word_tokenizer import word_tokenizer
 
 batches = pytest.mark.parametrize("batch", [1, 3])
-kinds = pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "pard", "draft-model", "mtp", "mtp-by-target"])
+kinds = pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dspark", "pard", "draft-model", "mtp", "mtp-by-target"])
 
 
 def target_and_inputs(batch):

@@ -230,7 +230,7 @@ def test_model_is_restored_after_an_error_of_a_callback(who, engine, calls, monk
 
 @pytest.mark.core_for(kind=["draft-model", "mtp"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
-@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
+@pytest.mark.parametrize("kind", ["p-eagle", "dspark", "pard", "draft-model", "mtp"])
 def test_drafter_is_restored_after_an_error(kind, engine, monkeypatch):
     """Also after an error; and the target is."""
     target = tiny_target("llama")

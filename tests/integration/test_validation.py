@@ -383,11 +383,12 @@ def test_no_drafts_beyond_the_remaining_tokens(target, kind, engine, monkeypatch
     join = drafter.join
     monkeypatch.setattr(drafter, "join", lambda *args: (drawn.append(join(*args)), drawn[-1])[1])
     options = {**padded_prompts(PROMPTS[1]), "max_new_tokens": 3, "do_sample": False}
-    out = target.generate(**options, assistant_model=drafter, num_assistant_tokens=1000)
+    asked = getattr(drafter.config, "depth", 1000)  # of a drafter of blocks no more than it was trained for
+    out = target.generate(**options, assistant_model=drafter, num_assistant_tokens=asked)
     assert torch.equal(out, target.generate(**options))
     assert drawn and all(proposal.tokens.shape[1] <= 3 for proposal in drawn)
     stats = drafter.stats
-    assert stats.num_assistant_tokens == len(stats.drafted_per_position) == 1000
+    assert stats.num_assistant_tokens == len(stats.drafted_per_position) == asked
     first = 1 if engine == "stock" else 0  # a token that comes with the prompt, before there are drafts
     assert sum(stats.drafted_per_position[3:]) == 0 and stats.committed == 3 - first
 

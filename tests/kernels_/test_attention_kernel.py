@@ -55,6 +55,7 @@ class Case(NamedTuple):
     options: tuple[str, ...] = ()
     window: int = 7
     starts: tuple[int, ...] | None = None
+    ends: tuple[tuple[int, ...], ...] | None = None
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -63,6 +64,7 @@ class Case(NamedTuple):
         heads = self.kv_heads * self.groups
         every = {"window": self.window, "sinks": torch.linspace(-1.0, 1.0, heads, device=DEVICE), "softcap": 5.0}
         every["starts"] = None if self.starts is None else torch.tensor(self.starts, device=DEVICE)
+        every["ends"] = None if self.ends is None else torch.tensor(self.ends, device=DEVICE)
         return {"scaling": self.dim**-0.5} | {name: every[name] for name in self.options}
 
     def positions(self) -> torch.Tensor:
@@ -93,13 +95,14 @@ def check(case: Case, num_splits: int | None = None) -> None:
         is_live &= positions >= case.keywords["starts"][:, None]
     expected = attention_reference.attention(query.double(), key.double(), value.double(), positions, **case.keywords)
     assert expected.isfinite().all()
+    lasts = case.keywords["ends"] if "ends" in case.options else positions
     for row, here in enumerate(is_live):  # what no live query of the row may see is poison
         live = positions[row][here].tolist()
         first = max(0, min(live) - case.window + 1) if live and "window" in case.options else 0
         first = max(first, case.starts[row]) if "starts" in case.options else first
         for states in (key, value):
             states[row, :, :first] = NAN
-            states[row, :, max(live, default=-1) + 1 :] = NAN
+            states[row, :, max(lasts[row][here].tolist(), default=-1) + 1 :] = NAN
     got = attention(query, key, value, positions, **case.keywords, num_splits=num_splits)
     assert got.shape == expected.shape and got.dtype == case.dtype
     assert (got[~is_live] == 0.0).all()
@@ -121,6 +124,30 @@ def test_equals_reference(dtype, num_queries, options, num_splits):
     check(case, num_splits)
     if "window" in options:
         check(case._replace(window=150), num_splits)
+
+
+@every_dtype
+@pytest.mark.parametrize("options", [("ends",), ("ends", "window"), ("ends", "starts", "sinks", "softcap")], ids=str)
+@every_split
+def test_queries_of_a_block_see_later_slots(dtype, options, num_splits):
+    """To the end of their block, to another end of each, or no further than themselves; windows count back from the
+    query, not from its end. In the second row the block is shorter, in the third one query stands before the start."""
+    slots = 290
+    ends = ((3, 3, 3, 3), (79, 78, 79, 7), (250, 261, 262, 262))
+    case = Case([3, 80, 262], slots, 4, 2, 2, 24, padding=((1, 3),), options=options, ends=ends, dtype=dtype)
+    case = case._replace(starts=(0, 70, 260))
+    check(case, num_splits)
+    if "window" in options:
+        check(case._replace(window=2), num_splits)
+        check(case._replace(window=150), num_splits)
+
+
+def test_ends_at_the_positions_change_nothing():
+    case = Case([5, 40], 64, 3, 2, 2, 16, padding=((0, 2),), options=("window",))
+    (query, key, value), positions = case.inputs(), case.positions()
+    for function in (attention, attention_reference.attention):
+        plain = function(query, key, value, positions, **case.keywords)
+        assert torch.equal(function(query, key, value, positions, **case.keywords, ends=positions), plain)
 
 
 @every_dtype

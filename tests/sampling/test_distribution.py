@@ -454,7 +454,7 @@ CALLS = {
 def tiny_drafter(kind, target, num_draft_tokens, draft_probs):
     """A random drafter of a family for the tiny target; the EAGLE ones do not know one of its tokens."""
     options = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    if kind in ("eagle3", "p-eagle"):
+    if kind in ("eagle3", "p-eagle", "dflash", "dspark"):
         options |= {"draft_vocab_size": 4, "aux_hidden_state_layer_ids": [1, 2, 3]}
     drafter = RANDOM_DRAFTERS[kind](target, seed=3, **options)
     return drafter.configure(num_assistant_tokens=num_draft_tokens, draft_probs=draft_probs)
@@ -502,6 +502,42 @@ def test_distribution_with_the_drafts_of_a_parallel_drafter(kind, width, monkeyp
     drafts, draft_law = drafts[possible], draft_law[possible]
     shared = laws.expand(len(drafts), -1, -1)
     accept, following = outcomes(ChosenNumbers(monkeypatch), text.scores(drafts), drafts, shared)
+    found = text.continue_with(committed_law(drafts, draft_law, accept, following))
+    torch.testing.assert_close(found, text.law_of_continuations(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_distribution_with_the_drafts_of_a_drafter_of_blocks(kind, width, monkeypatch):
+    """The laws of all drafts are found by forcing each in a row of its own; what is drawn has their product as law, and
+    the law that is reported beside it, of DSpark given the drafts before it."""
+    target = tiny_target()
+    text = ModelText(target, width, [])
+    drafter = tiny_drafter(kind, target, width, draft_probs=True)
+    drafts = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=width)))
+    draw = drafter.draw
+
+    def force(state, logits, first):
+        drawn = draw(state, logits, first)
+        return drawn._replace(tokens=drafts[:, first : first + drawn.tokens.shape[1]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "draw", force)
+        forced = first_proposals(monkeypatch, target, drafter, text.prompt, rows=len(drafts))
+    laws = ops.over_vocabulary(forced.probs, forced.draft_ids, VOCABULARY)
+    depends = not torch.allclose(laws, laws[:1], rtol=0, atol=1e-3)
+    assert depends == (kind == "dspark")
+
+    proposal = first_proposals(monkeypatch, target, drafter, text.prompt, rows=4000)
+    cells = (proposal.tokens * VOCABULARY ** torch.arange(width - 1, -1, -1)).sum(dim=1)
+    reported = ops.over_vocabulary(proposal.probs, proposal.draft_ids, VOCABULARY)
+    torch.testing.assert_close(reported, laws[cells], rtol=0, atol=1e-5)
+    draft_law = laws.double().gather(2, drafts[..., None]).squeeze(2).prod(dim=1)
+    assert p_value(cells.bincount(minlength=len(drafts)), draft_law / draft_law.sum()) > 1e-4
+
+    possible = draft_law > 0
+    drafts, draft_law, laws = drafts[possible], draft_law[possible], laws[possible]
+    accept, following = outcomes(ChosenNumbers(monkeypatch), text.scores(drafts), drafts, laws)
     found = text.continue_with(committed_law(drafts, draft_law, accept, following))
     torch.testing.assert_close(found, text.law_of_continuations(), rtol=0, atol=1e-5)
 
@@ -559,7 +595,7 @@ def test_samples_detect_random_numbers_shared_by_two_rounds(monkeypatch):
 @pytest.mark.parametrize(
     ("verification", "call", "num_draft_tokens"), [("token", "hot", 2), ("token", "top_k", 3), ("block", "top_k", 3)]
 )
-@pytest.mark.parametrize("kind", ["p-eagle", "pard", "draft-model", "mtp"])
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash", "dspark", "pard", "draft-model", "mtp"])
 def test_samples_with_every_family_of_drafters(kind, verification, call, num_draft_tokens):
     target = tiny_target()
     drafter = tiny_drafter(kind, target, num_draft_tokens, draft_probs=True).configure(verification=verification)

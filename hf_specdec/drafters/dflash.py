@@ -1,0 +1,211 @@
+"""DFlash (arXiv 2602.06036): drafts a block of tokens in one pass, over keys and values of the target's states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from .. import ops
+from ..config import DFlashConfig
+from ..kernels.types import Proposal, VerificationResult
+from ..patching.attention import cached_attend
+from ..state import DecodeState
+from .base import register_drafter
+from .draft_layers import DraftLayersDrafter
+from .layers import Attend, BlockDecoderLayer, rotary_embedding
+
+
+@register_drafter
+class DFlashDrafter(DraftLayersDrafter):
+    """DFlash drafter.
+
+    A round's block has the newest token, the anchor, at its own position, and mask tokens at the positions after it:
+    K of them, each of which drafts the token at its position (fill-in), or K - 1, if every token of the block drafts
+    the token after it (`config.anchor_first`).
+
+    Slot p of the cache holds the keys and values of context position p, which the target has processed, and after them
+    those of the block. The next round writes its context from the slot on where this block began.
+    """
+
+    config_class = DFlashConfig
+    shift = 1
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        self.fc = nn.Linear(config.aux_hidden_size, width, bias=config.fc_bias)
+        self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList([BlockDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
+        self.rotary_emb = rotary_embedding(config)
+        # Token t of the draft vocabulary is token t + d2t[t] of the target's.
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        else:
+            self.d2t = None
+        self._layer_ids = config.aux_hidden_state_layer_ids
+        self.post_init()
+
+    def configure(self, num_assistant_tokens: int | None = None, *settings: Any, **others: Any) -> DFlashDrafter:
+        """See `Drafter.configure`; K is at most `config.depth`."""
+        if num_assistant_tokens is not None:
+            self.num_draft_tokens(num_assistant_tokens)
+        return super().configure(num_assistant_tokens, *settings, **others)
+
+    def num_draft_tokens(self, requested: int | None) -> int:
+        """See `Drafter.num_draft_tokens`; K is at most `config.depth`."""
+        return self.config.check_depth(super().num_draft_tokens(requested))
+
+    def num_masks(self, num_draft_tokens: int) -> int:
+        """Tokens of the block, which follow the context in the first pass of a round; the first one is the anchor."""
+        return num_draft_tokens if self.config.anchor_first else num_draft_tokens + 1
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        embeds = super().embed(tokens)
+        return embeds if self.config.embedding_scale == 1.0 else embeds * self.config.embedding_scale
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        logits, softcap = super().logits(normed), self.config.logit_softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to context vectors `[..., H]`."""
+        return self.hidden_norm(self.fc(aux_hidden_states.to(self.dtype)))
+
+    def run(self, context: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """One pass of the layers over a block.
+
+        Args:
+            context: `[B, c, H]` from `combine_hidden_states`, context positions that are not in the cache yet.
+            tokens: `[B, n]` int64, the tokens of the block.
+            positions: `[B, c + n]` int64 for RoPE, of context and block.
+            attend: attention, which stores keys and values.
+
+        Returns:
+            inputs of the head, `[B, n, H]`.
+        """
+        hidden = self.embed(tokens)
+        rotary = self.rotary_emb(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(context, hidden, rotary, attend)
+        return self.norm(hidden)
+
+    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
+        context = self.combine_hidden_states(aux_hidden_states)
+        rotary = self.rotary_emb(context, state.position_ids(positions))
+        cache = state.memory.cache
+        cache.advance(positions, state.live)
+        for index, layer in enumerate(self.layers):
+            cache.update(*layer.self_attn.keys_and_values(context, rotary), index)
+
+    def propose(
+        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
+    ) -> Proposal:
+        inputs, num_tokens = state.memory.inputs, self.num_masks(state.num_draft_tokens)
+        # A column with slot p is taken to draft the token at p + 2, but drafts that at p + 1, or at p.
+        reach = 1 if self.config.anchor_first else 2
+        ops.prepare_inputs(
+            state.tokens,
+            state.lengths,
+            result.committed,
+            state.limits + reach,
+            state.finished,
+            inputs,
+            num_masks=num_tokens,
+            mask_token=self.config.mask_token_id,
+            shift=self.shift,
+        )
+        combined = self.combine_hidden_states(aux_hidden_states)
+        context = self.gather_hidden_states(combined, inputs.sources[:, :-num_tokens])
+        anchors = state.tokens.gather(1, (state.lengths - 1)[:, None])
+        tokens = torch.cat([anchors, inputs.tokens[:, inputs.tokens.shape[1] - num_tokens + 1 :]], dim=1)
+        cache = state.memory.cache
+        cache.advance(inputs.slots, state.live + 1)  # The last slot of the block is one after those of the drafts.
+        ends = self._ends(inputs.slots[:, -num_tokens:], state.dummy_slot)
+        normed = self.run(context, tokens, inputs.positions, cached_attend(cache, inputs.slots, ends))
+        return self.join(state, self.draft(state, anchors, normed[:, -state.num_draft_tokens :]))
+
+    def forward(
+        self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_steps: int = 1
+    ) -> list[torch.Tensor]:
+        """Logits of the first `num_steps` drafts of a block after every position, with no cache.
+
+        Args:
+            input_ids: `[1, S]` int64.
+            aux_hidden_states: `[1, S, width]` of the target.
+            num_steps: drafts of each block.
+
+        Returns:
+            `num_steps` tensors `[1, S, V_d]`: at place p of tensor s are the logits of the token at p + 2 + s, from the
+            block whose first token is the one at p + 1. Those at the last place, which has none, are undefined.
+        """
+        num_tokens, length = self.num_masks(num_steps), input_ids.shape[1]
+        places = torch.arange(length, device=input_ids.device)
+        block = (places[:, None] + 1 + torch.arange(num_tokens, device=places.device)).flatten()
+        tokens = torch.full((length, num_tokens), self.config.mask_token_id, device=places.device)
+        tokens[:, 0] = input_ids[0].roll(-1)
+        attend = _BlocksAttention(places, block, num_tokens, self.config.causal)
+        context = self.combine_hidden_states(aux_hidden_states)
+        normed = self.run(context, tokens.view(1, -1), torch.cat([places, block])[None], attend)
+        return self.chain(tokens[None, :, 0], normed.view(1, length, num_tokens, -1)[:, :, -num_steps:])
+
+    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
+        """Logits `[B, S, V_d]` of each draft of S blocks, given anchors `[B, S]` and inputs of the head `[B, S, K, H]`.
+
+        Where a draft depends on the ones before it, these are the most likely ones.
+        """
+        return list(self.logits(normed).unbind(2))
+
+    def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
+        """Draft tokens of a round, in order.
+
+        Args:
+            state: of the generation.
+            anchors: `[B, 1]` int64, the newest tokens.
+            normed: `[B, K, H]`, inputs of the head.
+        """
+        return [self.draw(state, self.logits(normed), first=0)]
+
+    def _ends(self, slots: torch.Tensor, dummy_slot: int) -> list[torch.Tensor | None]:
+        """For each layer, the last slot that the tokens of the block at `slots` `[B, n]` see; None for their own."""
+        last = torch.where(slots < dummy_slot, slots, -1).amax(dim=1, keepdim=True).expand_as(slots).contiguous()
+        windowed = None if self.config.sliding_window is None else last.minimum(slots + self.config.sliding_window - 1)
+        kinds = {"full_attention": last, "sliding_attention": windowed}
+        layers = zip(self.config.causal, self.config.layer_types, strict=True)
+        return [None if is_causal else kinds[kind] for is_causal, kind in layers]
+
+
+class _BlocksAttention:
+    """`Attend` of blocks that all follow one text: each sees the context before its first token, and itself.
+
+    Args:
+        places: `[S]` int64, positions of the context.
+        block: `[n]` int64, positions of the blocks' tokens, block after block.
+        num_tokens: of each block.
+        causal: see `DFlashConfig`, for each layer.
+    """
+
+    def __init__(self, places: torch.Tensor, block: torch.Tensor, num_tokens: int, causal: list[bool]):
+        self._causal = causal
+        first = block.view(-1, num_tokens)[:, :1].expand(-1, num_tokens).flatten()
+        positions = torch.cat([places, block])
+        self._distance = block[:, None] - positions
+        self._visible = torch.cat([places < first[:, None], first == first[:, None]], dim=1)
+
+    def __call__(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        visible = self._visible
+        if self._causal[layer_idx]:
+            visible = visible & (self._distance >= 0)
+        if window is not None:
+            visible = visible & (self._distance.abs() < window)
+        out = scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
+        return out.transpose(1, 2)

@@ -1,0 +1,132 @@
+"""Drafters with decoder layers of their own that read hidden states of the target."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..checkpoints.checkpoint import Checkpoint
+from ..config import DraftLayersConfig
+from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
+from .base import check_sizes, embed, score
+from .cached import CachedDrafter
+from .layers import rotary_embedding
+from .shared_weights import SharedWeight
+
+
+def check_fit(config: DraftLayersConfig, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
+    """Check that a drafter called `name` fits a target with `num_layers` layers.
+
+    Returns:
+        layer ids of the auxiliary hidden states that it reads, ascending.
+
+    Raises:
+        ValueError: expected a target of the hidden size, vocabulary size and layers that the drafter was made for.
+    """
+    check_sizes(config.target_hidden_size, config.vocab_size, target, name)
+    target_name = target.name_or_path or target.model_type
+    if not config.use_aux_hidden_state:
+        return []
+    layer_ids = config.aux_hidden_state_layer_ids or config.default_layer_ids(num_layers)
+    if layer_ids[-1] > num_layers or layer_ids[0] < 0:
+        raise ValueError(
+            f"{name} reads the auxiliary hidden states {layer_ids}, but {target_name} has {num_layers} layers, so ids "
+            f"0 to {num_layers}: it is a drafter for another model, or `aux_hidden_state_layer_ids=` must be given."
+        )
+    if len(layer_ids) != config.num_aux_hidden_states:
+        raise ValueError(
+            f"{name} reads {config.num_aux_hidden_states} auxiliary hidden states, but the rule for {num_layers} "
+            f"layers gives the ids {layer_ids}; pass `aux_hidden_state_layer_ids=` with {config.num_aux_hidden_states} "
+            "different ones."
+        )
+    return layer_ids
+
+
+class DraftLayersDrafter(CachedDrafter):
+    """What EAGLE-3 and DFlash share: layers, auxiliary hidden states, and an embedding and a head that may be shared.
+
+    A family makes `layers`, `embed_tokens` and `lm_head` (None for the target's), `d2t` (None for the target's
+    vocabulary) and sets `_layer_ids`.
+    """
+
+    config_class = DraftLayersConfig
+    layers: nn.ModuleList
+    # Tensors of published files that are used in training only; `check_tensors` checks what else a file may hold.
+    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"rotary_emb\.", r"^verifier_", r"^norm\.weight$"]
+
+    def __init__(self, config: DraftLayersConfig):
+        super().__init__(config)
+        # `[H]` hidden state of columns without one of the target: mask tokens. None for zeros, as they are inert.
+        self.register_buffer("mask_state", None, persistent=False)
+
+    @classmethod
+    def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftLayersConfig) -> None:
+        try:
+            rotary = rotary_embedding(config)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{checkpoint.name} has rope_parameters {config.rope_parameters}, which transformers cannot apply "
+                f"({type(error).__name__}: {error}); expected a rope_type that it knows with all that this type needs. "
+                "Pass `rope_parameters=`."
+            ) from error
+        num_angles = rotary.inv_freq.numel()
+        if 2 * num_angles != config.head_dim or not bool(rotary.inv_freq.isfinite().all()):
+            raise ValueError(
+                f"{checkpoint.name} has rope_parameters {config.rope_parameters} and head_dim {config.head_dim}, which "
+                f"make {num_angles} angles; expected {config.head_dim / 2:g} finite ones. Pass `rope_parameters=`."
+            )
+        super().check_checkpoint(checkpoint, config)
+
+    @property
+    def aux_hidden_state_layer_ids(self) -> list[int]:
+        return list(self._layer_ids) if self._layer_ids is not None and self.config.use_aux_hidden_state else []
+
+    @property
+    def reads_last_hidden_state(self) -> bool:
+        return not self.config.use_aux_hidden_state
+
+    @torch.inference_mode(False)  # it keeps tensors that it creates
+    def bind(self, target: PreTrainedModel) -> None:
+        config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        layer_ids = check_fit(config, target.config, len(decoder_layers(target)), name)
+        target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        shared = {}
+        if self.embed_tokens is None:
+            shared["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
+        if self.lm_head is None:
+            shared["head"] = SharedWeight(
+                target.get_output_embeddings(), "head", config.hidden_size, name, rows=target_ids
+            )
+        check_aux_hidden_states(target, layer_ids, self.reads_last_hidden_state, config.target_hidden_size, name)
+        self._shared_weights = shared
+        self.target_ids = target_ids
+        self._layer_ids = layer_ids
+        self._record_binding(target)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings `[..., H]` of `[...]` int64 target tokens."""
+        weight = self.embed_tokens.weight if self.embed_tokens is not None else self._shared_weights["embedding"].weight
+        return embed(tokens, weight, self.dtype)
+
+    @property
+    def logit_scale(self) -> float:
+        return self.config.logit_scale
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Weight `[V_d, H]` of the draft head: its own or rows of the target's."""
+        return self.lm_head.weight if self.lm_head is not None else self._shared_weights["head"].weight
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits `[..., V_d]` of `[..., H]` after the final norm."""
+        logits = score(normed, self.head_weight)
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+    @property
+    def num_cached_layers(self) -> int:
+        return len(self.layers)
+
+    def gather_hidden_states(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        gathered = hidden.gather(1, sources.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+        return torch.where(sources[..., None] < 0, 0.0 if self.mask_state is None else self.mask_state, gathered)

@@ -1,0 +1,100 @@
+"""DSpark (arXiv 2607.05147): DFlash with a Markov head, so that a draft token depends on the one before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..config import DSparkConfig
+from ..kernels.types import Proposal
+from ..state import DecodeState
+from .base import register_drafter
+from .dflash import DFlashDrafter
+
+
+class MarkovHead(nn.Module):
+    """Adds to the logits of a draft token what the token before it says about it.
+
+    With e = w1[token before], r wide, and h the input of the draft head, the bias on the logits is
+
+        vanilla    w2 e
+        gated      w2 (sigmoid(gate_proj [h | e]) * e)
+        rnn        w2 tanh(o), where [a | c | o] = joint_proj [s | e | h]
+                   and s becomes sigmoid(a) s + (1 - sigmoid(a)) tanh(c), from 0 before the first draft token on
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        rank, self.kind = config.markov_rank, config.markov_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(config.hidden_size + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
+
+    def forward(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The bias on the logits of draft tokens, and s.
+
+        Args:
+            tokens: `[B, n]` int64, the tokens before them, in the target's vocabulary.
+            hidden: `[B, n, H]`, what the draft head reads.
+            memory: `[B, n, r]`, s of the draft tokens before; None before the first, and for all but `"rnn"`.
+
+        Returns:
+            `[B, n, V_d]`, and `[B, n, r]` or None.
+        """
+        embeds = self.markov_w1(tokens)
+        if self.kind == "vanilla":
+            return self.markov_w2(embeds), None
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat([hidden, embeds], dim=-1)).sigmoid()
+            return self.markov_w2(gate * embeds), None
+        if memory is None:
+            memory = torch.zeros_like(embeds)
+        keep, new, output = self.joint_proj(torch.cat([memory, embeds, hidden], dim=-1)).chunk(3, dim=-1)
+        keep = keep.sigmoid()
+        return self.markov_w2(output.tanh()), keep * memory + (1 - keep) * new.tanh()
+
+
+@register_drafter
+class DSparkDrafter(DFlashDrafter):
+    """DSpark drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
+
+    A draft token is drawn from its own logits given the one before it, so that the distributions that verification
+    reads are those that the tokens were drawn from.
+    """
+
+    config_class = DSparkConfig
+    # The confidence head estimates how likely a draft token is to be accepted; drafting does not depend on it.
+    _keys_to_ignore_on_load_unexpected = [
+        *DFlashDrafter._keys_to_ignore_on_load_unexpected,
+        r"^confidence_(head\.)?proj\.",
+    ]
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.markov_head = MarkovHead(config)
+        self.post_init()
+
+    def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
+        logits, last, memory, drafts = self.logits(normed), anchors, None, []
+        for step in range(state.num_draft_tokens):
+            column = slice(step, step + 1)
+            bias, memory = self.markov_head(last, normed[:, column], memory)
+            drafts.append(self.draw(state, logits[:, column] + bias, first=step))
+            last = drafts[-1].tokens
+        return drafts
+
+    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
+        last, memory, steps = anchors, None, []
+        for hidden in normed.unbind(2):
+            bias, memory = self.markov_head(last, hidden, memory)
+            steps.append(self.logits(hidden) + bias)
+            last = steps[-1].argmax(-1)
+            last = last if self.target_ids is None else self.target_ids[last]
+        return steps

@@ -1,0 +1,99 @@
+"""A target that counts, and drafters of blocks whose weights are made by hand for it.
+
+The target says token t + 1 after token t, modulo `COUNTED`, so that a text repeats itself every `COUNTED` positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_specdec.config import DFlashConfig, DSparkConfig
+from hf_specdec.drafters import DFlashDrafter, DSparkDrafter
+
+COUNTED = 15
+MASK = COUNTED  # never said
+WIDTH = COUNTED + 1  # a dimension for each token, and one that all of them have
+
+
+def counting_target() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=WIDTH,
+        hidden_size=WIDTH,
+        intermediate_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=MASK,
+    )
+    target = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        table = torch.eye(WIDTH)
+        table[:, -1] = 1.0
+        target.model.embed_tokens.weight.copy_(table)
+        target.lm_head.weight.zero_()
+        target.lm_head.weight[:COUNTED, :COUNTED] = torch.eye(COUNTED).roll(1, dims=0)
+    target.generation_config.pad_token_id = MASK
+    target.generation_config.eos_token_id = None
+    return target
+
+
+def finding_drafter(target: LlamaForCausalLM, distance: int, **options) -> DFlashDrafter:
+    """A DFlash drafter that drafts what the target says after the token `distance` positions before a block's token."""
+    config = DFlashConfig(
+        hidden_size=WIDTH,
+        intermediate_size=8,
+        num_attention_heads=1,
+        head_dim=WIDTH,
+        vocab_size=WIDTH,
+        mask_token_id=MASK,
+        aux_hidden_state_layer_ids=[2],
+        block_size=9,
+        **options,
+    )
+    drafter = DFlashDrafter(config).eval()
+    turned = -distance * drafter.rotary_emb.inv_freq
+    attention = drafter.layers[0].self_attn
+    with torch.no_grad():
+        drafter.fc.weight.copy_(torch.eye(WIDTH))
+        drafter.layers[0].mlp.down_proj.weight.zero_()
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight.zero_()
+        attention.q_proj.weight[:, -1] = torch.cat([turned.cos(), turned.sin()])
+        attention.k_proj.weight[: WIDTH // 2, -1] = 1.0
+        attention.q_norm.weight.fill_(20.0)
+        attention.k_norm.weight.fill_(20.0)
+        attention.v_proj.weight[:COUNTED, :COUNTED] = torch.eye(COUNTED)
+        attention.o_proj.weight.copy_(100 * torch.eye(WIDTH))
+    drafter.bind(target)
+    return drafter
+
+
+def chaining_drafter(target: LlamaForCausalLM, step: int, **options) -> DSparkDrafter:
+    """A DSpark drafter that drafts the token `step` after the one before it, whatever the hidden states."""
+    config = DSparkConfig(
+        hidden_size=WIDTH,
+        intermediate_size=8,
+        num_attention_heads=1,
+        head_dim=WIDTH,
+        vocab_size=WIDTH,
+        mask_token_id=MASK,
+        aux_hidden_state_layer_ids=[2],
+        block_size=9,
+        markov_rank=WIDTH,
+        **options,
+    )
+    torch.manual_seed(0)
+    drafter = DSparkDrafter(config).eval()
+    with torch.no_grad():
+        drafter.markov_head.markov_w1.weight.copy_(torch.eye(WIDTH))
+        drafter.markov_head.markov_w2.weight.zero_()
+        drafter.markov_head.markov_w2.weight[:COUNTED, :COUNTED] = 100 * torch.eye(COUNTED).roll(step, dims=0)
+    drafter.bind(target)
+    return drafter
