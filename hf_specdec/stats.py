@@ -99,25 +99,25 @@ class Counters:
 
     Args:
         batch: rows.
-        num_draft_tokens: K.
+        num_draft_tokens: the largest K of a round.
     """
 
     def __init__(self, batch: int, num_draft_tokens: int):
         self.rows = [RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0) for _ in range(batch)]
 
-    def count(self, row: int, accepted: int, committed: int, remaining: int) -> None:
+    def count(self, row: int, accepted: int, committed: int, drafted: int) -> None:
         """Add one round of an unfinished row.
 
         Args:
             row: of the batch.
             accepted: accepted draft tokens.
             committed: tokens committed.
-            remaining: tokens that were left up to the row's length limit before the round.
+            drafted: draft tokens verified, up to the row's length limit.
         """
         counts = self.rows[row]
         counts.rounds += 1
         counts.committed += committed
-        for position in range(min(remaining, len(counts.drafted_per_position))):
+        for position in range(drafted):
             counts.drafted_per_position[position] += 1
         for position in range(min(accepted, committed)):
             counts.accepted_per_position[position] += 1

@@ -44,12 +44,17 @@ class Drafter(PreTrainedModel):
     `propose` runs inside the round, which may be captured in a CUDA graph: no value is copied to the CPU, and shapes
     are fixed. It is the same in the first round: after prefill the state is as if a round had just committed the last
     token of the prompt.
+
+    The number of draft tokens is the same in all rounds of a generation, unless the family sets
+    `varies_num_draft_tokens`; see `propose`.
     """
 
     config_class = DrafterConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
+    # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
+    varies_num_draft_tokens = False
     # Whether its calls are not a user's but check that an engine is equivalent to transformers on the target.
     is_equivalence_check = False
 
@@ -293,13 +298,18 @@ class Drafter(PreTrainedModel):
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
-        """Draft `state.num_draft_tokens` tokens after the last committed token of each row.
+        """Draft K = `state.num_draft_tokens` tokens after the last committed token of each row.
+
+        With `varies_num_draft_tokens` K may differ from round to round. `n` below is then K + 1, or more before a round
+        with fewer drafts than the last; what the last committed token has brought may come twice. With K = 0 only what
+        is kept of the generation is updated. Without it `n` is always K + 1 and K at least 1.
 
         Args:
-            state: after `commit`: `state.lengths` counts the tokens that the round committed.
-            aux_hidden_states: `[B, K + 1, width]` hidden states of the target at the tokens that the round verified, or
-                None.
-            result: of the round's verification; the first `result.committed[b]` hidden states of row b are valid.
+            state: after `commit`: `state.lengths` counts the tokens that the last round committed.
+            aux_hidden_states: `[B, n, width]` hidden states of the target at the tokens that the last round verified,
+                or None.
+            result: of that round's verification, `tokens` `[B, n]`; the first `result.committed[b]` hidden states of
+                row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
 
@@ -321,6 +331,11 @@ def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, nam
             f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
             f"{text.vocab_size}: it is a drafter for another model."
         )
+
+
+def no_drafts(state: DecodeState) -> Proposal:
+    """The proposal of a round without drafts."""
+    return Proposal(state.tokens.new_empty(len(state.tokens), 0), None)
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
 from ..patching.cache import RaggedCache
 from ..state import DecodeState
-from .base import Drafter
+from .base import Drafter, no_drafts
 
 
 @dataclass
@@ -41,13 +41,15 @@ class CachedDrafter(Drafter):
 
     The first pass of a round runs the tokens that the round committed and, when drafting in parallel, K - 1 mask tokens
     after them; its last columns draft 1 or K tokens. Each further draft token takes a step that reads the draft token
-    before it. Slots that were written for draft or mask tokens are overwritten by the first pass of the next round.
+    before it. Slots that were written for draft or mask tokens are overwritten by the first pass of the next round. A
+    round without drafts runs its first pass without the head.
 
     A family sets `shift` and implements `extend_cache`, `num_cached_layers` and, if it reads hidden states,
     `combine_hidden_states` and `gather_hidden_states`. To be trained it also implements `unroll` and `head_weight`.
     `MtpDrafter` overrides `propose`, since each of its modules runs a first pass.
     """
 
+    varies_num_draft_tokens = True
     # Position of a slot's token minus the slot: 1 for drafters that pair a token with the hidden state before it.
     shift = 0
     # Factor on the logits, the products of `unroll`'s outputs with `head_weight`.
@@ -65,7 +67,7 @@ class CachedDrafter(Drafter):
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
-        return num_draft_tokens - 1 if self.config.parallel_drafting else 0
+        return max(num_draft_tokens - 1, 0) if self.config.parallel_drafting else 0
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
         """`[B, n, width]` hidden states of the target to `[B, n, H]`; None for a drafter that reads none."""
@@ -131,7 +133,7 @@ class CachedDrafter(Drafter):
         raise NotImplementedError(f"{type(self).__name__} does not implement unroll().")
 
     def new_memory(self, state: DecodeState) -> DraftMemory:
-        batch, num_drafts = state.lengths.shape[0], state.num_draft_tokens
+        batch, num_drafts = state.lengths.shape[0], state.most_draft_tokens
         width = num_drafts + 1 + self.num_masks(num_drafts)
         return DraftMemory(
             RaggedCache(self.num_cached_layers, state.slots, state.draft_starts),
@@ -153,7 +155,7 @@ class CachedDrafter(Drafter):
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
         num_masks = self.num_masks(state.num_draft_tokens)
-        inputs = state.memory.inputs
+        inputs = state.memory.inputs.first(result.tokens.shape[1] + num_masks)
         ops.prepare_inputs(
             state.tokens,
             state.lengths,
@@ -166,9 +168,10 @@ class CachedDrafter(Drafter):
             shift=self.shift,
         )
         hidden = self.gather_hidden_states(self.combine_hidden_states(aux_hidden_states), inputs.sources)
-        logits, feedback = self.extend_cache(
-            state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits=1 + num_masks
-        )
+        num_logits = 1 + num_masks if state.num_draft_tokens > 0 else 0
+        logits, feedback = self.extend_cache(state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits)
+        if state.num_draft_tokens == 0:
+            return no_drafts(state)
         drafts = [self.draw(state, logits, first=0)]
         for step in range(1 + num_masks, state.num_draft_tokens):
             slots = state.slot_of(state.lengths - 1 - self.shift + step)[:, None]

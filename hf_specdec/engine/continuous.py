@@ -22,9 +22,9 @@ from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, upload
 from ..stats import Counters, SpeculationStats
 from .buckets import next_power_of_two
-from .lease import LazyTarget, SessionLease, execution, shape_of
+from .lease import LazyTarget, SessionLease, shape_of
 from .request import Request
-from .rounds import RoundLoop
+from .rounds import FixedDrafts, RoundLoop
 from .sessions import sessions_of, settled_on_error
 from .transcript import DECIDED_BY_TOKENS
 
@@ -235,7 +235,8 @@ class RequestRows:
             if request is None or request.is_over:
                 continue
             count = committed[row]
-            self._counters.count(request.index, accepted[row], count, request.remaining - len(request.tokens))
+            drafted = min(request.remaining - len(request.tokens), len(tokens[row]) - 1)
+            self._counters.count(request.index, accepted[row], count, drafted)
             request.tokens += tokens[row][:count]
             if self._settings.record_timestamps:
                 request.timestamps += [now] * count
@@ -292,7 +293,6 @@ class ContinuousRun:
         if self._target.is_captured:  # before the rows, which may take all memory that is left
             self._group_lease(min(request.batch, GROUP_SIZES[-1]))
         lease = self._open_most()
-        captured = lease.captured_round(self._process)
         state = lease.session.state
         ends = request.eos_token_ids
         counters = Counters(request.batch, request.num_draft_tokens)
@@ -309,7 +309,8 @@ class ContinuousRun:
         )
         with settled_on_error(lease.session):
             start = time.perf_counter()
-            RoundLoop(state, lease.next_round(self._process), rows).run()
+            drafts = FixedDrafts(state.most_draft_tokens)
+            RoundLoop(state, lease.rounds(self._process), rows, drafts).run()
             seconds = time.perf_counter() - start
         for one in (*self._groups.values(), lease):
             one.keep()
@@ -317,7 +318,7 @@ class ContinuousRun:
             num_assistant_tokens=request.num_draft_tokens,
             engine="static",
             reason=request.reason,
-            execution=execution(captured, self._target),
+            execution=lease.execution(self._process, state.most_draft_tokens),
             draft_probs=lease.shape.draft_probs,
             num_rounds=rows.num_rounds,
             seconds=seconds,
@@ -356,12 +357,12 @@ class ContinuousRun:
             state = session.state
             state.clear()
             state.set_sampling(request.eos_token_ids, request.temperature)
-            lacks_round = lease.lacks_round(self._process)
+            lacks_round = lease.lacks_round(self._process, state.most_draft_tokens)
             if lacks_round:
                 lease.start_compiler()
             lease.allocate()
             if lacks_round:
-                lease.capture_round(self._process)
+                lease.capture_round(self._process, state.most_draft_tokens)
         return lease
 
     def _prefill(self, state: DecodeState, rows: list[int], group: list[RowRequest]) -> None:
@@ -395,7 +396,7 @@ class ContinuousRun:
         lease = self._groups.get(size)
         if lease is None:
             longest = max((len(one.prompt) for one in self.requests if one.error is None), default=1)
-            shape = shape_of(self._request, size, longest + self._request.num_draft_tokens, is_captured)
+            shape = shape_of(self._request, size, longest, is_captured)
             lease = SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_for_groups=True)
             with settled_on_error(lease.take()):
                 lease.allocate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,11 +14,11 @@ from ..patching.support import num_cache_layers
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
 from .buckets import captured_width, group_chunks, next_power_of_two, slots_for, useful_drafts
-from .capture import CapturedRound, capture_prefill, capture_round, why_not_captured
+from .capture import CapturedRound, capture_catch_up, capture_prefill, capture_round, why_not_captured
 from .cuda_graphs import start_compiler
 from .fingerprint import Fingerprint, fingerprint, weights_of
 from .request import Request
-from .rounds import prefill_chunk, run_round, start_prefill
+from .rounds import catch_up, prefill_chunk, run_round, start_prefill
 from .sessions import Session, SessionKey, sessions_of
 from .target import HiddenStates, Target, patched_target
 
@@ -148,31 +147,66 @@ class SessionLease:
     def _key(self) -> SessionKey:
         return SessionKey(self.shape, self._target.drafter.compile_rounds, self._target.fingerprint)
 
-    def lacks_round(self, process: BlockProcessor) -> bool:
-        """Whether rounds with `process` are to be captured and have not been."""
-        return self._target.is_captured and process.key not in self.session.rounds
+    def lacks_round(self, process: BlockProcessor, num_drafts: int) -> bool:
+        """Whether rounds of `num_drafts` drafts with `process` are to be captured and have not been."""
+        return self._target.is_captured and (process.key, num_drafts) not in self.session.rounds
 
     def start_compiler(self) -> None:
         """Start what compiles rounds, where they are compiled, beside the prefill that comes before."""
         if self._target.drafter.compile_rounds:
             start_compiler(self._target.model.device)
 
-    def capture_round(self, process: BlockProcessor) -> None:
-        self.session.rounds.add(process.key, capture_round(self.session, self._target(), self._target.drafter, process))
+    def capture_round(self, process: BlockProcessor, num_drafts: int) -> None:
+        session = self.session
+        session.state.num_draft_tokens = num_drafts
+        captured = capture_round(session, self._target(), self._target.drafter, process)
+        session.rounds.add((process.key, num_drafts), captured)
 
-    def captured_round(self, process: BlockProcessor) -> CapturedRound | None:
+    def captured_round(self, process: BlockProcessor, num_drafts: int) -> CapturedRound | None:
         """The captured round; None if rounds run eagerly."""
-        return self.session.rounds.get(process.key)
+        return self.session.rounds.get((process.key, num_drafts))
 
-    def next_round(self, process: BlockProcessor) -> Callable[[], tuple]:
-        """A function that runs a round, captured or eagerly, see `run_round`."""
-        captured = self.captured_round(process)
+    def rounds(self, process: BlockProcessor) -> Callable[[int], tuple]:
+        """A function that runs a round of a given number of drafts, captured or eagerly, see `run_round`."""
+        state = self.session.state
+
+        def run(num_drafts: int) -> tuple:
+            if num_drafts + 1 < state.block_width:
+                self._catch_up()
+            if self.lacks_round(process, num_drafts):
+                self.capture_round(process, num_drafts)
+            state.num_draft_tokens = num_drafts
+            captured = self.captured_round(process, num_drafts)
+            if captured is not None:
+                results = captured(process)
+            else:
+                results = run_round(state, self._target(), self._target.drafter, process)
+            state.block_width = num_drafts + 1
+            return results
+
+        return run
+
+    def _catch_up(self) -> None:
+        """Let the drafter read the last block; captured where rounds are, not compiled."""
+        session, drafter, width = self.session, self._target.drafter, self.session.state.block_width
+        if self._target.is_captured and width not in session.catch_ups:
+            session.catch_ups.add(width, capture_catch_up(session, self._target(), drafter, width))
+        replay = session.catch_ups.get(width)
+        if replay is not None:
+            replay()
+        else:
+            self._target()  # which patches the drafter, too
+            catch_up(session.state, drafter, width)
+
+    def execution(self, process: BlockProcessor, num_drafts: int) -> str:
+        """How such rounds are run, for `SpeculationStats.execution`."""
+        captured = self.captured_round(process, num_drafts)
         if captured is not None:
-            return functools.partial(captured, process)
-        return functools.partial(run_round, self.session.state, self._target(), self._target.drafter, process)
+            return captured.execution
+        return f"eager: {self._target.eager_reason or 'a round cannot be captured'}"
 
     def prefill(self, longest: int) -> None:
-        """Prefill the session with the prompts that its state holds, by graphs as far as they are captured, and draft.
+        """Prefill the session with the prompts that its state holds, by graphs as far as they are captured.
 
         Args:
             longest: uncached tokens of the longest prompt.
@@ -184,11 +218,11 @@ class SessionLease:
             if replay is not None:
                 replay()
             else:
-                prefill_chunk(session.state, self._target(), drafter, *chunk)
+                prefill_chunk(session.state, self._target(), drafter, chunk)
 
     def allocate(self) -> None:
         """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""
-        if self.session.state.proposal is None:
+        if not self.session.is_allocated:
             self.prefill(1)
 
     def lacks_prefill(self, longest: int) -> bool:
@@ -202,35 +236,27 @@ class SessionLease:
             if chunk not in session.prefills:
                 # Warm-ups and the capture prefill other positions than those that are next, which does no harm.
                 start_prefill(session.state)
-                captured = capture_prefill(session, self._target(), self._target.drafter, *chunk)
+                captured = capture_prefill(session, self._target(), self._target.drafter, chunk)
                 session.prefills.add(chunk, captured)
 
-    def _captured_chunks(self, longest: int) -> list[tuple[int, bool]]:
-        """The chunks of a prefill that is captured: columns, and whether it is the last one; none if it is not."""
+    def _captured_chunks(self, longest: int) -> list[int]:
+        """Columns of the chunks of a prefill that is captured; none if it is not."""
         if not self._target.is_captured:
             return []
         if self._is_for_groups:
-            columns = group_chunks(longest)
-        else:
-            width = captured_width(longest, self.shape.batch, self._chunk_size)
-            columns = [] if width is None else [width]
-        return [(count, index == len(columns)) for index, count in enumerate(columns, start=1)]
+            return group_chunks(longest)
+        width = captured_width(longest, self.shape.batch, self._chunk_size)
+        return [] if width is None else [width]
 
-    def _chunks(self, longest: int) -> list[tuple[int, bool]]:
+    def _chunks(self, longest: int) -> list[int]:
         captured = self._captured_chunks(longest)
         prefills = self.session.prefills
         if captured and not any(chunk in prefills and prefills.get(chunk) is None for chunk in captured):
             return captured
         width = max(longest - 1, 1)
-        firsts = range(0, width, self._chunk_size)
-        return [(min(self._chunk_size, width - first), first + self._chunk_size >= width) for first in firsts]
+        return [min(self._chunk_size, width - first) for first in range(0, width, self._chunk_size)]
 
     def keep(self) -> None:
         """Leave the session for other calls, where sessions are kept."""
         if self._target.is_captured:
             self._pool.keep(self._key(), self.session)
-
-
-def execution(captured: CapturedRound | None, target: LazyTarget) -> str:
-    """How rounds are run, for `SpeculationStats.execution`."""
-    return captured.execution if captured else f"eager: {target.eager_reason or 'a round cannot be captured'}"

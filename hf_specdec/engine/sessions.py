@@ -19,7 +19,7 @@ from .kv_transfer import DeferredCache
 MAX_SESSIONS = 4
 
 # Captured rounds, and captured prefills, kept in a session, likewise. Every combination of warpers (each `top_p`) needs
-# its own round, every power of two of columns its own prefill.
+# its own rounds, one for each K, every power of two of columns its own prefill.
 MAX_CAPTURES = 8
 
 
@@ -69,7 +69,8 @@ class Session:
 
     Attributes:
         state: the buffers.
-        rounds: captured rounds, by `BlockProcessor.key`.
+        rounds: captured rounds, by `BlockProcessor.key` and K.
+        catch_ups: captured `catch_up`, by width.
         prefills: captured prefills, by width.
         graph_pool: memory pool of all these graphs.
         fence: recorded after the work of the last call, which the device may not have finished.
@@ -77,10 +78,15 @@ class Session:
 
     def __init__(self, state: DecodeState):
         self.state = state
-        self.rounds, self.prefills = Captures(), Captures()
+        self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
         self.graph_pool = GraphPool()
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether a forward pass has allocated what it writes."""
+        return any(layer.is_initialized for layer in self.state.cache.layers)
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers until another call needs them."""

@@ -16,10 +16,10 @@ from ..sampling.processors import BlockProcessor
 from ..stats import Counters
 from .buckets import next_power_of_two
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
-from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, execution, shape_of
+from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, shape_of
 from .output import SpeculativeOutput
 from .request import Request
-from .rounds import CallRows, RoundLoop, prefill_drafter
+from .rounds import CallRows, FixedDrafts, RoundLoop, prefill_drafter
 from .sessions import Session, sessions_of, settled_on_error
 from .transcript import Transcript
 
@@ -104,14 +104,15 @@ class StaticRun:
         session = lease.take()
         with settled_on_error(session):
             self._begin(session)
-            lacks_round = lease.lacks_round(process)
+            num_drafts = lease.shape.num_draft_tokens
+            lacks_round = lease.lacks_round(process, num_drafts)
             if lacks_round:
                 lease.start_compiler()
             self._prefill(session)
             if lacks_round:
-                lease.capture_round(process)
+                lease.capture_round(process, num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
-            if lease.captured_round(process) is not None and lease.lacks_prefill(longest):
+            if lease.captured_round(process, num_drafts) is not None and lease.lacks_prefill(longest):
                 lease.capture_prefill(longest)
                 self._prefill(session)
 
@@ -129,7 +130,7 @@ class StaticRun:
         )
 
     def _prefill(self, session: Session) -> None:
-        """Bring the caller's cache and the prompts into the session and draft."""
+        """Bring the caller's cache and the prompts into the session."""
         request, prompts, state = self._request, self._request.prompts, session.state
         if prompts.cached:
             read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.model.device)
@@ -142,7 +143,6 @@ class StaticRun:
         """Run rounds until every row has ended; then fill the caller's cache, and keep the session for other calls."""
         request, session = self._request, self._lease.session
         with settled_on_error(session):
-            self._captured = self._lease.captured_round(self._process)
             self._rows = CallRows(
                 self._transcript,
                 Counters(request.batch, request.num_draft_tokens),
@@ -150,7 +150,8 @@ class StaticRun:
                 self._remaining,
                 session.state.finished,
             )
-            loop = RoundLoop(session.state, self._lease.next_round(self._process), self._rows)
+            drafts = FixedDrafts(self._lease.shape.num_draft_tokens)
+            loop = RoundLoop(session.state, self._lease.rounds(self._process), self._rows, drafts)
             start = time.perf_counter()
             loop.run()
             self._seconds = time.perf_counter() - start
@@ -181,7 +182,7 @@ class StaticRun:
             num_assistant_tokens=request.num_draft_tokens,
             engine="static",
             reason=request.reason,
-            execution=execution(self._captured, self._target),
+            execution=self._lease.execution(self._process, self._lease.shape.num_draft_tokens),
             draft_probs=self._lease.shape.draft_probs,
             num_rounds=self._rows.num_rounds,
             seconds=self._seconds,

@@ -1,0 +1,26 @@
+"""Rounds with numbers of drafts that a test chooses."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from hf_specdec.engine import continuous, static_engine
+
+
+def vary_drafts(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]) -> list[int]:
+    """Let rounds have `numbers` of drafts, again and again, cut to K of the call; returns those asked for so far."""
+    asked: list[int] = []
+
+    class Numbers:
+        def __init__(self, most: int):
+            self._most = most
+            self._numbers = itertools.cycle(numbers)
+
+        def next(self) -> int:
+            asked.append(min(next(self._numbers), self._most))
+            return asked[-1]
+
+    for engine in (continuous, static_engine):
+        monkeypatch.setattr(engine, "FixedDrafts", Numbers)
+    return asked
