@@ -185,8 +185,10 @@ class DecodeState:
             self.eos[: len(eos)] = eos
         self.temperature.fill_(1.0 if temperature is None else temperature)
 
-    def copy_rows(self, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
-        """Continue the first rows of another state between two rounds, in rows of this one.
+    def copy_rows(
+        self, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor | None = None
+    ) -> None:
+        """Continue rows of another state between two rounds, in rows of this one.
 
         The drafter's memory is copied by `Drafter.copy_rows`.
 
@@ -194,16 +196,17 @@ class DecodeState:
             rows: `[n]` int64, which rows of this state they become.
             source: of the same `most_draft_tokens`, with any numbers of rows and of slots.
             slots: how many leading slots are copied, none of them a dummy slot: at least the tokens of each row.
+            source_rows: `[n]` int64, which rows of `source`; the first n if None.
         """
-        count = len(rows)
-        self.tokens[rows, :slots] = source.tokens[:count, :slots]
+        taken = slice(len(rows)) if source_rows is None else source_rows
+        self.tokens[rows, :slots] = source.tokens[taken, :slots]
         for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts", "finished"):
-            getattr(self, name)[rows] = getattr(source, name)[:count]
-        self.cache.copy_rows(rows, source.cache, slots)
+            getattr(self, name)[rows] = getattr(source, name)[taken]
+        self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):
-            ours[rows] = theirs[:count]
+            ours[rows] = theirs[taken]
         if self.aux_hidden_states is not None:
-            self.aux_hidden_states[rows] = source.aux_hidden_states[:count]
+            self.aux_hidden_states[rows] = source.aux_hidden_states[taken]
         self.block_width = max(self.block_width, source.block_width)
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -63,7 +63,7 @@ class SpeculationStats(RowStats):
 
     Attributes:
         rows: the counts of each row.
-        num_assistant_tokens: K, draft tokens a round.
+        num_assistant_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
         engine: `"static"` or `"stock"`.
         reason: why that engine ran.
         execution: how its rounds were run: captured or not, compiled or not.
@@ -100,9 +100,11 @@ class Counters:
     Args:
         batch: rows.
         num_draft_tokens: the largest K of a round.
+        on_count: called with the accepted and the verified draft tokens of every round of a row.
     """
 
-    def __init__(self, batch: int, num_draft_tokens: int):
+    def __init__(self, batch: int, num_draft_tokens: int, on_count: Callable[[int, int], None] | None = None):
+        self._on_count = on_count
         self.rows = [RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0) for _ in range(batch)]
 
     def count(self, row: int, accepted: int, committed: int, drafted: int) -> None:
@@ -114,6 +116,8 @@ class Counters:
             committed: tokens committed.
             drafted: draft tokens verified, up to the row's length limit.
         """
+        if self._on_count is not None:
+            self._on_count(accepted, drafted)
         counts = self.rows[row]
         counts.rounds += 1
         counts.committed += committed

@@ -31,9 +31,11 @@ class DraftMemory:
     inputs: DraftInputs
     draft_ids: torch.Tensor | None
 
-    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, slots: int) -> None:
-        """Copy what another generation keeps of its first rows; arguments as of `DecodeState.copy_rows`."""
-        self.cache.copy_rows(rows, source.cache, slots)
+    def copy_rows(
+        self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor | None = None
+    ) -> None:
+        """Copy what another generation keeps of rows; arguments as of `DecodeState.copy_rows`."""
+        self.cache.copy_rows(rows, source.cache, slots, source_rows)
 
 
 class CachedDrafter(Drafter):
@@ -64,6 +66,10 @@ class CachedDrafter(Drafter):
     def num_cached_layers(self) -> int:
         """Number of layers of the cache."""
         raise NotImplementedError(f"{type(self).__name__} does not implement num_cached_layers.")
+
+    @property
+    def most_draft_tokens(self) -> int | None:
+        return self.config.num_assistant_tokens if self.config.parallel_drafting else None
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
@@ -143,8 +149,15 @@ class CachedDrafter(Drafter):
             else None,
         )
 
-    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
-        state.memory.copy_rows(rows, source.memory, slots)
+    def copy_rows(
+        self,
+        state: DecodeState,
+        rows: torch.Tensor,
+        source: DecodeState,
+        slots: int,
+        source_rows: torch.Tensor | None = None,
+    ) -> None:
+        state.memory.copy_rows(rows, source.memory, slots, source_rows)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))

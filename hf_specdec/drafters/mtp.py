@@ -97,12 +97,15 @@ class MtpMemory(DraftMemory):
     num_seen: torch.Tensor
     num_columns: torch.Tensor
 
-    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, slots: int) -> None:
-        super().copy_rows(rows, source, slots)
+    def copy_rows(
+        self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor | None = None
+    ) -> None:
+        super().copy_rows(rows, source, slots, source_rows)
         for cache, other in zip(self.later_caches, source.later_caches, strict=True):
-            cache.copy_rows(rows, other, slots)
-        self.hidden[rows] = source.hidden[: len(rows)]
-        self.num_seen[rows] = source.num_seen[: len(rows)]
+            cache.copy_rows(rows, other, slots, source_rows)
+        taken = slice(len(rows)) if source_rows is None else source_rows
+        self.hidden[rows] = source.hidden[taken]
+        self.num_seen[rows] = source.num_seen[taken]
 
     def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
         """Append hidden states, dropping as many of the oldest. Those that were appended before are left out.
@@ -215,6 +218,10 @@ class MtpDrafter(CachedDrafter):
     @property
     def num_cached_layers(self) -> int:
         return self.config.num_modules
+
+    @property
+    def most_draft_tokens(self) -> int | None:
+        return self.config.num_modules if self._chains_modules else None
 
     @property
     def _chains_modules(self) -> bool:

@@ -26,7 +26,7 @@ class NoDrafter(Drafter):
     def device(self) -> torch.device:
         return self._device
 
-    def num_draft_tokens(self, requested: int | None) -> int:
+    def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int:
         return 0
 
     def bind(self, target: PreTrainedModel) -> None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
+import torch
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.hidden_states import modules_of
 from ..patching.support import num_cache_layers
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
+from .auto_drafts import Acceptance, AutoDrafts
 from .buckets import captured_width, group_chunks, next_power_of_two, slots_for, useful_drafts
 from .capture import CapturedRound, capture_catch_up, capture_prefill, capture_round, why_not_captured
 from .cuda_graphs import start_compiler
 from .fingerprint import Fingerprint, fingerprint, weights_of
 from .request import Request
-from .rounds import catch_up, prefill_chunk, run_round, start_prefill
+from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, prefill_chunk, run_round, start_prefill
 from .sessions import Session, SessionKey, sessions_of
 from .target import HiddenStates, Target, patched_target
 
 PREFILL_CHUNK_SIZE = 2048
+
+# Rounds after which the processes that run one model together agree on times, by a broadcast that waits for the GPU.
+ROUNDS_TO_AGREE = 8
 
 
 def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> Shape:
@@ -110,6 +118,39 @@ class LazyTarget:
         return None if self._patched is None else self._patched.hidden_states
 
 
+class SharedClock:
+    """Choices of K by processes that run one model together: those that the first one's times give.
+
+    Args:
+        drafts: chooses, on every process.
+        model: the target.
+    """
+
+    def __init__(self, drafts: NumDrafts, model: PreTrainedModel):
+        self._drafts, self._model = drafts, model
+        self._rounds: list[tuple[int, float, bool]] = []
+
+    @property
+    def current(self) -> int:
+        return self._drafts.current
+
+    def next(self) -> int:
+        return self._drafts.next()
+
+    def refuse(self, num_drafts: int) -> None:
+        self._drafts.refuse(num_drafts)
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        self._rounds.append((num_drafts, milliseconds, is_typical))
+        if len(self._rounds) == ROUNDS_TO_AGREE:
+            times = torch.tensor([one[1] for one in self._rounds], dtype=torch.float32)
+            for (count, _, typical), shared in zip(
+                self._rounds, from_first_rank(times, self._model).tolist(), strict=True
+            ):
+                self._drafts.ran(count, shared, typical)
+            self._rounds.clear()
+
+
 class SessionLease:
     """A session that a call uses: one that earlier calls have left, or a new one.
 
@@ -128,6 +169,11 @@ class SessionLease:
         self._is_for_groups = is_for_groups
         self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a session for the shape is there already."""
+        return self._target.is_captured and self._key() in self._pool
 
     def take(self) -> Session:
         """A session for the shape, ready to be used; it is also `session`."""
@@ -157,34 +203,74 @@ class SessionLease:
             start_compiler(self._target.model.device)
 
     def capture_round(self, process: BlockProcessor, num_drafts: int) -> None:
-        session = self.session
+        session, start = self.session, time.perf_counter()
         session.state.num_draft_tokens = num_drafts
         captured = capture_round(session, self._target(), self._target.drafter, process)
         session.rounds.add((process.key, num_drafts), captured)
+        session.capture_seconds = time.perf_counter() - start
 
     def captured_round(self, process: BlockProcessor, num_drafts: int) -> CapturedRound | None:
         """The captured round; None if rounds run eagerly."""
         return self.session.rounds.get((process.key, num_drafts))
 
-    def rounds(self, process: BlockProcessor) -> Callable[[int], tuple]:
-        """A function that runs a round of a given number of drafts, captured or eagerly, see `run_round`."""
-        state = self.session.state
+    def stage(
+        self,
+        process: BlockProcessor,
+        request: Request,
+        acceptance: Acceptance,
+        tokens_left: Callable[[], float],
+        first: int | None = None,
+    ) -> Stage:
+        """Where and how the rounds of `request` run.
 
-        def run(num_drafts: int) -> tuple:
-            if num_drafts + 1 < state.block_width:
-                self._catch_up()
-            if self.lacks_round(process, num_drafts):
+        Args:
+            process: of the rounds.
+            request: to run.
+            acceptance: of its drafts.
+            tokens_left: see `AutoDrafts`.
+            first: K of the first rounds; None for what the drafter is made for.
+        """
+        most = self.shape.num_draft_tokens
+        drafts: NumDrafts = FixedDrafts(most, self.session.round_times)
+        if request.is_auto:
+            first = request.first_draft_tokens if first is None else first
+            price = functools.partial(self._price, process)
+            drafts = AutoDrafts(most, first, acceptance, self.session.round_times, tokens_left, price)
+        if tensor_parallel_group(request.model) is not None:
+            drafts = SharedClock(drafts, request.model)
+        prepare, run = functools.partial(self._prepare, process), functools.partial(self._run, process)
+        return Stage(self.session.state, prepare, run, drafts)
+
+    def _price(self, process: BlockProcessor, num_drafts: int) -> float:
+        """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""
+        if not self.lacks_round(process, num_drafts):
+            return 0.0
+        return 1e3 * float(from_first_rank(torch.tensor(self.session.capture_seconds), self._target.model))
+
+    def _prepare(self, process: BlockProcessor, num_drafts: int) -> bool:
+        """Get ready for a round of `num_drafts`; returns whether there is memory for it."""
+        if self.lacks_round(process, num_drafts):
+            try:
                 self.capture_round(process, num_drafts)
-            state.num_draft_tokens = num_drafts
-            captured = self.captured_round(process, num_drafts)
-            if captured is not None:
-                results = captured(process)
-            else:
-                results = run_round(state, self._target(), self._target.drafter, process)
-            state.block_width = num_drafts + 1
-            return results
+            except torch.OutOfMemoryError:
+                # Processes that run one model together need the same rounds.
+                if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
+                    raise
+                return False
+        if num_drafts + 1 < self.session.state.block_width:
+            self._catch_up()
+        return True
 
-        return run
+    def _run(self, process: BlockProcessor, num_drafts: int) -> tuple:
+        """A round of `num_drafts`, captured or eagerly, see `run_round`."""
+        state, captured = self.session.state, self.captured_round(process, num_drafts)
+        state.num_draft_tokens = num_drafts
+        if captured is not None:
+            results = captured(process)
+        else:
+            results = run_round(state, self._target(), self._target.drafter, process)
+        state.block_width = num_drafts + 1
+        return results
 
     def _catch_up(self) -> None:
         """Let the drafter read the last block; captured where rounds are, not compiled."""

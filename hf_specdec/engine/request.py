@@ -15,6 +15,7 @@ from ..parallel.tensor_parallel import from_first_rank
 from ..patching.support import num_positions
 from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
+from .auto_drafts import CANDIDATES
 from .prompts import Prompts
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
@@ -32,7 +33,8 @@ class Request:
         drafter: bound to it.
         prompts: of the call, and how much of them `cache` holds.
         processors, criteria, config, streamer: as prepared by `generate()`.
-        num_draft_tokens: K, draft tokens a round.
+        num_draft_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
+        is_auto: whether it is.
         randomness: where random numbers come from.
         cache: `past_key_values` of the caller, which the call fills; None if the caller passed none.
         reason: why this engine runs, for the statistics.
@@ -48,6 +50,7 @@ class Request:
     randomness: Randomness
     streamer: BaseStreamer | None = None
     cache: Cache | None = None
+    is_auto: bool = False
     reason: str = ""
 
     @property
@@ -63,6 +66,13 @@ class Request:
     def temperature(self) -> float | None:
         """The temperature that tokens are sampled at; None for greedy decoding."""
         return (self.config.temperature or 1.0) if self.config.do_sample else None
+
+    @property
+    def first_draft_tokens(self) -> int:
+        """K of the first rounds."""
+        if not self.is_auto:
+            return self.num_draft_tokens
+        return max(one for one in CANDIDATES if one <= min(self.drafter.num_own_draft_tokens, self.num_draft_tokens))
 
     @cached_property
     def row_temperatures(self) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ device on the host.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..ops import verify_block, verify_greedy, verify_sampling
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
+from .auto_drafts import RoundTimes
 from .target import Target
 from .transcript import Transcript
 
@@ -164,8 +166,15 @@ class Rows(Protocol):
     def is_complete(self) -> bool:
         """Whether no row needs another round."""
 
-    def admit(self) -> None:
-        """Called before every round: put waiting requests into free rows."""
+    def admit(self) -> bool:
+        """Called before every round: put waiting requests into free rows. Returns whether any were."""
+
+    @property
+    def fits_fewer(self) -> bool:
+        """Whether rounds should run on a state with fewer rows."""
+
+    def move(self) -> Stage | None:
+        """Move to such a state; the results of all rounds have been taken. None if there is no memory for it."""
 
     def longest(self) -> int:
         """Committed tokens of the longest row, prompt included, as far as results are read."""
@@ -182,8 +191,18 @@ class Rows(Protocol):
 class NumDrafts(Protocol):
     """Decides how many drafts (K) each round has."""
 
+    @property
+    def current(self) -> int:
+        """K of most rounds at the moment."""
+
     def next(self) -> int:
         """K of the next round."""
+
+    def refuse(self, num_drafts: int) -> None:
+        """Called where there is no memory for rounds with so many drafts."""
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        """Take the time of a round of K = `num_drafts`, which `is_typical` if it followed one of the same K at once."""
 
 
 @dataclass(frozen=True)
@@ -192,52 +211,135 @@ class FixedDrafts:
 
     Attributes:
         num_drafts: K.
+        times: of the rounds.
     """
 
     num_drafts: int
+    times: RoundTimes
+
+    @property
+    def current(self) -> int:
+        return self.num_drafts
 
     def next(self) -> int:
         return self.num_drafts
+
+    def refuse(self, num_drafts: int) -> None:
+        raise torch.OutOfMemoryError(f"There is no memory for rounds of {num_drafts} drafts.")
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        self.times.add(num_drafts, milliseconds, is_typical)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where rounds run, and how.
+
+    Attributes:
+        state: prefilled, or without unfinished rows.
+        prepare: gets ready for a round of the number of drafts that it is given; returns whether that is possible.
+        run: runs `run_round` with that number of drafts, eagerly or captured.
+        drafts: decides how many drafts a round has.
+    """
+
+    state: DecodeState
+    prepare: Callable[[int], bool]
+    run: Callable[[int], tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]]
+    drafts: NumDrafts
+
+
+class RoundClock:
+    """Points in time of the work of a device: CUDA events, which are read later; elsewhere the host's clock.
+
+    Args:
+        device: whose work it is.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def mark(self) -> Any:
+        """The time at which the work so far is done."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """Time between two marks, which the device has passed."""
+        return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+@dataclass
+class _Launched:
+    """A round whose results have not been read."""
+
+    num_drafts: int
+    is_typical: bool
+    start: Any
+    end: Any
+    occupants: Any
+    report: RoundReport
+    records: dict[str, torch.Tensor | None]
 
 
 class RoundLoop:
     """The loop over rounds on the host. It reads results one round late on a GPU, which therefore never waits for it.
 
     Args:
-        state: prefilled.
-        next_round: runs `run_round` on it with the number of drafts that it is given, eagerly or captured.
+        stage: where rounds run at first.
         rows: what occupies the rows.
-        drafts: decides how many drafts a round has.
     """
 
-    def __init__(
-        self,
-        state: DecodeState,
-        next_round: Callable[[int], tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]],
-        rows: Rows,
-        drafts: NumDrafts,
-    ):
-        self._state = state
-        self._next_round = next_round
+    def __init__(self, stage: Stage, rows: Rows):
+        device = stage.state.tokens.device
+        self._stage = stage
         self._rows = rows
-        self._drafts = drafts
-        self._rounds_ahead = policy_of(state.tokens.device).rounds_ahead
-        self._reports: deque[tuple[int, Any, RoundReport, dict[str, torch.Tensor | None]]] = deque()
+        self._clock = RoundClock(device)
+        self._rounds_ahead = policy_of(device).rounds_ahead
+        self._launched: deque[_Launched] = deque()
+        self._last: _Launched | None = None
 
     def run(self) -> None:
         """Run rounds until the rows are complete. Rounds that the device began after that are ignored."""
         while not self._rows.is_complete:
-            self._rows.admit()
-            num_drafts = self._drafts.next()
-            # Tokens of rounds whose results are not read yet.
-            unseen = sum(count + 1 for count, *_ in self._reports)
-            self._state.live = self._rows.longest() + unseen + num_drafts
-            result, scores, logits = self._next_round(num_drafts)
-            report = RoundReport(result)
-            self._reports.append((num_drafts, self._rows.occupants(), report, {"scores": scores, "logits": logits}))
-            if len(self._reports) > self._rounds_ahead:
-                _, occupants, report, records = self._reports.popleft()
-                self._rows.take(occupants, *report.read(), **records)
+            if self._rows.admit():
+                self._last = None
+            if self._rows.fits_fewer:
+                self._read_results(0)
+                if self._rows.fits_fewer:
+                    self._stage, self._last = self._rows.move() or self._stage, None
+            else:
+                self._launch()
+                self._read_results(self._rounds_ahead)
+
+    def _launch(self) -> None:
+        stage, last = self._stage, self._last
+        num_drafts = stage.drafts.next()
+        # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
+        before = self._rows.longest() + sum(one.num_drafts + 1 for one in self._launched)
+        stage.state.live = before + num_drafts
+        while not stage.prepare(num_drafts):
+            stage.drafts.refuse(num_drafts)
+            num_drafts = stage.drafts.next()
+            stage.state.live = before + num_drafts
+        is_typical = last is not None and last.num_drafts == num_drafts
+        start = last.end if is_typical else self._clock.mark()
+        result, scores, logits = stage.run(num_drafts)
+        end = self._clock.mark()
+        records = {"scores": scores, "logits": logits}
+        report = RoundReport(result)
+        self._last = _Launched(num_drafts, is_typical, start, end, self._rows.occupants(), report, records)
+        self._launched.append(self._last)
+
+    def _read_results(self, rounds_ahead: int) -> None:
+        """Read the results of all rounds but the last `rounds_ahead`."""
+        while len(self._launched) > rounds_ahead:
+            one = self._launched.popleft()
+            self._rows.take(one.occupants, *one.report.read(), **one.records)
+            milliseconds = self._clock.milliseconds(one.start, one.end)
+            self._stage.drafts.ran(one.num_drafts, milliseconds, one.is_typical)
 
 
 class CallRows:
@@ -266,8 +368,18 @@ class CallRows:
     def is_complete(self) -> bool:
         return self.transcript.is_complete
 
-    def admit(self) -> None:
-        pass
+    fits_fewer = False
+
+    def admit(self) -> bool:
+        return False
+
+    def move(self) -> None:
+        return None
+
+    def tokens_left(self) -> float:
+        """How many tokens a row that has not ended may still add, on average."""
+        rows = [row for row, stopped in enumerate(self.transcript.stopped) if not stopped]
+        return sum(self._remaining[row] - self.transcript.length(row) for row in rows) / max(len(rows), 1)
 
     def longest(self) -> int:
         return self._longest + self.transcript.longest_row()

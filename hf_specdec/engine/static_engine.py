@@ -14,12 +14,13 @@ import torch
 from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
 from ..stats import Counters
+from .auto_drafts import Acceptance
 from .buckets import next_power_of_two
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
 from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, shape_of
 from .output import SpeculativeOutput
 from .request import Request
-from .rounds import CallRows, FixedDrafts, RoundLoop, prefill_drafter
+from .rounds import CallRows, RoundLoop, prefill_drafter
 from .sessions import Session, sessions_of, settled_on_error
 from .transcript import Transcript
 
@@ -72,6 +73,8 @@ class StaticRun:
             keep_scores="scores" in kept,
             keep_logits="logits" in kept,
         )
+        # K of the first rounds.
+        self._num_drafts = min(request.first_draft_tokens, shape.num_draft_tokens)
         self._remaining, self._seeds = request.remaining, request.seeds
 
     def __enter__(self) -> StaticRun:
@@ -104,7 +107,7 @@ class StaticRun:
         session = lease.take()
         with settled_on_error(session):
             self._begin(session)
-            num_drafts = lease.shape.num_draft_tokens
+            num_drafts = self._num_drafts
             lacks_round = lease.lacks_round(process, num_drafts)
             if lacks_round:
                 lease.start_compiler()
@@ -142,16 +145,17 @@ class StaticRun:
     def run_rounds(self) -> None:
         """Run rounds until every row has ended; then fill the caller's cache, and keep the session for other calls."""
         request, session = self._request, self._lease.session
+        acceptance = Acceptance(request.num_draft_tokens)
         with settled_on_error(session):
             self._rows = CallRows(
                 self._transcript,
-                Counters(request.batch, request.num_draft_tokens),
+                Counters(request.batch, request.num_draft_tokens, acceptance.observe if request.is_auto else None),
                 request.prompts.longest,
                 self._remaining,
                 session.state.finished,
             )
-            drafts = FixedDrafts(self._lease.shape.num_draft_tokens)
-            loop = RoundLoop(session.state, self._lease.rounds(self._process), self._rows, drafts)
+            stage = self._lease.stage(self._process, request, acceptance, self._rows.tokens_left)
+            loop = RoundLoop(stage, self._rows)
             start = time.perf_counter()
             loop.run()
             self._seconds = time.perf_counter() - start
@@ -182,7 +186,7 @@ class StaticRun:
             num_assistant_tokens=request.num_draft_tokens,
             engine="static",
             reason=request.reason,
-            execution=self._lease.execution(self._process, self._lease.shape.num_draft_tokens),
+            execution=self._lease.execution(self._process, self._num_drafts),
             draft_probs=self._lease.shape.draft_probs,
             num_rounds=self._rows.num_rounds,
             seconds=self._seconds,

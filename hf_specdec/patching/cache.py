@@ -102,18 +102,22 @@ class RaggedCache(Cache):
             return slots[:, None, :, None]
         return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1)[..., None]
 
-    def copy_rows(self, rows: torch.Tensor, source: RaggedCache, slots: int) -> None:
+    def copy_rows(
+        self, rows: torch.Tensor, source: RaggedCache, slots: int, source_rows: torch.Tensor | None = None
+    ) -> None:
         """Copy keys and values of another cache of the same layers, whose layers hold some; so do this one's.
 
         Args:
             rows: `[n]` int64, where to.
-            source: its first n rows are copied.
+            source: whose rows are copied.
             slots: how many leading slots of them.
+            source_rows: `[n]` int64, which rows; the first n if None.
         """
+        taken = slice(len(rows)) if source_rows is None else source_rows
         for layer, other in zip(self.layers, source.layers, strict=True):
             if other.is_initialized:  # not those that no attention uses
-                layer.keys[rows, :slots] = other.keys[: len(rows), :slots]
-                layer.values[rows, :slots] = other.values[: len(rows), :slots]
+                layer.keys[rows, :slots] = other.keys[taken, :slots]
+                layer.values[rows, :slots] = other.values[taken, :slots]
 
     def advance(self, positions: torch.Tensor, live: int) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.

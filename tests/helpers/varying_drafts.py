@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_specdec.engine import continuous, static_engine
+from hf_specdec.engine import lease
+from hf_specdec.engine.auto_drafts import RoundTimes
 
 
 def vary_drafts(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]) -> list[int]:
@@ -13,14 +14,16 @@ def vary_drafts(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]) -> list
     asked: list[int] = []
 
     class Numbers:
-        def __init__(self, most: int):
-            self._most = most
+        def __init__(self, most: int, times: RoundTimes):
+            self.current = self._most = most
             self._numbers = itertools.cycle(numbers)
 
         def next(self) -> int:
             asked.append(min(next(self._numbers), self._most))
             return asked[-1]
 
-    for engine in (continuous, static_engine):
-        monkeypatch.setattr(engine, "FixedDrafts", Numbers)
+        def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+            pass
+
+    monkeypatch.setattr(lease, "FixedDrafts", Numbers)
     return asked
