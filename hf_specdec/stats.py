@@ -69,6 +69,7 @@ class SpeculationStats(RowStats):
         execution: how its rounds were run: captured or not, compiled or not.
         draft_probs: whether drafts were drawn from the drafter's distribution.
         num_rounds: rounds the batch ran, i.e. target passes after prefill.
+        rounds_by_k: how many of them had how many draft tokens, on the static engine.
         seconds: wall time of those rounds, with drafting, without prefill.
     """
 
@@ -79,6 +80,7 @@ class SpeculationStats(RowStats):
     execution: str = ""
     draft_probs: bool = False
     num_rounds: int = 0
+    rounds_by_k: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property

@@ -81,9 +81,11 @@ def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterato
 
     def verify(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> VerificationResult:
         result, drafts = true_verify(scores, state, proposal), proposal.tokens
+        if not drafts.shape[1]:
+            return result
         rows = torch.arange(len(drafts), device=drafts.device)
         number = ops.uniform(rows, state.lengths, drafts[:, 0], _STREAM)
-        accepted = (number[:, None] < shares).sum(dim=1)
+        accepted = (number[:, None] < shares[: drafts.shape[1]]).sum(dim=1)
         steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         padded = torch.cat([drafts, drafts[:, :1]], dim=1)
         tokens = torch.where(steps < accepted[:, None], padded, result.tokens)

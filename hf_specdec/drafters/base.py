@@ -228,7 +228,8 @@ class Drafter(PreTrainedModel):
         if requested is None:
             is_free = is_bulk and self._asked_num_assistant_tokens is None and self.varies_num_draft_tokens
             return AUTO if is_free else self.num_assistant_tokens
-        if check_num_or_auto(requested) == AUTO and not self.varies_num_draft_tokens:
+        requested = check_num_or_auto(requested)
+        if requested == AUTO and not self.varies_num_draft_tokens:
             raise ValueError(self._why_not_auto())
         return requested
 

@@ -7,7 +7,7 @@ run on. A round does not know which of its rows are occupied: rows that no reque
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,11 +18,11 @@ from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
-from ..state import Shape, upload
+from ..state import upload
 from ..stats import Counters, SpeculationStats
 from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two
-from .lease import LazyTarget, SessionLease, shape_of
+from .lease import LazyTarget, SessionLease, first_k, shape_of
 from .request import Request
 from .rounds import RoundLoop, Stage
 from .sessions import sessions_of, settled_on_error
@@ -194,7 +194,7 @@ class RequestRows:
         self._settings = settings
         self._fits_fewer, self._move = fits_fewer, move
         self._enough_to_admit = max(1, round(num_rows * SHARE_TO_ADMIT))
-        self.num_rounds = 0
+        self.rounds_by_k: Counter[int] = Counter()
 
     @property
     def is_complete(self) -> bool:
@@ -263,7 +263,7 @@ class RequestRows:
         committed: list[int],
         **records: None,
     ) -> None:
-        self.num_rounds += 1
+        self.rounds_by_k[len(tokens[0]) - 1] += 1
         now = time.perf_counter()
         for row, request in enumerate(occupants):
             if request is None or request.is_over:
@@ -347,7 +347,7 @@ class ContinuousRun:
             self._fits_fewer,
             self._move,
         )
-        execution = lease.execution(self._process, self._first_drafts(lease.shape))
+        execution = lease.execution(self._process, first_k(request, lease.shape))
         start = time.perf_counter()
         self._stage = lease.stage(self._process, request, self._acceptance, rows.tokens_left)
         try:
@@ -364,7 +364,8 @@ class ContinuousRun:
             reason=request.reason,
             execution=execution,
             draft_probs=lease.shape.draft_probs,
-            num_rounds=rows.num_rounds,
+            num_rounds=rows.rounds_by_k.total(),
+            rounds_by_k=dict(rows.rounds_by_k),
             seconds=seconds,
         )
         return ContinuousOutput(self.requests, request.drafter.stats)
@@ -396,14 +397,7 @@ class ContinuousRun:
         request = self._request
         longest = max((len(one.prompt) + one.remaining for one in self.requests if one.error is None), default=1)
         shape = shape_of(request, num_rows, longest, self._target.is_captured)
-        return self._open_shape(shape, self._first_drafts(shape))
-
-    def _first_drafts(self, shape: Shape) -> int:
-        """K of the first rounds."""
-        return min(self._request.first_draft_tokens, shape.num_draft_tokens)
-
-    def _open_shape(self, shape: Shape, num_drafts: int) -> SessionLease:
-        """A session in which all rows are free, and rounds of `num_drafts` are captured."""
+        num_drafts = first_k(request, shape)
         lease = SessionLease(self._target, shape)
         with settled_on_error(lease.take()):
             if lease.lacks_round(self._process, num_drafts):

@@ -17,7 +17,7 @@ from ..patching.hidden_states import modules_of
 from ..patching.support import num_cache_layers
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
-from .auto_drafts import Acceptance, AutoDrafts
+from .auto_drafts import Acceptance, AutoDrafts, first_drafts
 from .buckets import captured_width, group_chunks, next_power_of_two, slots_for, useful_drafts
 from .capture import CapturedRound, capture_catch_up, capture_prefill, capture_round, why_not_captured
 from .cuda_graphs import start_compiler
@@ -52,6 +52,13 @@ def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> S
         num_ends=next_power_of_two(max(0 if ends is None else ends.numel(), 8)),
         verification=request.drafter.verification,
     )
+
+
+def first_k(request: Request, shape: Shape) -> int:
+    """K of the first rounds of `request`."""
+    if not request.is_auto:
+        return shape.num_draft_tokens
+    return first_drafts(min(request.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
 
 
 class LazyTarget:
@@ -233,7 +240,7 @@ class SessionLease:
         most = self.shape.num_draft_tokens
         drafts: NumDrafts = FixedDrafts(most, self.session.round_times)
         if request.is_auto:
-            first = request.first_draft_tokens if first is None else first
+            first = first_k(request, self.shape) if first is None else first
             price = functools.partial(self._price, process)
             drafts = AutoDrafts(most, first, acceptance, self.session.round_times, tokens_left, price)
         if tensor_parallel_group(request.model) is not None:

@@ -15,7 +15,6 @@ from ..parallel.tensor_parallel import from_first_rank
 from ..patching.support import num_positions
 from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
-from .auto_drafts import CANDIDATES
 from .prompts import Prompts
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
@@ -66,13 +65,6 @@ class Request:
     def temperature(self) -> float | None:
         """The temperature that tokens are sampled at; None for greedy decoding."""
         return (self.config.temperature or 1.0) if self.config.do_sample else None
-
-    @property
-    def first_draft_tokens(self) -> int:
-        """K of the first rounds."""
-        if not self.is_auto:
-            return self.num_draft_tokens
-        return max(one for one in CANDIDATES if one <= min(self.drafter.num_own_draft_tokens, self.num_draft_tokens))
 
     @cached_property
     def row_temperatures(self) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ device on the host.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -359,7 +359,7 @@ class CallRows:
     ):
         self.transcript = transcript
         self.counters = counters
-        self.num_rounds = 0
+        self.rounds_by_k: Counter[int] = Counter()
         self._longest = longest
         self._remaining = remaining
         self._finished = finished
@@ -396,7 +396,7 @@ class CallRows:
         **records: torch.Tensor | None,
     ) -> None:
         batch = len(self.counters.rows)
-        self.num_rounds += 1
+        self.rounds_by_k[len(tokens[0]) - 1] += 1
         for row, (num_accepted, num_committed) in enumerate(zip(accepted[:batch], committed[:batch], strict=True)):
             if num_committed > 0 and not self.transcript.is_done(row):
                 remaining = self._remaining[row] - self.transcript.length(row)

@@ -17,7 +17,7 @@ from ..stats import Counters
 from .auto_drafts import Acceptance
 from .buckets import next_power_of_two
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
-from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, shape_of
+from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import CallRows, RoundLoop, prefill_drafter
@@ -74,7 +74,7 @@ class StaticRun:
             keep_logits="logits" in kept,
         )
         # K of the first rounds.
-        self._num_drafts = min(request.first_draft_tokens, shape.num_draft_tokens)
+        self._num_drafts = first_k(request, shape)
         self._remaining, self._seeds = request.remaining, request.seeds
 
     def __enter__(self) -> StaticRun:
@@ -188,7 +188,8 @@ class StaticRun:
             reason=request.reason,
             execution=self._lease.execution(self._process, self._num_drafts),
             draft_probs=self._lease.shape.draft_probs,
-            num_rounds=self._rows.num_rounds,
+            num_rounds=self._rows.rounds_by_k.total(),
+            rounds_by_k=dict(self._rows.rounds_by_k),
             seconds=self._seconds,
         )
         request.drafter._last_stats = stats
