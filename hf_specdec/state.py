@@ -253,7 +253,8 @@ class DecodeState:
             its auxiliary hidden states `[B, width, ...]` or None, and its result, with tokens `[B, width]`.
         """
         hidden = None if self.aux_hidden_states is None else self.aux_hidden_states[:, :width]
-        return hidden, self.result._replace(tokens=self.result.tokens[:, :width])
+        result = self.result
+        return hidden, VerificationResult(result.tokens[:, :width], result.accepted, result.committed)
 
     def keep_block(self, aux_hidden_states: torch.Tensor | None, result: VerificationResult) -> None:
         """Copy what drafting needs of a round, see `last_block`, into memory that is always the same.

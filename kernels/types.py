@@ -31,7 +31,7 @@ class DraftInputs(NamedTuple):
 
     def first(self, width: int) -> DraftInputs:
         """The first `width` columns of the buffers."""
-        return DraftInputs(*(buffer[:, :width] for buffer in self))
+        return DraftInputs(*[buffer[:, :width] for buffer in self])
 
 
 class RandomStream(IntEnum):

@@ -200,6 +200,7 @@ class AutoDrafts:
                 return [found] * _ROUNDS_TO_TRY
         if self._since_try < _ROUNDS_BETWEEN:
             return ()
+        self._waiting.clear()  # none of their rounds was timed
         # What is known changes with the text, of neighbours first.
         self._is_upwards = not self._is_upwards
         others = [one for one in self._candidates if one in self._times and one != self._current]

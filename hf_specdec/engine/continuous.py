@@ -186,6 +186,7 @@ class RequestRows:
         self._occupants: list[RowRequest | None] = [None] * num_rows
         self._free = list(range(num_rows))
         self._waiting = deque(requests)
+        self._tokens_waiting = sum(one.remaining for one in requests)
         self._ends = ends
         self._max_new_tokens = max_new_tokens
         self._counters = counters
@@ -219,8 +220,7 @@ class RequestRows:
     def tokens_left(self) -> float:
         """How many tokens a row may still add, for all requests that occupy it from now on."""
         running = [one.remaining - len(one.tokens) for one in self._occupants if one is not None]
-        waiting = sum(one.remaining for one in self._waiting)
-        return (sum(running) + waiting) / max(len(running), 1)
+        return (sum(running) + self._tokens_waiting) / max(len(running), 1)
 
     def admit(self) -> bool:
         """Put waiting requests into free rows: all that fit at first, then whenever enough rows are free."""
@@ -247,6 +247,7 @@ class RequestRows:
             if group and longest * self._size_of(len(group) + 1) > MOST_GROUP_TOKENS:
                 break
             group.append(self._waiting.popleft())
+            self._tokens_waiting -= group[-1].remaining
         return group
 
     def longest(self) -> int:
@@ -417,34 +418,41 @@ class ContinuousRun:
 
     def _fits_fewer(self, num_occupied: int) -> bool:
         """Whether `num_occupied` rows should go on in a smaller session; asked when no request waits."""
-        if self._stays or num_occupied > (fewer_rows(self._lease.shape.batch, self._target.is_captured) or 0):
+        if self._stays:
             return False
-        self._stays = not self._is_worth_moving()
+        lease = self._smaller_lease(num_occupied)
+        if lease is None:
+            return False
+        self._stays = not self._is_worth_moving(lease)
         return not self._stays
 
-    def _smaller_lease(self) -> SessionLease:
+    def _smaller_lease(self, num_occupied: int) -> SessionLease | None:
+        """For a session with the fewest rows to which so many move; None if they stay."""
         shape = self._lease.shape
-        return SessionLease(self._target, shape._replace(batch=fewer_rows(shape.batch, self._target.is_captured)))
+        rows, fewer = shape.batch, fewer_rows(shape.batch, self._target.is_captured)
+        while fewer is not None and num_occupied <= fewer:
+            rows, fewer = fewer, fewer_rows(fewer, self._target.is_captured)
+        return None if rows == shape.batch else SessionLease(self._target, shape._replace(batch=rows))
 
-    def _is_worth_moving(self) -> bool:
-        """Whether moving saves more time than capturing the graphs of the smaller session takes.
+    def _is_worth_moving(self, lease: SessionLease) -> bool:
+        """Whether moving saves more time than capturing the graphs of the smaller session of `lease` takes.
 
         It is assumed to save half of the time that this call may still take; and, since as much as there was so far may
         follow in other calls, a share of that.
         """
-        if not self._target.is_captured or self._smaller_lease().is_kept:
+        if not self._target.is_captured or lease.is_kept:
             return True
         session, num_drafts = self._lease.session, self._stage.drafts.current
         times = session.round_times
         rounds = self._rows.tokens_left() / (num_drafts + 1)
         left = rounds * times.milliseconds(num_drafts) if num_drafts in times else 0.0
-        price = from_first_rank(torch.tensor(session.capture_seconds), self._request.model)
-        return max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * float(price)
+        is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * session.capture_seconds
+        return bool(from_first_rank(torch.tensor(is_worth), self._request.model))
 
     def _move(self, rows: list[int]) -> tuple[Stage, int] | None:
         """Let the requests of `rows` go on in the first rows of a smaller session, if there is memory for it."""
         request, before, num_drafts = self._request, self._lease, self._stage.drafts.current
-        lease = self._smaller_lease()
+        lease = self._smaller_lease(len(rows))
         try:
             self._clear(lease)
         except torch.OutOfMemoryError:
@@ -457,6 +465,8 @@ class ContinuousRun:
         to, taken = upload(list(range(len(rows))), self._seeds), upload(rows, self._seeds)
         state.copy_rows(to, source, self._rows.longest(), taken)
         request.drafter.copy_rows(state, to, source, self._rows.longest(), taken)
+        # Its graphs are expected to take as long as those of the session before.
+        lease.session.capture_seconds = lease.session.capture_seconds or before.session.capture_seconds
         before.keep()
         self._lease = lease
         self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)

@@ -243,8 +243,8 @@ class SessionLease:
             first = first_k(request, self.shape) if first is None else first
             price = functools.partial(self._price, process)
             drafts = AutoDrafts(most, first, acceptance, self.session.round_times, tokens_left, price)
-        if tensor_parallel_group(request.model) is not None:
-            drafts = SharedClock(drafts, request.model)
+            if tensor_parallel_group(request.model) is not None:
+                drafts = SharedClock(drafts, request.model)
         prepare, run = functools.partial(self._prepare, process), functools.partial(self._run, process)
         return Stage(self.session.state, prepare, run, drafts)
 

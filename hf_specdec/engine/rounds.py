@@ -299,7 +299,8 @@ class RoundLoop:
         self._clock = RoundClock(device)
         self._rounds_ahead = policy_of(device).rounds_ahead
         self._launched: deque[_Launched] = deque()
-        self._last: _Launched | None = None
+        # K of the last round, and when it ended; None if something else came after it.
+        self._last: tuple[int, Any] | None = None
 
     def run(self) -> None:
         """Run rounds until the rows are complete. Rounds that the device began after that are ignored."""
@@ -324,14 +325,15 @@ class RoundLoop:
             stage.drafts.refuse(num_drafts)
             num_drafts = stage.drafts.next()
             stage.state.live = before + num_drafts
-        is_typical = last is not None and last.num_drafts == num_drafts
-        start = last.end if is_typical else self._clock.mark()
+        is_typical = last is not None and last[0] == num_drafts
+        start = last[1] if is_typical else self._clock.mark()
         result, scores, logits = stage.run(num_drafts)
         end = self._clock.mark()
         records = {"scores": scores, "logits": logits}
         report = RoundReport(result)
-        self._last = _Launched(num_drafts, is_typical, start, end, self._rows.occupants(), report, records)
-        self._launched.append(self._last)
+        occupants = self._rows.occupants()
+        self._launched.append(_Launched(num_drafts, is_typical, start, end, occupants, report, records))
+        self._last = num_drafts, end
 
     def _read_results(self, rounds_ahead: int) -> None:
         """Read the results of all rounds but the last `rounds_ahead`."""

@@ -99,7 +99,7 @@ def test_captured_rounds(monkeypatch, moves, stand_in):
     """Both sessions are kept, and the next call captures nothing."""
     captures = stand_in(monkeypatch)
     monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 4)
-    monkeypatch.setattr(ContinuousRun, "_is_worth_moving", lambda self: True)
+    monkeypatch.setattr(ContinuousRun, "_is_worth_moving", lambda *args: True)
     drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3, compile_rounds=False)
     counts = []
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_graphs_are_captured_when_they_are_worth_it(monkeypatch, moves):
     monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 4)
     drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3)
     with monkeypatch.context() as patch:
-        patch.setattr(ContinuousRun, "_is_worth_moving", lambda self: False)
+        patch.setattr(ContinuousRun, "_is_worth_moving", lambda *args: False)
         in_rows(drafter, 16)
     session = max((one for _, one in drafter.sessions._idle), key=lambda one: len(one.rounds))
     session.capture_seconds = 1e6

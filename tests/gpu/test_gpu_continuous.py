@@ -101,7 +101,7 @@ def test_numbers_of_drafts_by_time(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_move_to_fewer_rows(monkeypatch, kind):
     monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 1)
-    monkeypatch.setattr(ContinuousRun, "_is_worth_moving", lambda self: True)
+    monkeypatch.setattr(ContinuousRun, "_is_worth_moving", lambda *args: True)
     target = on_gpu("llama")
     drafter = KINDS[kind](target).configure(compile_rounds=False)
     for _ in range(2):

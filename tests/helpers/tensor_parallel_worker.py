@@ -119,9 +119,9 @@ def generate_many(target: PreTrainedModel, drafter: Drafter) -> list:
 
 def generate_many_by_time(target: PreTrainedModel, drafter: Drafter) -> list:
     """What requests say whose rounds are chosen by times, and move to fewer rows; times differ between processes."""
-    prompts = [list(range(5, 5 + length)) for length in (9, 2, 5, 14, 1, 3)]
-    config = ContinuousBatchingConfig(max_requests_per_batch=4)
-    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": list(range(3, 96, 9))}
+    prompts = [list(range(5, 5 + length)) for length in (9, 2, 5, 14, 1, 3, 4, 8, 6)]  # the last one is left alone
+    config = ContinuousBatchingConfig(max_requests_per_batch=8)
+    options = {"max_new_tokens": 36, "do_sample": False, "eos_token_id": None}
     out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
     used = sorted(drafter.stats.rounds_by_k)
     # Where rounds are captured, a call that is so short is not worth further graphs.
