@@ -54,7 +54,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--prompts", required=True, help="jsonl file with `prompt` and maybe `id`, or hub:name[:split[:column]]")
     add("--output", type=Path, required=True, help="jsonl file to write")
     add("--limit", type=int, help="only the first prompts")
-    add("--num-assistant-tokens", "-k", type=int, help="draft tokens a round; by default the drafter's own number")
+    add(
+        "--num-assistant-tokens",
+        "-k",
+        type=int,
+        help="draft tokens a round; by default chosen round by round, with a temperature the drafter's own number",
+    )
     add("--max-new-tokens", type=int, default=256)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--batch-size", type=int, help="rows: prompts at a time; by default 256 on a GPU")

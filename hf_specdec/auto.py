@@ -144,7 +144,7 @@ class AutoDrafter:
         pretrained_model_name_or_path: str | Path,
         target: PreTrainedModel,
         *,
-        num_assistant_tokens: int | None = None,
+        num_assistant_tokens: int | str | None = None,
         draft_probs: bool | str = "auto",
         engine: str = "auto",
         verification: str = "token",
@@ -159,7 +159,7 @@ class AutoDrafter:
             pretrained_model_name_or_path: folder, or repository on the Hub. The target's own for its MTP modules; then
                 only their tensors are read, and only the shards that hold them are fetched.
             target: the model whose generation is to be accelerated.
-            num_assistant_tokens: draft tokens a round (K); the checkpoint's own if None.
+            num_assistant_tokens: draft tokens a round (K), or `"auto"`; the checkpoint's own if None.
             draft_probs, engine, verification: see `Drafter.configure`.
             compile: `compile_rounds` of `Drafter.configure`.
             dtype: the target's if None.

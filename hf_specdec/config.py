@@ -14,6 +14,9 @@ DEFAULT_ROPE_THETA = 10000.0
 # Draft tokens a round (K). Buffers and compute of a round grow with it; serving engines have far lower limits.
 MAX_ASSISTANT_TOKENS = 1024
 
+# In place of a number of draft tokens: chosen for every round, see `engine.auto_drafts`.
+AUTO = "auto"
+
 # Values of `MtpConfig.chaining`.
 CHAININGS = ("modules", "target")
 
@@ -553,6 +556,13 @@ def _is_of(value: Any, expected: Any) -> bool:
 def default_chaining(num_modules: int) -> str:
     """`MtpConfig.chaining` where a checkpoint does not state it, as serving engines run `num_modules` modules."""
     return "modules" if num_modules > 1 else "target"
+
+
+def check_num_or_auto(value: int | str) -> int | str:
+    """As `check_num_assistant_tokens`, but `value` may also be `AUTO`."""
+    if isinstance(value, str) and value == AUTO:
+        return value
+    return check_num_assistant_tokens(value)
 
 
 def check_num_assistant_tokens(value: int) -> int:

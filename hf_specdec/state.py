@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kernels.types import Proposal, VerificationResult
+from .kernels.types import VerificationResult
 from .patching.cache import LayerKind, RaggedCache
 
 # Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     Attributes:
         batch: rows.
         slots: slots of every cache, the dummy slot, which is the last one, included.
-        num_draft_tokens: K.
+        num_draft_tokens: the largest K of a round.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         num_ends: entries for end-of-sequence tokens.
@@ -52,18 +52,21 @@ class DecodeState:
         temperature: `[]` float32, of sampling, for all rows; 1 when decoding is greedy.
         row_temperatures: `[B]` float32, factors on `temperature`; 1 without a `RowTemperature` processor.
         slots: slots of every cache, the dummy slot, which is the last one, included.
-        num_draft_tokens: K.
+        most_draft_tokens: the largest K of a round, for which buffers are made.
+        num_draft_tokens: K of the next round.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         verification: see `Drafter.configure`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         num_prefilled: `[]` int64, positions of each row after `cached` that are prefilled.
-        last_hidden_states: `[B, width]`, auxiliary hidden states at the last prefilled position of each prompt, 0 where
-            there is none; None before the first prefill, and for a drafter that reads none.
+        aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
+            the last block; None before the first prefill, and for a drafter that reads none.
+        result: of the last round's verification, for `most_draft_tokens` drafts; after prefill as if a round had
+            committed the last token of each prompt.
+        block_width: how many columns of the two may be in use: tokens of the last block.
         cache: the target's cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
-        proposal: drafts that the next round verifies; set by `set_proposal`, always in the same memory.
         memory: buffers of the drafter; set from `Drafter.new_memory`.
     """
 
@@ -76,6 +79,7 @@ class DecodeState:
     temperature: torch.Tensor
     row_temperatures: torch.Tensor
     slots: int
+    most_draft_tokens: int
     num_draft_tokens: int
     is_sampling: bool
     draft_probs: bool
@@ -85,8 +89,9 @@ class DecodeState:
     num_prefilled: torch.Tensor
     cache: RaggedCache | None
     live: int
-    last_hidden_states: torch.Tensor | None = None
-    proposal: Proposal | None = None
+    result: VerificationResult
+    block_width: int = 1
+    aux_hidden_states: torch.Tensor | None = None
     memory: Any = None
 
     @classmethod
@@ -110,6 +115,7 @@ class DecodeState:
             temperature=torch.ones((), dtype=torch.float32, device=device),
             row_temperatures=torch.ones(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
+            most_draft_tokens=shape.num_draft_tokens,
             num_draft_tokens=shape.num_draft_tokens,
             is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
@@ -119,6 +125,11 @@ class DecodeState:
             num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
             cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
             live=shape.slots,
+            result=VerificationResult(
+                tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
+                accepted=torch.zeros(batch, dtype=torch.int64, device=device),
+                committed=torch.zeros(batch, dtype=torch.int64, device=device),
+            ),
         )
 
     def begin(
@@ -157,7 +168,7 @@ class DecodeState:
         for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
             if values is not None:
                 buffer[:count] = upload(values, buffer)
-        self.live = max(map(len, prompts)) + self.num_draft_tokens
+        self.live = max(map(len, prompts))
 
     def clear(self) -> None:
         """Make all rows finished ones, of one token."""
@@ -166,6 +177,7 @@ class DecodeState:
         for buffer in (self.lengths, self.limits, self.row_temperatures):
             buffer.fill_(1)
         self.finished.fill_(True)
+        self.block_width = 1
 
     def set_sampling(self, eos: torch.Tensor | None, temperature: float | None) -> None:
         """Set what all rows share: tokens that end them, `[E]` int64 or None; the temperature, None if greedy."""
@@ -174,36 +186,41 @@ class DecodeState:
             self.eos[: len(eos)] = eos
         self.temperature.fill_(1.0 if temperature is None else temperature)
 
-    def copy_rows(self, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
-        """Continue the first rows of another state, which has proposed drafts for them, in rows of this one.
+    def copy_rows(
+        self, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor | None = None
+    ) -> None:
+        """Continue rows of another state between two rounds, in rows of this one.
 
         The drafter's memory is copied by `Drafter.copy_rows`.
 
         Args:
             rows: `[n]` int64, which rows of this state they become.
-            source: of the same K, with any numbers of rows and of slots.
+            source: of the same `most_draft_tokens`, with any numbers of rows and of slots.
             slots: how many leading slots are copied, none of them a dummy slot: at least the tokens of each row.
+            source_rows: `[n]` int64, which rows of `source`; the first n if None.
         """
-        count = len(rows)
-        self.tokens[rows, :slots] = source.tokens[:count, :slots]
-        for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts"):
-            getattr(self, name)[rows] = getattr(source, name)[:count]
-        self.cache.copy_rows(rows, source.cache, slots)
-        self.proposal.tokens[rows] = source.proposal.tokens[:count]
-        if self.proposal.probs is not None:
-            self.proposal.probs[rows] = source.proposal.probs[:count]
-        self.finished[rows] = source.finished[:count]
+        taken = slice(len(rows)) if source_rows is None else source_rows
+        self.tokens[rows, :slots] = source.tokens[taken, :slots]
+        for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts", "finished"):
+            getattr(self, name)[rows] = getattr(source, name)[taken]
+        self.cache.copy_rows(rows, source.cache, slots, source_rows)
+        for ours, theirs in zip(self.result, source.result, strict=True):
+            ours[rows] = theirs[taken]
+        if self.aux_hidden_states is not None:
+            self.aux_hidden_states[rows] = source.aux_hidden_states[taken]
+        self.block_width = max(self.block_width, source.block_width)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed."""
-        finished, proposal = self.finished.clone(), _copy(self.proposal)
+        kept = [self.finished, *self.result, *([] if self.aux_hidden_states is None else [self.aux_hidden_states])]
+        before = [buffer.clone() for buffer in kept]
         self.finished.fill_(True)
         try:
             yield
         finally:
-            self.finished.copy_(finished)
-            self.set_proposal(proposal)
+            for buffer, content in zip(kept, before, strict=True):
+                buffer.copy_(content)
 
     @property
     def dummy_slot(self) -> int:
@@ -224,20 +241,45 @@ class DecodeState:
         """Position ids of `slots`; 0 for the dummy slot, whose number may exceed the model's position embedding."""
         return torch.where(slots < self.dummy_slot, slots, 0)
 
-    def block(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens to verify, the last committed one and the drafts, and their slots; both `[B, K + 1]` int64."""
+    def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
         last = self.tokens.gather(1, (self.lengths - 1)[:, None])
-        steps = torch.arange(self.num_draft_tokens + 1, device=last.device)
-        return torch.cat([last, self.proposal.tokens], dim=1), self.slot_of((self.lengths - 1)[:, None] + steps)
+        steps = torch.arange(drafts.shape[1] + 1, device=last.device)
+        return torch.cat([last, drafts], dim=1), self.slot_of((self.lengths - 1)[:, None] + steps)
 
-    def set_proposal(self, proposal: Proposal) -> None:
-        """Copy `proposal` into the buffers that the next round verifies."""
-        if self.proposal is None:
-            self.proposal = _copy(proposal)
-            return
-        self.proposal.tokens.copy_(proposal.tokens)
-        if self.proposal.probs is not None:
-            self.proposal.probs.copy_(proposal.probs)
+    def last_block(self, width: int) -> tuple[torch.Tensor | None, VerificationResult]:
+        """The first `width` columns of what the last round leaves for drafting, at least `block_width`.
+
+        Returns:
+            its auxiliary hidden states `[B, width, ...]` or None, and its result, with tokens `[B, width]`.
+        """
+        hidden = None if self.aux_hidden_states is None else self.aux_hidden_states[:, :width]
+        result = self.result
+        return hidden, VerificationResult(result.tokens[:, :width], result.accepted, result.committed)
+
+    def keep_block(self, aux_hidden_states: torch.Tensor | None, result: VerificationResult) -> None:
+        """Copy what drafting needs of a round, see `last_block`, into memory that is always the same.
+
+        Args:
+            aux_hidden_states: `[B, K + 1, width]` or None.
+            result: what the round accepted and committed.
+        """
+        width = result.tokens.shape[1]
+        if aux_hidden_states is not None:
+            self.aux_hidden_states[:, :width].copy_(aux_hidden_states)
+        self.result.tokens[:, :width].copy_(result.tokens)
+        self.result.accepted.copy_(result.accepted)
+        self.result.committed.copy_(result.committed)
+
+    def narrow_block(self) -> None:
+        """Forget what the last round leaves for drafting, except of each row's last committed token."""
+        last = (self.result.committed - 1).clamp(min=0)
+        if self.aux_hidden_states is not None:
+            rows = torch.arange(len(last), device=last.device)
+            self.aux_hidden_states[:, 0] = self.aux_hidden_states[rows, last]
+        self.result.tokens[:, :1] = self.result.tokens.gather(1, last[:, None])
+        self.result.accepted.zero_()
+        self.result.committed.clamp_(max=1)
 
     def commit(self, result: VerificationResult) -> VerificationResult:
         """Append the result's tokens to the rows, up to an end-of-sequence token or the length limit.
@@ -263,9 +305,3 @@ def upload(values: int | Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """`values` in the dtype and on the device of `like`; a GPU is not waited for."""
     host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
     return host.to(like.device, non_blocking=True)
-
-
-def _copy(proposal: Proposal) -> Proposal:
-    """A copy of `proposal` that shares no memory with it."""
-    probs = None if proposal.probs is None else proposal.probs.clone()
-    return proposal._replace(tokens=proposal.tokens.clone(), probs=probs)

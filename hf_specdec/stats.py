@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -63,12 +63,13 @@ class SpeculationStats(RowStats):
 
     Attributes:
         rows: the counts of each row.
-        num_assistant_tokens: K, draft tokens a round.
+        num_assistant_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
         engine: `"static"` or `"stock"`.
         reason: why that engine ran.
         execution: how its rounds were run: captured or not, compiled or not.
         draft_probs: whether drafts were drawn from the drafter's distribution.
         num_rounds: rounds the batch ran, i.e. target passes after prefill.
+        rounds_by_k: how many of them had how many draft tokens, on the static engine.
         seconds: wall time of those rounds, with drafting, without prefill.
     """
 
@@ -79,6 +80,7 @@ class SpeculationStats(RowStats):
     execution: str = ""
     draft_probs: bool = False
     num_rounds: int = 0
+    rounds_by_k: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -99,25 +101,29 @@ class Counters:
 
     Args:
         batch: rows.
-        num_draft_tokens: K.
+        num_draft_tokens: the largest K of a round.
+        on_count: called with the accepted and the verified draft tokens of every round of a row.
     """
 
-    def __init__(self, batch: int, num_draft_tokens: int):
+    def __init__(self, batch: int, num_draft_tokens: int, on_count: Callable[[int, int], None] | None = None):
+        self._on_count = on_count
         self.rows = [RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0) for _ in range(batch)]
 
-    def count(self, row: int, accepted: int, committed: int, remaining: int) -> None:
+    def count(self, row: int, accepted: int, committed: int, drafted: int) -> None:
         """Add one round of an unfinished row.
 
         Args:
             row: of the batch.
             accepted: accepted draft tokens.
             committed: tokens committed.
-            remaining: tokens that were left up to the row's length limit before the round.
+            drafted: draft tokens verified, up to the row's length limit.
         """
+        if self._on_count is not None:
+            self._on_count(accepted, drafted)
         counts = self.rows[row]
         counts.rounds += 1
         counts.committed += committed
-        for position in range(min(remaining, len(counts.drafted_per_position))):
+        for position in range(drafted):
             counts.drafted_per_position[position] += 1
         for position in range(min(accepted, committed)):
             counts.accepted_per_position[position] += 1

@@ -29,6 +29,10 @@ class DraftInputs(NamedTuple):
         """Buffers for `batch` rows of `width` columns: K + 1 for the tokens of a round, and K - 1 for masks."""
         return cls(*(torch.zeros(batch, width, dtype=torch.int64, device=device) for _ in cls._fields))
 
+    def first(self, width: int) -> DraftInputs:
+        """The first `width` columns of the buffers."""
+        return DraftInputs(*[buffer[:, :width] for buffer in self])
+
 
 class RandomStream(IntEnum):
     """Purposes of random numbers; numbers of different streams are independent (see `uniform`).

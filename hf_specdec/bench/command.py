@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..config import check_num_assistant_tokens
+from ..config import AUTO, check_num_or_auto
 from ..drafters import Drafter
 from ..drafters.none import NoDrafter
+from ..engine.auto_drafts import CANDIDATES
 from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
 from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
 from ..prompt_sources import load_prompts
@@ -35,6 +36,10 @@ DRAFT_PROBS = {"on": True, "off": False, "auto": "auto"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def _number_or_text(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
 def add_bench(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand to the command line."""
     parser = subparsers.add_parser(
@@ -45,7 +50,13 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--target", required=True, help="folder, Hub repository or GGUF file of the target")
     add("--drafter", nargs="*", default=[], help="folders or Hub repositories of drafters for it")
-    add("--num-assistant-tokens", "-k", type=int, nargs="+", help="draft tokens a round; a drafter's own by default")
+    add(
+        "--num-assistant-tokens",
+        "-k",
+        type=_number_or_text,
+        nargs="+",
+        help='draft tokens a round; "auto" to choose them round by round; a drafter\'s own number by default',
+    )
     add("--batch-size", type=int, nargs="+", default=[1])
     add("--baselines", nargs="*", choices=BASELINES, default=list(BASELINES), help="what to compare with")
     add("--prompts", help="jsonl file with `prompt`, or hub:NAME[:SPLIT[:COLUMN]]; 16 short ones of our own by default")
@@ -174,7 +185,7 @@ def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise `ValueError` if an argument is invalid, before anything is loaded."""
     for k in arguments.num_assistant_tokens or ():
-        check_num_assistant_tokens(k)
+        check_num_or_auto(k)
     least = {"max_new_tokens": 2, "runs": 1, "prompt_length": 1, "batch_size": 1, "limit": 1}
     for name, bound in least.items():
         value = getattr(arguments, name)
@@ -342,11 +353,22 @@ def measure_drafter(
         )
 
 
-def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int) -> AbstractContextManager:
-    """The context of a drafter's `generate()` calls: scripted acceptance with `--synthetic-acceptance`."""
-    if arguments.synthetic_acceptance is None:
+def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int | str) -> AbstractContextManager:
+    """The context of a drafter's `generate()` calls: scripted acceptance with `--synthetic-acceptance`.
+
+    With K = "auto" an acceptance length is that of the drafter's own K.
+    """
+    asked = arguments.synthetic_acceptance
+    if asked is None:
         return nullcontext()
-    return scripted_acceptance(acceptance_rates(arguments.synthetic_acceptance, k), drafter.device)
+    if k != AUTO:
+        rates = acceptance_rates(asked, k)
+    elif len(asked) > 1:
+        rates = acceptance_rates(asked, CANDIDATES[-1])
+    else:
+        first = acceptance_rates(asked, drafter.num_own_draft_tokens)[0]
+        rates = [first**step for step in range(1, CANDIDATES[-1] + 1)]
+    return scripted_acceptance(rates, drafter.device)
 
 
 def caption(report: dict[str, Any]) -> str:

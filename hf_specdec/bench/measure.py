@@ -6,6 +6,7 @@ import gc
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
+from ..config import AUTO
 from ..drafters import Drafter
 from ..engine.equivalence import why_not_equivalent
 from ..stats import SpeculationStats
@@ -65,7 +67,7 @@ class Case:
     Attributes:
         name: `"dynamic"` and `"static"` for plain `generate()` on those caches, `"engine"` for the static engine
             without a drafter, else the drafter.
-        k: draft tokens a round; None for plain `generate()`, 0 for the engine alone.
+        k: draft tokens a round, or "auto"; None for plain `generate()`, 0 for the engine alone.
         batch_size: rows.
         temperature: of sampling; 0 for greedy decoding.
         prompt_length: tokens of every prompt if they are random; None for texts.
@@ -79,6 +81,7 @@ class Case:
             decoding. In dtypes narrower than float32 rounding decides ties, so that less than 1 is no error.
         acceptance_length: mean tokens that a row commits a round.
         acceptance_per_position: share of the drafts at each position that were accepted.
+        rounds_by_k: how many rounds of all runs had how many drafts; empty on the stock engine.
         ms_per_round: wall time from the first tokens of a call to its last, over the rounds after the first.
         ms_to_first_token: wall time from the call to its first tokens.
         cold_ms_to_first_token: the same of the case's first call, which may compile, capture and allocate.
@@ -104,6 +107,7 @@ class Case:
     same_texts: float | None = None
     acceptance_length: float | None = None
     acceptance_per_position: list[float] = field(default_factory=list)
+    rounds_by_k: dict[int, int] = field(default_factory=dict)
     ms_per_round: Spread | None = None
     ms_to_first_token: Spread | None = None
     cold_ms_to_first_token: float | None = None
@@ -217,7 +221,8 @@ class Bench:
         self._fill(case, found)
         self._compare_texts(case, found[0].texts)
         length = statistics.fmean(found[0].lengths)
-        case.bytes_per_round = round_bytes(self.target, drafter, case.k or 0, case.batch_size, length)
+        if case.k != AUTO:
+            case.bytes_per_round = round_bytes(self.target, drafter, case.k or 0, case.batch_size, length)
         if case.bytes_per_round is not None and case.ms_per_round is not None:
             seconds = case.ms_per_round.median / 1e3
             case.bandwidth_share = case.bytes_per_round / seconds / self.bandwidth
@@ -288,6 +293,8 @@ class Bench:
             case.engine = f"{stats[0].engine}: {stats[0].reason}; {stats[0].execution}".removesuffix("; ")
             case.acceptance_length = sum(one.committed for one in stats) / sum(one.rounds for one in stats)
             case.acceptance_per_position = _shares(stats)
+            counts = sum((Counter(one.rounds_by_k) for one in stats), Counter())
+            case.rounds_by_k = dict(sorted(counts.items()))
 
     def _compare_texts(self, case: Case, texts: list[list[int]]) -> None:
         if case.temperature > 0 or self.is_scripted:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..config import AUTO
 from .measure import Case, Setting, Spread
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _draft_probs(case: Case) -> str:
 def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
     """The cases that a picture joins, by K, and what to call them."""
     lines: dict[tuple[str, str | None], list[Case]] = {}
-    for case in sorted(drafted, key=lambda case: case.k):
+    for case in sorted(drafted, key=lambda case: len(case.acceptance_per_position)):
         lines.setdefault((case.name, case.draft_probs), []).append(case)
     return [(short_name(line[0].name) + _draft_probs(line[0]), line) for line in lines.values()]
 
@@ -188,13 +189,13 @@ def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
     figure, panels = _panels(cases, ylabel, "K, draft tokens a round")
     for setting, panel in panels:
         here = [case for case in cases if case.setting == setting and getattr(case, figure_name) is not None]
-        drafted = [case for case in here if case.k]
+        drafted = [case for case in here if case.k and case.k != AUTO]
         for label, line in _lines(drafted):
             values = [getattr(case, figure_name) for case in line]
             errors = [[one.median - one.low for one in values], [one.high - one.median for one in values]]
             medians = [one.median for one in values]
             panel.errorbar([case.k for case in line], medians, errors, marker="o", capsize=2, label=label)
-        for style, case in zip(("--", ":", "-."), (case for case in here if not case.k), strict=False):
+        for style, case in zip(("--", ":", "-."), (case for case in here if case not in drafted), strict=False):
             level = getattr(case, figure_name).median
             panel.axhline(level, linestyle=style, color="black", alpha=0.6, label=case.name)
         panel.set_ylim(bottom=0)
@@ -208,7 +209,7 @@ def _over_positions(cases: list[Case]) -> Figure:
     for setting, panel in panels:
         drafted = [case for case in cases if case.setting == setting and case.k]
         for label, (*_, case) in _lines(drafted):
-            positions = range(1, case.k + 1)
+            positions = range(1, len(case.acceptance_per_position) + 1)
             panel.plot(positions, case.acceptance_per_position, marker="o", label=f"{label}, K = {case.k}")
         panel.set_ylim(0, 1)
         if drafted:

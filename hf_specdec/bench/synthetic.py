@@ -9,7 +9,7 @@ import torch
 
 from .. import ops
 from ..engine import rounds
-from ..kernels.types import RandomStream, VerificationResult
+from ..kernels.types import Proposal, RandomStream, VerificationResult
 from ..patching.patch import replaced
 from ..state import DecodeState
 
@@ -79,11 +79,13 @@ def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterato
     true_verify = rounds.verify
     shares = torch.tensor(rates, dtype=torch.float32, device=device)
 
-    def verify(scores: torch.Tensor, state: DecodeState) -> VerificationResult:
-        result, drafts = true_verify(scores, state), state.proposal.tokens
+    def verify(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> VerificationResult:
+        result, drafts = true_verify(scores, state, proposal), proposal.tokens
+        if not drafts.shape[1]:
+            return result
         rows = torch.arange(len(drafts), device=drafts.device)
         number = ops.uniform(rows, state.lengths, drafts[:, 0], _STREAM)
-        accepted = (number[:, None] < shares).sum(dim=1)
+        accepted = (number[:, None] < shares[: drafts.shape[1]]).sum(dim=1)
         steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         padded = torch.cat([drafts, drafts[:, :1]], dim=1)
         tokens = torch.where(steps < accepted[:, None], padded, result.tokens)

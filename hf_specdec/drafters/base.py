@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors
-from ..config import DrafterConfig, check_num_assistant_tokens
+from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.cache import LayerKind
 from ..patching.linear import linear
@@ -46,12 +46,17 @@ class Drafter(PreTrainedModel):
     `propose` runs inside the round, which may be captured in a CUDA graph: no value is copied to the CPU, and shapes
     are fixed. It is the same in the first round: after prefill the state is as if a round had just committed the last
     token of the prompt.
+
+    The number of draft tokens is the same in all rounds of a generation, unless the family sets
+    `varies_num_draft_tokens`; see `propose`.
     """
 
     config_class = DrafterConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
+    # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
+    varies_num_draft_tokens = False
     # Whether its calls are not a user's but check that an engine is equivalent to transformers on the target.
     is_equivalence_check = False
 
@@ -62,7 +67,7 @@ class Drafter(PreTrainedModel):
             "compile_rounds",
             "draft_probs",
             "engine",
-            "num_assistant_tokens",
+            "_asked_num_assistant_tokens",
             "sessions",
             "verification",
         }
@@ -78,7 +83,7 @@ class Drafter(PreTrainedModel):
         # Set by engines: buffers and CUDA graphs for further calls, see `release`.
         self.sessions: Any = None
         self._last_stats: Any = None
-        self.num_assistant_tokens = config.num_assistant_tokens
+        self._asked_num_assistant_tokens: int | str | None = None
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
@@ -93,6 +98,30 @@ class Drafter(PreTrainedModel):
         """Free the buffers and CUDA graphs that are kept for further `generate()` calls on a GPU."""
         if self.sessions is not None:
             self.sessions.clear()
+
+    @property
+    def num_assistant_tokens(self) -> int | str:
+        """K of calls that do not set it, or `"auto"`; the configuration's unless it was set."""
+        asked = self._asked_num_assistant_tokens
+        return self.config.num_assistant_tokens if asked is None else asked
+
+    @num_assistant_tokens.setter
+    def num_assistant_tokens(self, value: int | str) -> None:
+        value = check_num_or_auto(value)
+        if value == AUTO and not self.varies_num_draft_tokens:
+            raise ValueError(self._why_not_auto())
+        self._asked_num_assistant_tokens = value
+
+    @property
+    def num_own_draft_tokens(self) -> int:
+        """K that was set for the drafter, or else its configuration's: where `"auto"` begins."""
+        asked = self._asked_num_assistant_tokens
+        return self.config.num_assistant_tokens if asked in (None, AUTO) else asked
+
+    @property
+    def most_draft_tokens(self) -> int | None:
+        """The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number."""
+        return None
 
     @property
     def aux_hidden_state_layer_ids(self) -> list[int]:
@@ -143,7 +172,7 @@ class Drafter(PreTrainedModel):
 
     def configure(
         self,
-        num_assistant_tokens: int | None = None,
+        num_assistant_tokens: int | str | None = None,
         draft_probs: bool | str | None = None,
         engine: str | None = None,
         verification: str | None = None,
@@ -152,7 +181,8 @@ class Drafter(PreTrainedModel):
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
         Args:
-            num_assistant_tokens: draft tokens a round (K), at least 1.
+            num_assistant_tokens: draft tokens a round (K), at least 1; `"auto"` to choose the K that generates most
+                tokens a second for every round, 0 included, by times and acceptance as they are measured.
             draft_probs: True to draw draft tokens from the drafter's distribution when sampling, False for its most
                 likely tokens, `"auto"` to decide by temperature (see `engine.request.DRAFT_PROBS_TEMPERATURE`).
             engine: `"static"`, `"stock"`, or `"auto"` for the static engine where it supports the target and the call.
@@ -167,7 +197,7 @@ class Drafter(PreTrainedModel):
             ValueError: expected one of the values above.
         """
         if num_assistant_tokens is not None:
-            self.num_assistant_tokens = check_num_assistant_tokens(num_assistant_tokens)
+            self.num_assistant_tokens = num_assistant_tokens
         if draft_probs is not None:
             if draft_probs not in (True, False, "auto"):
                 raise ValueError(f'draft_probs is {draft_probs!r}; expected True, False or "auto".')
@@ -186,13 +216,30 @@ class Drafter(PreTrainedModel):
             self.compile_rounds = compile_rounds
         return self
 
-    def num_draft_tokens(self, requested: int | None) -> int:
-        """K of a call with `num_assistant_tokens=requested`, or, if that is None, of a call that does not set it.
+    def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
+        """K of a call, or `"auto"`.
+
+        Args:
+            requested: what the call asks for; None if it does not set K.
+            is_bulk: whether the call is one of many prompts, in which K is chosen round by round unless it is set for
+                the drafter or the call.
 
         Raises:
-            ValueError: expected 1 to `MAX_ASSISTANT_TOKENS`.
+            ValueError: expected 1 to `MAX_ASSISTANT_TOKENS`, or `"auto"` with a family that varies K.
         """
-        return check_num_assistant_tokens(self.num_assistant_tokens if requested is None else requested)
+        if requested is None:
+            is_free = is_bulk and self._asked_num_assistant_tokens is None and self.varies_num_draft_tokens
+            return AUTO if is_free else self.num_assistant_tokens
+        requested = check_num_or_auto(requested)
+        if requested == AUTO and not self.varies_num_draft_tokens:
+            raise ValueError(self._why_not_auto())
+        return requested
+
+    def _why_not_auto(self) -> str:
+        return (
+            f'num_assistant_tokens is "auto", but {type(self).__name__} drafts the same number of tokens in all rounds '
+            "of a call; expected a number, or a family that sets varies_num_draft_tokens."
+        )
 
     def bind(self, target: PreTrainedModel) -> None:
         """Bind the drafter to `target`: check that it fits, share the target's embedding and head where it has none.
@@ -271,8 +318,15 @@ class Drafter(PreTrainedModel):
         """Allocate what the drafter keeps through one generation; stored as `state.memory`."""
         return None
 
-    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
-        """Copy what the drafter keeps of the first rows of `source` to `rows`; see `DecodeState.copy_rows`.
+    def copy_rows(
+        self,
+        state: DecodeState,
+        rows: torch.Tensor,
+        source: DecodeState,
+        slots: int,
+        source_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Copy what the drafter keeps of rows of `source` to `rows` of `state`; see `DecodeState.copy_rows`.
 
         Raises:
             NotImplementedError: expected a family that implements it, or that keeps nothing.
@@ -298,13 +352,18 @@ class Drafter(PreTrainedModel):
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
-        """Draft `state.num_draft_tokens` tokens after the last committed token of each row.
+        """Draft K = `state.num_draft_tokens` tokens after the last committed token of each row.
+
+        With `varies_num_draft_tokens` K may differ from round to round. `n` below is then K + 1, or more before a round
+        with fewer drafts than the last; what the last committed token has brought may come twice. With K = 0 only what
+        is kept of the generation is updated. Without it `n` is always K + 1 and K at least 1.
 
         Args:
-            state: after `commit`: `state.lengths` counts the tokens that the round committed.
-            aux_hidden_states: `[B, K + 1, width]` hidden states of the target at the tokens that the round verified, or
-                None.
-            result: of the round's verification; the first `result.committed[b]` hidden states of row b are valid.
+            state: after `commit`: `state.lengths` counts the tokens that the last round committed.
+            aux_hidden_states: `[B, n, width]` hidden states of the target at the tokens that the last round verified,
+                or None.
+            result: of that round's verification, `tokens` `[B, n]`; the first `result.committed[b]` hidden states of
+                row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
 
@@ -326,6 +385,11 @@ def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, nam
             f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
             f"{text.vocab_size}: it is a drafter for another model."
         )
+
+
+def no_drafts(state: DecodeState) -> Proposal:
+    """The proposal of a round without drafts."""
+    return Proposal(state.tokens.new_empty(len(state.tokens), 0), None)
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
 from ..patching.cache import LayerKind, RaggedCache, attention_layers
 from ..state import DecodeState
-from .base import Drafter
+from .base import Drafter, no_drafts
 
 
 @dataclass
@@ -31,9 +31,11 @@ class DraftMemory:
     inputs: DraftInputs
     draft_ids: torch.Tensor | None
 
-    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, slots: int) -> None:
-        """Copy what another generation keeps of its first rows; arguments as of `DecodeState.copy_rows`."""
-        self.cache.copy_rows(rows, source.cache, slots)
+    def copy_rows(
+        self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor | None = None
+    ) -> None:
+        """Copy what another generation keeps of rows; arguments as of `DecodeState.copy_rows`."""
+        self.cache.copy_rows(rows, source.cache, slots, source_rows)
 
 
 class CachedDrafter(Drafter):
@@ -41,13 +43,15 @@ class CachedDrafter(Drafter):
 
     The first pass of a round runs the tokens that the round committed and, when drafting in parallel, K - 1 mask tokens
     after them; its last columns draft 1 or K tokens. Each further draft token takes a step that reads the draft token
-    before it. Slots that were written for draft or mask tokens are overwritten by the first pass of the next round.
+    before it. Slots that were written for draft or mask tokens are overwritten by the first pass of the next round. A
+    round without drafts runs its first pass without the head.
 
     A family sets `shift` and implements `extend_cache`, `num_cached_layers` and, if it reads hidden states,
     `combine_hidden_states` and `gather_hidden_states`. To be trained it also implements `unroll` and `head_weight`.
     `MtpDrafter` overrides `propose`, since each of its modules runs a first pass.
     """
 
+    varies_num_draft_tokens = True
     # Position of a slot's token minus the slot: 1 for drafters that pair a token with the hidden state before it.
     shift = 0
     # Factor on the logits, the products of `unroll`'s outputs with `head_weight`.
@@ -68,9 +72,13 @@ class CachedDrafter(Drafter):
         """What each layer of the cache stores: keys and values, unless a family overrides this."""
         return attention_layers(self.num_cached_layers)
 
+    @property
+    def most_draft_tokens(self) -> int | None:
+        return self.config.num_assistant_tokens if self.config.parallel_drafting else None
+
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
-        return num_draft_tokens - 1 if self.config.parallel_drafting else 0
+        return max(num_draft_tokens - 1, 0) if self.config.parallel_drafting else 0
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
         """`[B, n, width]` hidden states of the target to `[B, n, H]`; None for a drafter that reads none."""
@@ -136,18 +144,25 @@ class CachedDrafter(Drafter):
         raise NotImplementedError(f"{type(self).__name__} does not implement unroll().")
 
     def new_memory(self, state: DecodeState) -> DraftMemory:
-        batch, num_drafts = state.lengths.shape[0], state.num_draft_tokens
+        batch, num_drafts = state.lengths.shape[0], state.most_draft_tokens
         width = num_drafts + 1 + self.num_masks(num_drafts)
         return DraftMemory(
-            RaggedCache(self.cached_layers, state.slots, state.draft_starts, state.lengths, num_drafts),
+            RaggedCache(self.cached_layers, state.slots, state.draft_starts, state.lengths, num_drafts, num_again=1),
             DraftInputs.allocate(batch, width, state.lengths.device),
             ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
             if state.draft_probs and self.target_ids is not None
             else None,
         )
 
-    def copy_rows(self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int) -> None:
-        state.memory.copy_rows(rows, source.memory, slots)
+    def copy_rows(
+        self,
+        state: DecodeState,
+        rows: torch.Tensor,
+        source: DecodeState,
+        slots: int,
+        source_rows: torch.Tensor | None = None,
+    ) -> None:
+        state.memory.copy_rows(rows, source.memory, slots, source_rows)
 
     def start_prefill(self, state: DecodeState) -> None:
         state.memory.cache.restart()
@@ -161,7 +176,7 @@ class CachedDrafter(Drafter):
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
         num_masks = self.num_masks(state.num_draft_tokens)
-        inputs = state.memory.inputs
+        inputs = state.memory.inputs.first(result.tokens.shape[1] + num_masks)
         ops.prepare_inputs(
             state.tokens,
             state.lengths,
@@ -174,9 +189,10 @@ class CachedDrafter(Drafter):
             shift=self.shift,
         )
         hidden = self.gather_hidden_states(self.combine_hidden_states(aux_hidden_states), inputs.sources)
-        logits, feedback = self.extend_cache(
-            state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits=1 + num_masks
-        )
+        num_logits = 1 + num_masks if state.num_draft_tokens > 0 else 0
+        logits, feedback = self.extend_cache(state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits)
+        if state.num_draft_tokens == 0:
+            return no_drafts(state)
         drafts = [self.draw(state, logits, first=0)]
         for step in range(1 + num_masks, state.num_draft_tokens):
             slots = state.slot_of(state.lengths - 1 - self.shift + step)[:, None]

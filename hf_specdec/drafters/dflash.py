@@ -11,11 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .. import ops
-from ..config import DFlashConfig
+from ..config import AUTO, DFlashConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import cached_attend
 from ..state import DecodeState
-from .base import register_drafter
+from .base import no_drafts, register_drafter
 from .draft_layers import DraftLayersDrafter
 from .layers import Attend, BlockDecoderLayer, rotary_embedding
 
@@ -53,15 +53,20 @@ class DFlashDrafter(DraftLayersDrafter):
         self._layer_ids = config.aux_hidden_state_layer_ids
         self.post_init()
 
-    def configure(self, num_assistant_tokens: int | None = None, *settings: Any, **others: Any) -> DFlashDrafter:
+    def configure(self, num_assistant_tokens: int | str | None = None, *settings: Any, **others: Any) -> DFlashDrafter:
         """See `Drafter.configure`; K is at most `config.depth`."""
         if num_assistant_tokens is not None:
             self.num_draft_tokens(num_assistant_tokens)
         return super().configure(num_assistant_tokens, *settings, **others)
 
-    def num_draft_tokens(self, requested: int | None) -> int:
+    def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """See `Drafter.num_draft_tokens`; K is at most `config.depth`."""
-        return self.config.check_depth(super().num_draft_tokens(requested))
+        found = super().num_draft_tokens(requested, is_bulk)
+        return found if found == AUTO else self.config.check_depth(found)
+
+    @property
+    def most_draft_tokens(self) -> int:
+        return self.config.depth
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Tokens of the block, which follow the context in the first pass of a round; the first one is the anchor."""
@@ -98,17 +103,22 @@ class DFlashDrafter(DraftLayersDrafter):
         return self.norm(hidden)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
-        context = self.combine_hidden_states(aux_hidden_states)
-        rotary = self.rotary_emb(context, state.position_ids(positions))
+        self._store(state, self.combine_hidden_states(aux_hidden_states), positions, state.position_ids(positions))
+
+    def _store(self, state: DecodeState, context: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write keys and values of context vectors `[B, n, H]` to the cache."""
+        rotary = self.rotary_emb(context, positions)
         cache = state.memory.cache
-        cache.advance(positions, state.live)
+        cache.advance(slots, state.live)
         for index, layer in enumerate(self.layers):
             cache.update(*layer.self_attn.keys_and_values(context, rotary), index)
 
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
-        inputs, num_tokens = state.memory.inputs, self.num_masks(state.num_draft_tokens)
+        num_context = result.tokens.shape[1]
+        num_tokens = self.num_masks(state.num_draft_tokens) if state.num_draft_tokens > 0 else 0
+        inputs = state.memory.inputs.first(num_context + num_tokens)
         # A column with slot p is taken to draft the token at p + 2, but drafts that at p + 1, or at p.
         reach = 1 if self.config.anchor_first else 2
         ops.prepare_inputs(
@@ -123,9 +133,12 @@ class DFlashDrafter(DraftLayersDrafter):
             shift=self.shift,
         )
         combined = self.combine_hidden_states(aux_hidden_states)
-        context = self.gather_hidden_states(combined, inputs.sources[:, :-num_tokens])
+        context = self.gather_hidden_states(combined, inputs.sources[:, :num_context])
+        if state.num_draft_tokens == 0:
+            self._store(state, context, inputs.slots, inputs.positions)
+            return no_drafts(state)
         anchors = state.tokens.gather(1, (state.lengths - 1)[:, None])
-        tokens = torch.cat([anchors, inputs.tokens[:, inputs.tokens.shape[1] - num_tokens + 1 :]], dim=1)
+        tokens = torch.cat([anchors, inputs.tokens[:, num_context + 1 :]], dim=1)
         cache = state.memory.cache
         cache.advance(inputs.slots, state.live + 1)  # The last slot of the block is one after those of the drafts.
         ends = self._ends(inputs.slots[:, -num_tokens:], state.dummy_slot)

@@ -18,7 +18,7 @@ from .. import ops
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..config import MtpConfig
-from ..kernels.types import Proposal, VerificationResult
+from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..patching.attention import ATTENTION_NAME, registered_attention
 from ..patching.cache import RaggedCache
 from ..patching.experts import original_experts_implementation
@@ -29,6 +29,7 @@ from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import (
     check_sizes,
     embed,
+    no_drafts,
     register_drafter,
     score,
 )
@@ -92,24 +93,40 @@ class MtpMemory(DraftMemory):
 
     Attributes:
         later_caches: for modules that run more than once in a round, see `MtpDrafter`.
-        hidden: `[B, K + 1, H]`, the target's hidden states at each row's last slots, the newest last.
-        num_columns: `[B]` int64, K + 1: the number of a row's columns in a round's first pass.
+        hidden: `[B, most_draft_tokens + 1, H]`, the target's hidden states at each row's last slots, the newest last.
+        num_seen: `[B]` int64, how many slots' hidden states have been appended to them.
+        num_columns: `[B]` int64, most_draft_tokens + 1: the most columns of a row in a round's first pass.
     """
 
     later_caches: list[RaggedCache]
     hidden: torch.Tensor
+    num_seen: torch.Tensor
     num_columns: torch.Tensor
 
-    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, slots: int) -> None:
-        super().copy_rows(rows, source, slots)
+    def copy_rows(
+        self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor | None = None
+    ) -> None:
+        super().copy_rows(rows, source, slots, source_rows)
         for cache, other in zip(self.later_caches, source.later_caches, strict=True):
-            cache.copy_rows(rows, other, slots)
-        self.hidden[rows] = source.hidden[: len(rows)]
+            cache.copy_rows(rows, other, slots, source_rows)
+        taken = slice(len(rows)) if source_rows is None else source_rows
+        self.hidden[rows] = source.hidden[taken]
+        self.num_seen[rows] = source.num_seen[taken]
 
-    def append(self, hidden: torch.Tensor, count: torch.Tensor) -> None:
-        """Append the first `count` `[B]` of each row's `[B, n, H]` hidden states, dropping as many of the oldest."""
+    def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
+        """Append hidden states, dropping as many of the oldest. Those that were appended before are left out.
+
+        Args:
+            hidden: `[B, n, H]`.
+            count: `[B]` int64, how many of them a row has: the first ones.
+            num_slots: `[B]` int64, how many slots' hidden states are known then.
+        """
+        width = self.hidden.shape[1]
         all_hidden = torch.cat([self.hidden, hidden.to(self.hidden.dtype)], dim=1)
-        columns = count[:, None] + torch.arange(self.hidden.shape[1], device=count.device)
+        known = count - torch.minimum((num_slots - self.num_seen).clamp(min=0), count)
+        columns = count[:, None] + torch.arange(width, device=count.device)
+        columns = torch.where(columns < width + known[:, None], columns - known[:, None], columns)
+        self.num_seen.copy_(num_slots)
         self.hidden.copy_(all_hidden.gather(1, columns[..., None].expand(-1, -1, all_hidden.shape[2])))
 
 
@@ -135,7 +152,8 @@ class MtpDrafter(CachedDrafter):
     With `"modules"`, slots of module k that read a draft token are invalid once it is rejected. They begin at most K
     slots before the newest token, and the slots that a round adds at most K + 1 before it. So every round runs the last
     K + 1 slots again, with the committed tokens and the target's hidden states, which the memory keeps for as many
-    slots; recomputing does not make a pass wider. vLLM packs the slots to recompute into those that a rejection left
+    slots; recomputing does not make a pass wider. K is here the largest of the generation, and a round with fewer
+    drafts runs the steps that draft nothing, too. vLLM packs the slots to recompute into those that a rejection left
     unused; here the window is the same whatever was accepted, also with `"target"`.
     """
 
@@ -208,6 +226,10 @@ class MtpDrafter(CachedDrafter):
         return self.config.num_modules
 
     @property
+    def most_draft_tokens(self) -> int | None:
+        return self.config.num_modules if self._chains_modules else None
+
+    @property
     def _chains_modules(self) -> bool:
         return self.config.chaining == "modules"
 
@@ -230,13 +252,14 @@ class MtpDrafter(CachedDrafter):
         memory = super().new_memory(state)
         batch, width = memory.inputs.tokens.shape
         device, num_modules = state.lengths.device, self.config.num_modules
-        num_caches = -(-state.num_draft_tokens // num_modules) if self._chains_modules else 1
+        num_caches = -(-state.most_draft_tokens // num_modules) if self._chains_modules else 1
         return MtpMemory(
             memory.cache,
             memory.inputs,
             memory.draft_ids,
             [RaggedCache(self.cached_layers, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
+            torch.zeros(batch, dtype=torch.int64, device=device),
             torch.full((batch,), width, dtype=torch.int64, device=device),
         )
 
@@ -366,7 +389,7 @@ class MtpDrafter(CachedDrafter):
         return self._run_module(index, tokens, slots, slots, hidden, attention_mask=None, attend=attend)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
-        hidden, num_drafts = aux_hidden_states.to(self.dtype), state.num_draft_tokens
+        hidden, num_drafts = aux_hidden_states.to(self.dtype), state.most_draft_tokens
         for step in range(num_drafts if self._chains_modules else min(num_drafts, self.config.num_modules)):
             ahead = step if self._chains_modules else 0
             tokens = state.tokens.gather(1, (positions + self.shift + ahead).clamp(max=state.dummy_slot))
@@ -374,37 +397,46 @@ class MtpDrafter(CachedDrafter):
             if self._chains_modules:
                 hidden = feedback
         # The hidden state before the prompt's last token is left out: the first `propose` appends it.
-        state.memory.append(aux_hidden_states, (positions < state.lengths[:, None] - 2).sum(dim=1))
+        memory, count = state.memory, (positions < state.lengths[:, None] - 2).sum(dim=1)
+        memory.num_seen.copy_(state.lengths - 2 - count)
+        memory.append(aux_hidden_states, count, state.lengths - 2)
 
     def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
         memory = state.memory
-        memory.append(aux_hidden_states, result.committed)
+        memory.append(aux_hidden_states, result.committed, state.lengths - 1)
+        inputs = memory.inputs if self._chains_modules else memory.inputs.first(result.tokens.shape[1])
         ops.prepare_inputs(
             state.tokens,
             state.lengths,
             memory.num_columns,
             state.limits,
             state.finished,
-            memory.inputs,
+            inputs,
             num_masks=0,
             mask_token=0,
             shift=self.shift,
         )
-        drafts = self._draft_by_modules(state) if self._chains_modules else self._draft_by_target(state)
-        return self.join(state, drafts)
+        drafts = self._draft_by_modules(state, inputs) if self._chains_modules else self._draft_by_target(state, inputs)
+        return self.join(state, drafts) if drafts else no_drafts(state)
 
-    def _draft_by_modules(self, state: DecodeState) -> list[Proposal]:
-        tokens, slots, hidden = state.memory.inputs.tokens, state.memory.inputs.slots, state.memory.hidden
+    def _draft_by_modules(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
+        tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden
         drafts = []
-        for step in range(state.num_draft_tokens):
+        # Steps that draft nothing in this round run for their caches; tokens that they lack are read in the next round.
+        for step in range(state.most_draft_tokens):
             normed, hidden = self.run(state, step, tokens, slots, hidden)
-            drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
-            tokens = torch.cat([tokens[:, 1:], drafts[-1].tokens], dim=1)
+            if step < state.num_draft_tokens:
+                drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
+            following = drafts[-1].tokens if step < state.num_draft_tokens else torch.zeros_like(tokens[:, :1])
+            tokens = torch.cat([tokens[:, 1:], following], dim=1)
         return drafts
 
-    def _draft_by_target(self, state: DecodeState) -> list[Proposal]:
-        tokens, slots, hidden = state.memory.inputs.tokens, state.memory.inputs.slots, state.memory.hidden
+    def _draft_by_target(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
+        tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden[:, -inputs.tokens.shape[1] :]
         width, num_modules = tokens.shape[1], self.config.num_modules
+        # Modules that draft nothing in this round run for their caches.
+        for step in range(state.num_draft_tokens, min(state.most_draft_tokens, num_modules)):
+            self.run(state, step, tokens, slots, hidden)
         drafts = []
         for step in range(state.num_draft_tokens):
             # A module that has run in this round runs only the slots that were added since, other modules run all.

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..config import DrafterConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..state import DecodeState
-from .base import Drafter
+from .base import Drafter, no_drafts
 
 
 class NoDrafter(Drafter):
@@ -26,7 +26,7 @@ class NoDrafter(Drafter):
     def device(self) -> torch.device:
         return self._device
 
-    def num_draft_tokens(self, requested: int | None) -> int:
+    def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int:
         return 0
 
     def bind(self, target: PreTrainedModel) -> None:
@@ -35,4 +35,4 @@ class NoDrafter(Drafter):
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
-        return Proposal(state.tokens.new_empty(state.tokens.shape[0], 0), None)
+        return no_drafts(state)

@@ -18,8 +18,19 @@ FEWEST_SLOTS, SLOT_STEP = 512, 4096
 FEWEST_DRAFTS = 16
 
 
+# Rows of continuous batching become fewer by this factor at its end. Each number of rows has graphs of its own, and
+# where rows are few, a round takes hardly less time with fewer.
+ROWS_TO_FEWER, FEWEST_CAPTURED_ROWS = 4, 8
+
+
 def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+def fewer_rows(rows: int, is_captured: bool) -> int | None:
+    """Rows that continuous batching moves to from `rows` when they suffice; None if it stays."""
+    fewer = rows // ROWS_TO_FEWER
+    return fewer if fewer >= (FEWEST_CAPTURED_ROWS if is_captured else 1) else None
 
 
 def slots_for(tokens: int, is_kept: bool) -> int:

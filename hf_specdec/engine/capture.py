@@ -16,7 +16,7 @@ from transformers.utils import output_capturing
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..errors import first_line
-from ..kernels.types import VerificationResult
+from ..kernels.types import Proposal, VerificationResult
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
 from ..patching.hidden_states import modules_of
@@ -24,7 +24,7 @@ from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .cuda_graphs import Capture
 from .fingerprint import behaviour_of
-from .rounds import prefill_chunk, run_round, target_forward, verify_and_draft
+from .rounds import catch_up, draft_and_forward, prefill_chunk, run_round, verify_and_commit
 from .sessions import Session
 from .target import Target
 
@@ -74,11 +74,11 @@ class CapturedRound:
                 self._round = capture(lambda: tuple(run_round(state, target, drafter, process)[0]))
             else:
                 self._round = None
-                self._target_forward = capture(lambda: target_forward(state, target))
-                _, logits, aux_hidden_states = self._target_forward.result
+                self._draft_and_forward = capture(lambda: _plain(draft_and_forward(state, target, drafter)))
+                proposal, _, logits, aux_hidden_states = self._draft_and_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
-                self._verify_and_draft = capture(
-                    lambda: tuple(verify_and_draft(state, drafter, self._scores, aux_hidden_states))
+                self._verify_and_commit = capture(
+                    lambda: tuple(verify_and_commit(state, self._scores, Proposal(*proposal), aux_hidden_states))
                 )
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'compiled' if capture.has_compiled else 'not compiled'}"
@@ -86,9 +86,14 @@ class CapturedRound:
     def __call__(self, process: BlockProcessor) -> tuple[VerificationResult, None, None]:
         if self._round is not None:
             return VerificationResult(*self._round()), None, None
-        block, logits, _ = self._target_forward()
+        _, block, logits, _ = self._draft_and_forward()
         self._scores.copy_(process(logits, block, self._state))
-        return VerificationResult(*self._verify_and_draft()), None, None
+        return VerificationResult(*self._verify_and_commit()), None, None
+
+
+def _plain(results: tuple[Proposal, torch.Tensor, torch.Tensor, torch.Tensor | None]) -> tuple:
+    proposal, *others = results
+    return tuple(proposal), *others
 
 
 def why_not_captured(model: PreTrainedModel, modules: list[nn.Module], kept: Sequence[str]) -> str | None:
@@ -124,9 +129,19 @@ def capture_round(session: Session, target: Target, drafter: Drafter, process: B
     )
 
 
-def capture_prefill(
-    session: Session, target: Target, drafter: Drafter, columns: int, is_last: bool
-) -> Callable[[], None] | None:
+def capture_catch_up(session: Session, target: Target, drafter: Drafter, width: int) -> Callable[[], None] | None:
+    """`catch_up` as a CUDA graph, not compiled, since it is rare; None, and a warning, if it cannot be captured."""
+    state = session.state
+    capture = Capture(target.model.device, session.graph_pool, is_compiled=False)
+
+    def capture_idle() -> Callable[[], None]:
+        with state.idle():
+            return capture(lambda: catch_up(state, drafter, width))
+
+    return _if_possible("Drafting", target, drafter, capture_idle)
+
+
+def capture_prefill(session: Session, target: Target, drafter: Drafter, columns: int) -> Callable[[], None] | None:
     """`prefill_chunk` as a CUDA graph, not compiled: compiling takes as long for each width as for a round.
 
     None, and a warning, if it does something that cannot be captured; None also for mixtures of experts that would
@@ -139,7 +154,7 @@ def capture_prefill(
         "The prefill",
         target,
         drafter,
-        lambda: capture(lambda: prefill_chunk(session.state, target, drafter, columns, is_last)),
+        lambda: capture(lambda: prefill_chunk(session.state, target, drafter, columns)),
     )
 
 

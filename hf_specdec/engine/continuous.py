@@ -6,9 +6,8 @@ run on. A round does not know which of its rows are occupied: rows that no reque
 
 from __future__ import annotations
 
-import functools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,15 +15,16 @@ import torch
 
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
-from ..parallel.tensor_parallel import tensor_parallel_group
+from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState, upload
+from ..state import upload
 from ..stats import Counters, SpeculationStats
-from .buckets import next_power_of_two
-from .lease import LazyTarget, SessionLease, execution, shape_of
+from .auto_drafts import Acceptance
+from .buckets import fewer_rows, next_power_of_two
+from .lease import LazyTarget, SessionLease, first_k, shape_of
 from .request import Request
-from .rounds import RoundLoop
+from .rounds import RoundLoop, Stage
 from .sessions import sessions_of, settled_on_error
 from .transcript import DECIDED_BY_TOKENS
 
@@ -36,6 +36,10 @@ MOST_GROUP_TOKENS = 16384
 
 # Waiting requests are admitted when this share of the rows is free: prefilling few rows takes about as long as many.
 SHARE_TO_ADMIT = 1 / 8
+
+
+# The share of all time that a smaller session at the end of a call is assumed to save.
+SHARE_OF_THE_END = 1 / 4
 
 
 @dataclass
@@ -160,6 +164,10 @@ class RequestRows:
         prefill: called with rows and with the requests that are to occupy them.
         size_of: rows of the buffers in which so many requests are prefilled.
         settings: of continuous batching.
+        fits_fewer: called when no request waits, with the number of rows that are occupied: whether their requests
+            should move to a smaller session.
+        move: called with these rows: the first of the smaller session take their requests. Returns where rounds run
+            from then on, and the number of its rows; None if they stay.
     """
 
     def __init__(
@@ -172,29 +180,54 @@ class RequestRows:
         prefill: Callable[[list[int], list[RowRequest]], None],
         size_of: Callable[[int], int],
         settings: ContinuousBatching,
+        fits_fewer: Callable[[int], bool] = lambda num_occupied: False,
+        move: Callable[[list[int]], tuple[Stage, int] | None] = lambda rows: None,
     ):
         self._occupants: list[RowRequest | None] = [None] * num_rows
         self._free = list(range(num_rows))
         self._waiting = deque(requests)
+        self._tokens_waiting = sum(one.remaining for one in requests)
         self._ends = ends
         self._max_new_tokens = max_new_tokens
         self._counters = counters
         self._prefill = prefill
         self._size_of = size_of
         self._settings = settings
+        self._fits_fewer, self._move = fits_fewer, move
         self._enough_to_admit = max(1, round(num_rows * SHARE_TO_ADMIT))
-        self.num_rounds = 0
+        self.rounds_by_k: Counter[int] = Counter()
 
     @property
     def is_complete(self) -> bool:
         return not self._waiting and len(self._free) == len(self._occupants)
 
-    def admit(self) -> None:
+    @property
+    def fits_fewer(self) -> bool:
+        if self._waiting or self.is_complete:
+            return False
+        return self._fits_fewer(len(self._occupants) - len(self._free))
+
+    def move(self) -> Stage | None:
+        rows = [row for row, one in enumerate(self._occupants) if one is not None]
+        moved = self._move(rows)
+        if moved is None:
+            return None
+        stage, num_rows = moved
+        self._occupants = [self._occupants[row] for row in rows] + [None] * (num_rows - len(rows))
+        self._free = list(range(len(rows), num_rows))
+        return stage
+
+    def tokens_left(self) -> float:
+        """How many tokens a row may still add, for all requests that occupy it from now on."""
+        running = [one.remaining - len(one.tokens) for one in self._occupants if one is not None]
+        return (sum(running) + self._tokens_waiting) / max(len(running), 1)
+
+    def admit(self) -> bool:
         """Put waiting requests into free rows: all that fit at first, then whenever enough rows are free."""
         num_admitted = min(len(self._free), len(self._waiting))
         is_idle = len(self._free) == len(self._occupants)
-        if not is_idle and num_admitted < min(self._enough_to_admit, len(self._waiting)):
-            return
+        if not num_admitted or (not is_idle and num_admitted < min(self._enough_to_admit, len(self._waiting))):
+            return False
         while self._free and self._waiting:
             group = self._next_group()
             rows = [self._free.pop() for _ in group]
@@ -203,6 +236,7 @@ class RequestRows:
             for row, request in zip(rows, group, strict=True):
                 request.lifespan = (now, -1.0)
                 self._occupants[row] = request
+        return True
 
     def _next_group(self) -> list[RowRequest]:
         """The next waiting requests: at most the free rows, the largest group, and `MOST_GROUP_TOKENS`."""
@@ -213,6 +247,7 @@ class RequestRows:
             if group and longest * self._size_of(len(group) + 1) > MOST_GROUP_TOKENS:
                 break
             group.append(self._waiting.popleft())
+            self._tokens_waiting -= group[-1].remaining
         return group
 
     def longest(self) -> int:
@@ -229,13 +264,14 @@ class RequestRows:
         committed: list[int],
         **records: None,
     ) -> None:
-        self.num_rounds += 1
+        self.rounds_by_k[len(tokens[0]) - 1] += 1
         now = time.perf_counter()
         for row, request in enumerate(occupants):
             if request is None or request.is_over:
                 continue
             count = committed[row]
-            self._counters.count(request.index, accepted[row], count, request.remaining - len(request.tokens))
+            drafted = min(request.remaining - len(request.tokens), len(tokens[row]) - 1)
+            self._counters.count(request.index, accepted[row], count, drafted)
             request.tokens += tokens[row][:count]
             if self._settings.record_timestamps:
                 request.timestamps += [now] * count
@@ -284,6 +320,9 @@ class ContinuousRun:
         ]
         # By size: where groups of requests are prefilled.
         self._groups: dict[int, SessionLease] = {}
+        self._acceptance = Acceptance(request.num_draft_tokens)
+        # Whether rows stay where they are, since fewer are not worth their graphs, or there is no memory for them.
+        self._stays = False
 
     def run(self) -> ContinuousOutput:
         """Generate for all requests."""
@@ -291,35 +330,43 @@ class ContinuousRun:
         self._refuse_too_long()
         if self._target.is_captured:  # before the rows, which may take all memory that is left
             self._group_lease(min(request.batch, GROUP_SIZES[-1]))
-        lease = self._open_most()
-        captured = lease.captured_round(self._process)
-        state = lease.session.state
+        self._lease = lease = self._open_most()
         ends = request.eos_token_ids
-        counters = Counters(request.batch, request.num_draft_tokens)
-        rows = RequestRows(
+        counters = Counters(
+            request.batch, request.num_draft_tokens, self._acceptance.observe if request.is_auto else None
+        )
+        self._rows = rows = RequestRows(
             lease.shape.batch,
             # The longest first: prompts of a group have similar lengths.
             sorted((one for one in self.requests if one.error is None), key=lambda one: -len(one.prompt)),
             set() if ends is None else set(ends.tolist()),
             request.max_new_tokens,
             counters,
-            functools.partial(self._prefill, state),
+            self._prefill,
             self._group_size,
             self._settings,
+            self._fits_fewer,
+            self._move,
         )
-        with settled_on_error(lease.session):
-            start = time.perf_counter()
-            RoundLoop(state, lease.next_round(self._process), rows).run()
-            seconds = time.perf_counter() - start
-        for one in (*self._groups.values(), lease):
+        execution = lease.execution(self._process, first_k(request, lease.shape))
+        start = time.perf_counter()
+        self._stage = lease.stage(self._process, request, self._acceptance, rows.tokens_left)
+        try:
+            RoundLoop(self._stage, rows).run()
+        except BaseException:
+            with settled_on_error(self._lease.session):
+                raise
+        seconds = time.perf_counter() - start
+        for one in (*self._groups.values(), self._lease):
             one.keep()
         request.drafter._last_stats = counters.summary(
             num_assistant_tokens=request.num_draft_tokens,
             engine="static",
             reason=request.reason,
-            execution=execution(captured, self._target),
+            execution=execution,
             draft_probs=lease.shape.draft_probs,
-            num_rounds=rows.num_rounds,
+            num_rounds=rows.rounds_by_k.total(),
+            rounds_by_k=dict(rows.rounds_by_k),
             seconds=seconds,
         )
         return ContinuousOutput(self.requests, request.drafter.stats)
@@ -350,23 +397,84 @@ class ContinuousRun:
     def _open(self, num_rows: int) -> SessionLease:
         request = self._request
         longest = max((len(one.prompt) + one.remaining for one in self.requests if one.error is None), default=1)
-        lease = SessionLease(self._target, shape_of(request, num_rows, longest, self._target.is_captured))
-        session = lease.take()
-        with settled_on_error(session):
-            state = session.state
-            state.clear()
-            state.set_sampling(request.eos_token_ids, request.temperature)
-            lacks_round = lease.lacks_round(self._process)
-            if lacks_round:
+        shape = shape_of(request, num_rows, longest, self._target.is_captured)
+        num_drafts = first_k(request, shape)
+        lease = SessionLease(self._target, shape)
+        with settled_on_error(lease.take()):
+            if lease.lacks_round(self._process, num_drafts):
                 lease.start_compiler()
-            lease.allocate()
-            if lacks_round:
-                lease.capture_round(self._process)
+            self._clear(lease)
+            if lease.lacks_round(self._process, num_drafts):
+                lease.capture_round(self._process, num_drafts)
         return lease
 
-    def _prefill(self, state: DecodeState, rows: list[int], group: list[RowRequest]) -> None:
-        """Prefill `group` and copy it into `rows` of `state`."""
-        request = self._request
+    def _clear(self, lease: SessionLease) -> None:
+        """Let all rows of the session of `lease` be free."""
+        session = lease.session or lease.take()
+        with settled_on_error(session):
+            session.state.clear()
+            session.state.set_sampling(self._request.eos_token_ids, self._request.temperature)
+            lease.allocate()
+
+    def _fits_fewer(self, num_occupied: int) -> bool:
+        """Whether `num_occupied` rows should go on in a smaller session; asked when no request waits."""
+        if self._stays:
+            return False
+        lease = self._smaller_lease(num_occupied)
+        if lease is None:
+            return False
+        self._stays = not self._is_worth_moving(lease)
+        return not self._stays
+
+    def _smaller_lease(self, num_occupied: int) -> SessionLease | None:
+        """For a session with the fewest rows to which so many move; None if they stay."""
+        shape = self._lease.shape
+        rows, fewer = shape.batch, fewer_rows(shape.batch, self._target.is_captured)
+        while fewer is not None and num_occupied <= fewer:
+            rows, fewer = fewer, fewer_rows(fewer, self._target.is_captured)
+        return None if rows == shape.batch else SessionLease(self._target, shape._replace(batch=rows))
+
+    def _is_worth_moving(self, lease: SessionLease) -> bool:
+        """Whether moving saves more time than capturing the graphs of the smaller session of `lease` takes.
+
+        It is assumed to save half of the time that this call may still take; and, since as much as there was so far may
+        follow in other calls, a share of that.
+        """
+        if not self._target.is_captured or lease.is_kept:
+            return True
+        session, num_drafts = self._lease.session, self._stage.drafts.current
+        times = session.round_times
+        rounds = self._rows.tokens_left() / (num_drafts + 1)
+        left = rounds * times.milliseconds(num_drafts) if num_drafts in times else 0.0
+        is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * session.capture_seconds
+        return bool(from_first_rank(torch.tensor(is_worth), self._request.model))
+
+    def _move(self, rows: list[int]) -> tuple[Stage, int] | None:
+        """Let the requests of `rows` go on in the first rows of a smaller session, if there is memory for it."""
+        request, before, num_drafts = self._request, self._lease, self._stage.drafts.current
+        lease = self._smaller_lease(len(rows))
+        try:
+            self._clear(lease)
+        except torch.OutOfMemoryError:
+            # Processes that run one model together need the same rows.
+            if tensor_parallel_group(request.model) is not None:
+                raise
+            self._stays = True
+            return None
+        state, source = lease.session.state, before.session.state
+        to, taken = upload(list(range(len(rows))), self._seeds), upload(rows, self._seeds)
+        state.copy_rows(to, source, self._rows.longest(), taken)
+        request.drafter.copy_rows(state, to, source, self._rows.longest(), taken)
+        # Its graphs are expected to take as long as those of the session before.
+        lease.session.capture_seconds = lease.session.capture_seconds or before.session.capture_seconds
+        before.keep()
+        self._lease = lease
+        self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)
+        return self._stage, lease.shape.batch
+
+    def _prefill(self, rows: list[int], group: list[RowRequest]) -> None:
+        """Prefill `group` and copy it into `rows` of the session of the rounds."""
+        request, state = self._request, self._lease.session.state
         longest = max(len(one.prompt) for one in group)
         lease = self._group_lease(len(group))
         session = lease.session
@@ -395,7 +503,7 @@ class ContinuousRun:
         lease = self._groups.get(size)
         if lease is None:
             longest = max((len(one.prompt) for one in self.requests if one.error is None), default=1)
-            shape = shape_of(self._request, size, longest + self._request.num_draft_tokens, is_captured)
+            shape = shape_of(self._request, size, longest, is_captured)
             lease = SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_for_groups=True)
             with settled_on_error(lease.take()):
                 lease.allocate()

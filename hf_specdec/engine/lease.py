@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
+import torch
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.hidden_states import modules_of
 from ..patching.support import cache_layers
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
+from .auto_drafts import Acceptance, AutoDrafts, first_drafts
 from .buckets import captured_width, group_chunks, next_power_of_two, slots_for, useful_drafts
-from .capture import CapturedRound, capture_prefill, capture_round, why_not_captured
+from .capture import CapturedRound, capture_catch_up, capture_prefill, capture_round, why_not_captured
 from .cuda_graphs import start_compiler
 from .fingerprint import Fingerprint, fingerprint, weights_of
 from .request import Request
-from .rounds import prefill_chunk, run_round, start_prefill
+from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, prefill_chunk, run_round, start_prefill
 from .sessions import Session, SessionKey, sessions_of
 from .target import HiddenStates, Target, patched_target
 
 PREFILL_CHUNK_SIZE = 2048
 # Recurrent layers run the first pass over a text as one over several tokens, as transformers does.
 MIN_PREFILL_COLUMNS = 2
+
+# Rounds after which the processes that run one model together agree on times, by a broadcast that waits for the GPU.
+ROUNDS_TO_AGREE = 8
 
 
 def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> Shape:
@@ -47,6 +54,13 @@ def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> S
         num_ends=next_power_of_two(max(0 if ends is None else ends.numel(), 8)),
         verification=request.drafter.verification,
     )
+
+
+def first_k(request: Request, shape: Shape) -> int:
+    """K of the first rounds of `request`."""
+    if not request.is_auto:
+        return shape.num_draft_tokens
+    return first_drafts(min(request.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
 
 
 class LazyTarget:
@@ -113,6 +127,39 @@ class LazyTarget:
         return None if self._patched is None else self._patched.hidden_states
 
 
+class SharedClock:
+    """Choices of K by processes that run one model together: those that the first one's times give.
+
+    Args:
+        drafts: chooses, on every process.
+        model: the target.
+    """
+
+    def __init__(self, drafts: NumDrafts, model: PreTrainedModel):
+        self._drafts, self._model = drafts, model
+        self._rounds: list[tuple[int, float, bool]] = []
+
+    @property
+    def current(self) -> int:
+        return self._drafts.current
+
+    def next(self) -> int:
+        return self._drafts.next()
+
+    def refuse(self, num_drafts: int) -> None:
+        self._drafts.refuse(num_drafts)
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        self._rounds.append((num_drafts, milliseconds, is_typical))
+        if len(self._rounds) == ROUNDS_TO_AGREE:
+            times = torch.tensor([one[1] for one in self._rounds], dtype=torch.float32)
+            for (count, _, typical), shared in zip(
+                self._rounds, from_first_rank(times, self._model).tolist(), strict=True
+            ):
+                self._drafts.ran(count, shared, typical)
+            self._rounds.clear()
+
+
 class SessionLease:
     """A session that a call uses: one that earlier calls have left, or a new one.
 
@@ -132,6 +179,11 @@ class SessionLease:
         self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a session for the shape is there already."""
+        return self._target.is_captured and self._key() in self._pool
+
     def take(self) -> Session:
         """A session for the shape, ready to be used; it is also `session`."""
         target = self._target
@@ -150,31 +202,106 @@ class SessionLease:
     def _key(self) -> SessionKey:
         return SessionKey(self.shape, self._target.drafter.compile_rounds, self._target.fingerprint)
 
-    def lacks_round(self, process: BlockProcessor) -> bool:
-        """Whether rounds with `process` are to be captured and have not been."""
-        return self._target.is_captured and process.key not in self.session.rounds
+    def lacks_round(self, process: BlockProcessor, num_drafts: int) -> bool:
+        """Whether rounds of `num_drafts` drafts with `process` are to be captured and have not been."""
+        return self._target.is_captured and (process.key, num_drafts) not in self.session.rounds
 
     def start_compiler(self) -> None:
         """Start what compiles rounds, where they are compiled, beside the prefill that comes before."""
         if self._target.drafter.compile_rounds:
             start_compiler(self._target.model.device)
 
-    def capture_round(self, process: BlockProcessor) -> None:
-        self.session.rounds.add(process.key, capture_round(self.session, self._target(), self._target.drafter, process))
+    def capture_round(self, process: BlockProcessor, num_drafts: int) -> None:
+        session, start = self.session, time.perf_counter()
+        session.state.num_draft_tokens = num_drafts
+        captured = capture_round(session, self._target(), self._target.drafter, process)
+        session.rounds.add((process.key, num_drafts), captured)
+        session.capture_seconds = time.perf_counter() - start
 
-    def captured_round(self, process: BlockProcessor) -> CapturedRound | None:
+    def captured_round(self, process: BlockProcessor, num_drafts: int) -> CapturedRound | None:
         """The captured round; None if rounds run eagerly."""
-        return self.session.rounds.get(process.key)
+        return self.session.rounds.get((process.key, num_drafts))
 
-    def next_round(self, process: BlockProcessor) -> Callable[[], tuple]:
-        """A function that runs a round, captured or eagerly, see `run_round`."""
-        captured = self.captured_round(process)
+    def stage(
+        self,
+        process: BlockProcessor,
+        request: Request,
+        acceptance: Acceptance,
+        tokens_left: Callable[[], float],
+        first: int | None = None,
+    ) -> Stage:
+        """Where and how the rounds of `request` run.
+
+        Args:
+            process: of the rounds.
+            request: to run.
+            acceptance: of its drafts.
+            tokens_left: see `AutoDrafts`.
+            first: K of the first rounds; None for what the drafter is made for.
+        """
+        most = self.shape.num_draft_tokens
+        drafts: NumDrafts = FixedDrafts(most, self.session.round_times)
+        if request.is_auto:
+            first = first_k(request, self.shape) if first is None else first
+            price = functools.partial(self._price, process)
+            drafts = AutoDrafts(most, first, acceptance, self.session.round_times, tokens_left, price)
+            if tensor_parallel_group(request.model) is not None:
+                drafts = SharedClock(drafts, request.model)
+        prepare, run = functools.partial(self._prepare, process), functools.partial(self._run, process)
+        return Stage(self.session.state, prepare, run, drafts)
+
+    def _price(self, process: BlockProcessor, num_drafts: int) -> float:
+        """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""
+        if not self.lacks_round(process, num_drafts):
+            return 0.0
+        return 1e3 * float(from_first_rank(torch.tensor(self.session.capture_seconds), self._target.model))
+
+    def _prepare(self, process: BlockProcessor, num_drafts: int) -> bool:
+        """Get ready for a round of `num_drafts`; returns whether there is memory for it."""
+        if self.lacks_round(process, num_drafts):
+            try:
+                self.capture_round(process, num_drafts)
+            except torch.OutOfMemoryError:
+                # Processes that run one model together need the same rounds.
+                if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
+                    raise
+                return False
+        if num_drafts + 1 < self.session.state.block_width:
+            self._catch_up()
+        return True
+
+    def _run(self, process: BlockProcessor, num_drafts: int) -> tuple:
+        """A round of `num_drafts`, captured or eagerly, see `run_round`."""
+        state, captured = self.session.state, self.captured_round(process, num_drafts)
+        state.num_draft_tokens = num_drafts
         if captured is not None:
-            return functools.partial(captured, process)
-        return functools.partial(run_round, self.session.state, self._target(), self._target.drafter, process)
+            results = captured(process)
+        else:
+            results = run_round(state, self._target(), self._target.drafter, process)
+        state.block_width = num_drafts + 1
+        return results
+
+    def _catch_up(self) -> None:
+        """Let the drafter read the last block; captured where rounds are, not compiled."""
+        session, drafter, width = self.session, self._target.drafter, self.session.state.block_width
+        if self._target.is_captured and width not in session.catch_ups:
+            session.catch_ups.add(width, capture_catch_up(session, self._target(), drafter, width))
+        replay = session.catch_ups.get(width)
+        if replay is not None:
+            replay()
+        else:
+            self._target()  # which patches the drafter, too
+            catch_up(session.state, drafter, width)
+
+    def execution(self, process: BlockProcessor, num_drafts: int) -> str:
+        """How such rounds are run, for `SpeculationStats.execution`."""
+        captured = self.captured_round(process, num_drafts)
+        if captured is not None:
+            return captured.execution
+        return f"eager: {self._target.eager_reason or 'a round cannot be captured'}"
 
     def prefill(self, longest: int, bring_cached: Callable[[], None] | None = None) -> None:
-        """Prefill the session with the prompts that its state holds, by graphs as far as they are captured, and draft.
+        """Prefill the session with the prompts that its state holds, by graphs as far as they are captured.
 
         Args:
             longest: uncached tokens of the longest prompt.
@@ -189,11 +316,11 @@ class SessionLease:
             if replay is not None:
                 replay()
             else:
-                prefill_chunk(session.state, self._target(), drafter, *chunk)
+                prefill_chunk(session.state, self._target(), drafter, chunk)
 
     def allocate(self) -> None:
         """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""
-        if self.session.state.proposal is None:
+        if not self.session.is_allocated:
             self.prefill(1)
 
     def lacks_prefill(self, longest: int) -> bool:
@@ -207,35 +334,27 @@ class SessionLease:
             if chunk not in session.prefills:
                 # Warm-ups and the capture prefill other positions than those that are next, which does no harm.
                 start_prefill(session.state, self._target.drafter)
-                captured = capture_prefill(session, self._target(), self._target.drafter, *chunk)
+                captured = capture_prefill(session, self._target(), self._target.drafter, chunk)
                 session.prefills.add(chunk, captured)
 
-    def _captured_chunks(self, longest: int) -> list[tuple[int, bool]]:
-        """The chunks of a prefill that is captured: columns, and whether it is the last one; none if it is not."""
+    def _captured_chunks(self, longest: int) -> list[int]:
+        """Columns of the chunks of a prefill that is captured; none if it is not."""
         if not self._target.is_captured:
             return []
         if self._is_for_groups:
-            columns = group_chunks(longest)
-        else:
-            width = captured_width(longest, self.shape.batch, self._chunk_size)
-            columns = [] if width is None else [width]
-        return [(count, index == len(columns)) for index, count in enumerate(columns, start=1)]
+            return group_chunks(longest)
+        width = captured_width(longest, self.shape.batch, self._chunk_size)
+        return [] if width is None else [width]
 
-    def _chunks(self, longest: int) -> list[tuple[int, bool]]:
+    def _chunks(self, longest: int) -> list[int]:
         captured = self._captured_chunks(longest)
         prefills = self.session.prefills
         if captured and not any(chunk in prefills and prefills.get(chunk) is None for chunk in captured):
             return captured
         width = max(longest - 1, MIN_PREFILL_COLUMNS)
-        firsts = range(0, width, self._chunk_size)
-        return [(min(self._chunk_size, width - first), first + self._chunk_size >= width) for first in firsts]
+        return [min(self._chunk_size, width - first) for first in range(0, width, self._chunk_size)]
 
     def keep(self) -> None:
         """Leave the session for other calls, where sessions are kept."""
         if self._target.is_captured:
             self._pool.keep(self._key(), self.session)
-
-
-def execution(captured: CapturedRound | None, target: LazyTarget) -> str:
-    """How rounds are run, for `SpeculationStats.execution`."""
-    return captured.execution if captured else f"eager: {target.eager_reason or 'a round cannot be captured'}"

@@ -32,7 +32,8 @@ class Request:
         drafter: bound to it.
         prompts: of the call, and how much of them `cache` holds.
         processors, criteria, config, streamer: as prepared by `generate()`.
-        num_draft_tokens: K, draft tokens a round.
+        num_draft_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
+        is_auto: whether it is.
         randomness: where random numbers come from.
         cache: `past_key_values` of the caller, which the call fills; None if the caller passed none.
         reason: why this engine runs, for the statistics.
@@ -48,6 +49,7 @@ class Request:
     randomness: Randomness
     streamer: BaseStreamer | None = None
     cache: Cache | None = None
+    is_auto: bool = False
     reason: str = ""
 
     @property

@@ -1,24 +1,27 @@
-"""Speculative decoding, in the order of the algorithm: prefill, then rounds.
+"""Speculative decoding, in the order of the algorithm: prefill, then rounds that draft and verify.
 
-`prefill_chunk` and `run_round` are what is run eagerly, compiled and captured; nothing in them reads the device on the
-host.
+`prefill_chunk`, `run_round` and `catch_up` are what is run eagerly, compiled and captured; nothing in them reads the
+device on the host.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
-from ..kernels.types import VerificationResult
+from ..kernels.types import Proposal, VerificationResult
 from ..ops import verify_block, verify_greedy, verify_sampling
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
+from .auto_drafts import RoundTimes
 from .target import Target
 from .transcript import Transcript
 
@@ -28,22 +31,24 @@ def start_prefill(state: DecodeState, drafter: Drafter) -> None:
     state.cache.restart()
     drafter.start_prefill(state)
     state.num_prefilled.zero_()
-    if state.last_hidden_states is not None:
-        state.last_hidden_states.zero_()
+    state.block_width = 1
+    state.result.tokens.zero_()
+    state.result.accepted.zero_()
+    state.result.committed.fill_(1)
+    if state.aux_hidden_states is not None:
+        state.aux_hidden_states.zero_()
 
 
-def prefill_chunk(state: DecodeState, target: Target, drafter: Drafter, columns: int, is_last: bool) -> None:
+def prefill_chunk(state: DecodeState, target: Target, drafter: Drafter, columns: int) -> None:
     """Prefill target and drafter with the next positions of the prompts, except for the prompts' last tokens.
 
-    After the last chunk, which also drafts, the state is as if a round had just committed the last token of each
-    prompt: that token has not passed through the target, and the drafter has proposed what follows it. Prefilling again
-    changes nothing.
+    After the last chunk the state is as if a round had just committed the last token of each prompt: that token has not
+    passed through the target, and the drafter has not seen it. Prefilling again changes nothing.
 
     Args:
         state: holds the prompts; positions below `state.cached` are in the target's cache already and are left out.
         target, drafter: to run.
         columns: positions of each row; those beyond its prompt are padding.
-        is_last: whether this ends the prompts.
     """
     rows = torch.arange(state.tokens.shape[0], device=state.tokens.device)
     steps = torch.arange(columns, device=state.tokens.device)
@@ -56,24 +61,11 @@ def prefill_chunk(state: DecodeState, target: Target, drafter: Drafter, columns:
         last = prompt_end - 1 - positions[:, 0]
         here = aux_hidden_states[rows, last.clamp(0, columns - 1)]
         is_here = ((last >= 0) & (last < columns))[:, None]
-        if state.last_hidden_states is None:
-            state.last_hidden_states = torch.zeros_like(here)
-        state.last_hidden_states.copy_(torch.where(is_here, here, state.last_hidden_states))
+        if state.aux_hidden_states is None:
+            state.aux_hidden_states = here.new_zeros(len(here), state.most_draft_tokens + 1, here.shape[-1])
+        first = state.aux_hidden_states[:, 0]
+        first.copy_(torch.where(is_here, here, first))
     state.num_prefilled += columns
-    if is_last:
-        _propose_first(state, drafter)
-
-
-def _propose_first(state: DecodeState, drafter: Drafter) -> None:
-    """Draft what follows the prompts."""
-    batch = state.tokens.shape[0]
-    blank = state.tokens.new_zeros(batch, state.num_draft_tokens + 1)
-    result = VerificationResult(blank, state.lengths.new_zeros(batch), state.lengths.new_ones(batch))
-    window, last = None, state.last_hidden_states
-    if last is not None:
-        window = last.new_zeros(batch, state.num_draft_tokens + 1, last.shape[-1])
-        window[:, 0] = last
-    state.set_proposal(drafter.propose(state, window, result))
 
 
 def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size: int) -> None:
@@ -85,44 +77,62 @@ def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size
 def run_round(
     state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
 ) -> tuple[VerificationResult, torch.Tensor, torch.Tensor]:
-    """One round: target forward over the block, verification, next drafts.
+    """One round of K = `state.num_draft_tokens`: drafts, target forward over the block, verification.
+
+    The last round had at most as many drafts; after one of more `catch_up` comes first.
 
     Returns:
         what was accepted and committed, the processed scores and the logits, both `[B, K + 1, V]`.
     """
-    block, logits, aux_hidden_states = target_forward(state, target)
+    proposal, block, logits, aux_hidden_states = draft_and_forward(state, target, drafter)
     scores = process(logits, block, state)
-    return verify_and_draft(state, drafter, scores, aux_hidden_states), scores, logits
+    return verify_and_commit(state, scores, proposal, aux_hidden_states), scores, logits
 
 
-def target_forward(state: DecodeState, target: Target) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """First half of a round: run the target over the block of the last committed token and the drafts.
+def draft_and_forward(
+    state: DecodeState, target: Target, drafter: Drafter
+) -> tuple[Proposal, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """First half of a round: draft, and run the target over the block of the last committed token and the drafts.
 
     Returns:
-        the block `[B, K + 1]` int64, its logits `[B, K + 1, V]`, its auxiliary hidden states `[B, K + 1, width]` or
-        None.
+        the drafts, the block `[B, K + 1]` int64, its logits `[B, K + 1, V]`, its auxiliary hidden states
+        `[B, K + 1, width]` or None.
     """
-    block, slots = state.block()
-    return block, *target(state, block, slots)
+    proposal = drafter.propose(state, *state.last_block(state.num_draft_tokens + 1))
+    block, slots = state.block(proposal.tokens)
+    return proposal, block, *target(state, block, slots)
 
 
-def verify_and_draft(
-    state: DecodeState, drafter: Drafter, scores: torch.Tensor, aux_hidden_states: torch.Tensor | None
+def verify_and_commit(
+    state: DecodeState, scores: torch.Tensor, proposal: Proposal, aux_hidden_states: torch.Tensor | None
 ) -> VerificationResult:
-    """Second half of a round: verify the drafts by `scores` `[B, K + 1, V]`, commit tokens, propose the next drafts."""
-    result = state.commit(verify(scores, state))
-    state.set_proposal(drafter.propose(state, aux_hidden_states, result))
+    """Second half of a round: verify the drafts by `scores` `[B, K + 1, V]`, and commit tokens."""
+    result = state.commit(verify(scores, state, proposal))
+    state.keep_block(aux_hidden_states, result)
     return result
 
 
-def verify(scores: torch.Tensor, state: DecodeState) -> VerificationResult:
-    """Verify the state's proposal by `scores` `[B, K + 1, V]`: greedily, or by rejection sampling."""
+def verify(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> VerificationResult:
+    """Verify `proposal` by `scores` `[B, K + 1, V]`: greedily, or by rejection sampling."""
     if not state.is_sampling:
-        return verify_greedy(scores, state.proposal.tokens)
+        return verify_greedy(scores, proposal.tokens)
     scores = scores.float()
-    if state.verification == "block" and state.proposal.probs is not None:
-        return verify_block(scores, *state.proposal, state.seeds, state.lengths, state.limits - state.lengths)
-    return verify_sampling(scores, *state.proposal, state.seeds, state.lengths)
+    if state.verification == "block" and proposal.probs is not None:
+        return verify_block(scores, *proposal, state.seeds, state.lengths, state.limits - state.lengths)
+    return verify_sampling(scores, *proposal, state.seeds, state.lengths)
+
+
+def catch_up(state: DecodeState, drafter: Drafter, width: int) -> None:
+    """Let the drafter read the last block, of up to `width` tokens, so that a round with fewer drafts may follow.
+
+    Afterwards the state is as if the last round had committed one token; the drafter reads that one again.
+    """
+    before, state.num_draft_tokens = state.num_draft_tokens, 0
+    try:
+        drafter.propose(state, *state.last_block(width))
+    finally:
+        state.num_draft_tokens = before
+    state.narrow_block()
 
 
 class RoundReport:
@@ -158,8 +168,15 @@ class Rows(Protocol):
     def is_complete(self) -> bool:
         """Whether no row needs another round."""
 
-    def admit(self) -> None:
-        """Called before every round: put waiting requests into free rows."""
+    def admit(self) -> bool:
+        """Called before every round: put waiting requests into free rows. Returns whether any were."""
+
+    @property
+    def fits_fewer(self) -> bool:
+        """Whether rounds should run on a state with fewer rows."""
+
+    def move(self) -> Stage | None:
+        """Move to such a state; the results of all rounds have been taken. None if there is no memory for it."""
 
     def longest(self) -> int:
         """Committed tokens of the longest row, prompt included, as far as results are read."""
@@ -173,41 +190,160 @@ class Rows(Protocol):
         """Take the results of a round: K + 1 tokens, accepted drafts and committed tokens of each row of the state."""
 
 
+class NumDrafts(Protocol):
+    """Decides how many drafts (K) each round has."""
+
+    @property
+    def current(self) -> int:
+        """K of most rounds at the moment."""
+
+    def next(self) -> int:
+        """K of the next round."""
+
+    def refuse(self, num_drafts: int) -> None:
+        """Called where there is no memory for rounds with so many drafts."""
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        """Take the time of a round of K = `num_drafts`, which `is_typical` if it followed one of the same K at once."""
+
+
+@dataclass(frozen=True)
+class FixedDrafts:
+    """The same number of drafts in every round.
+
+    Attributes:
+        num_drafts: K.
+        times: of the rounds.
+    """
+
+    num_drafts: int
+    times: RoundTimes
+
+    @property
+    def current(self) -> int:
+        return self.num_drafts
+
+    def next(self) -> int:
+        return self.num_drafts
+
+    def refuse(self, num_drafts: int) -> None:
+        raise torch.OutOfMemoryError(f"There is no memory for rounds of {num_drafts} drafts.")
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        self.times.add(num_drafts, milliseconds, is_typical)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where rounds run, and how.
+
+    Attributes:
+        state: prefilled, or without unfinished rows.
+        prepare: gets ready for a round of the number of drafts that it is given; returns whether that is possible.
+        run: runs `run_round` with that number of drafts, eagerly or captured.
+        drafts: decides how many drafts a round has.
+    """
+
+    state: DecodeState
+    prepare: Callable[[int], bool]
+    run: Callable[[int], tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]]
+    drafts: NumDrafts
+
+
+class RoundClock:
+    """Points in time of the work of a device: CUDA events, which are read later; elsewhere the host's clock.
+
+    Args:
+        device: whose work it is.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def mark(self) -> Any:
+        """The time at which the work so far is done."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """Time between two marks, which the device has passed."""
+        return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+@dataclass
+class _Launched:
+    """A round whose results have not been read."""
+
+    num_drafts: int
+    is_typical: bool
+    start: Any
+    end: Any
+    occupants: Any
+    report: RoundReport
+    records: dict[str, torch.Tensor | None]
+
+
 class RoundLoop:
     """The loop over rounds on the host. It reads results one round late on a GPU, which therefore never waits for it.
 
     Args:
-        state: prefilled.
-        next_round: runs `run_round` on it, eagerly or captured.
+        stage: where rounds run at first.
         rows: what occupies the rows.
     """
 
-    def __init__(
-        self,
-        state: DecodeState,
-        next_round: Callable[[], tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]],
-        rows: Rows,
-    ):
-        self._state = state
-        self._next_round = next_round
+    def __init__(self, stage: Stage, rows: Rows):
+        device = stage.state.tokens.device
+        self._stage = stage
         self._rows = rows
-        self._rounds_ahead = policy_of(state.tokens.device).rounds_ahead
-        self._reports: deque[tuple[Any, RoundReport, dict[str, torch.Tensor | None]]] = deque()
+        self._clock = RoundClock(device)
+        self._rounds_ahead = policy_of(device).rounds_ahead
+        self._launched: deque[_Launched] = deque()
+        # K of the last round, and when it ended; None if something else came after it.
+        self._last: tuple[int, Any] | None = None
 
     def run(self) -> None:
         """Run rounds until the rows are complete. Rounds that the device began after that are ignored."""
         while not self._rows.is_complete:
-            self._rows.admit()
-            # Tokens of rounds whose results are not read yet.
-            unseen = len(self._reports) * (self._state.num_draft_tokens + 1)
-            # The drafts verified in this round, and those proposed after all of them were accepted.
-            self._state.live = self._rows.longest() + unseen + 2 * self._state.num_draft_tokens
-            result, scores, logits = self._next_round()
-            report = RoundReport(result)
-            self._reports.append((self._rows.occupants(), report, {"scores": scores, "logits": logits}))
-            if len(self._reports) > self._rounds_ahead:
-                occupants, report, records = self._reports.popleft()
-                self._rows.take(occupants, *report.read(), **records)
+            if self._rows.admit():
+                self._last = None
+            if self._rows.fits_fewer:
+                self._read_results(0)
+                if self._rows.fits_fewer:
+                    self._stage, self._last = self._rows.move() or self._stage, None
+            else:
+                self._launch()
+                self._read_results(self._rounds_ahead)
+
+    def _launch(self) -> None:
+        stage, last = self._stage, self._last
+        num_drafts = stage.drafts.next()
+        # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
+        before = self._rows.longest() + sum(one.num_drafts + 1 for one in self._launched)
+        stage.state.live = before + num_drafts
+        while not stage.prepare(num_drafts):
+            stage.drafts.refuse(num_drafts)
+            num_drafts = stage.drafts.next()
+            stage.state.live = before + num_drafts
+        is_typical = last is not None and last[0] == num_drafts
+        start = last[1] if is_typical else self._clock.mark()
+        result, scores, logits = stage.run(num_drafts)
+        end = self._clock.mark()
+        records = {"scores": scores, "logits": logits}
+        report = RoundReport(result)
+        occupants = self._rows.occupants()
+        self._launched.append(_Launched(num_drafts, is_typical, start, end, occupants, report, records))
+        self._last = num_drafts, end
+
+    def _read_results(self, rounds_ahead: int) -> None:
+        """Read the results of all rounds but the last `rounds_ahead`."""
+        while len(self._launched) > rounds_ahead:
+            one = self._launched.popleft()
+            self._rows.take(one.occupants, *one.report.read(), **one.records)
+            milliseconds = self._clock.milliseconds(one.start, one.end)
+            self._stage.drafts.ran(one.num_drafts, milliseconds, one.is_typical)
 
 
 class CallRows:
@@ -227,7 +363,7 @@ class CallRows:
     ):
         self.transcript = transcript
         self.counters = counters
-        self.num_rounds = 0
+        self.rounds_by_k: Counter[int] = Counter()
         self._longest = longest
         self._remaining = remaining
         self._finished = finished
@@ -236,8 +372,18 @@ class CallRows:
     def is_complete(self) -> bool:
         return self.transcript.is_complete
 
-    def admit(self) -> None:
-        pass
+    fits_fewer = False
+
+    def admit(self) -> bool:
+        return False
+
+    def move(self) -> None:
+        return None
+
+    def tokens_left(self) -> float:
+        """How many tokens a row that has not ended may still add, on average."""
+        rows = [row for row, stopped in enumerate(self.transcript.stopped) if not stopped]
+        return sum(self._remaining[row] - self.transcript.length(row) for row in rows) / max(len(rows), 1)
 
     def longest(self) -> int:
         return self._longest + self.transcript.longest_row()
@@ -254,11 +400,11 @@ class CallRows:
         **records: torch.Tensor | None,
     ) -> None:
         batch = len(self.counters.rows)
-        self.num_rounds += 1
+        self.rounds_by_k[len(tokens[0]) - 1] += 1
         for row, (num_accepted, num_committed) in enumerate(zip(accepted[:batch], committed[:batch], strict=True)):
             if num_committed > 0 and not self.transcript.is_done(row):
                 remaining = self._remaining[row] - self.transcript.length(row)
-                self.counters.count(row, num_accepted, num_committed, remaining)
+                self.counters.count(row, num_accepted, num_committed, min(remaining, len(tokens[row]) - 1))
         before = self.transcript.stopped
         self.transcript.add(tokens[:batch], committed[:batch], **records)
         for row, remaining in enumerate(self._remaining):

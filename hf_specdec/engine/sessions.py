@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 
 from ..drafters.base import Drafter
 from ..state import DecodeState, Shape
+from .auto_drafts import RoundTimes
 from .cuda_graphs import Fence, GraphPool
 from .fingerprint import Fingerprint
 from .kv_transfer import DeferredCache
 
-# Sessions kept for a drafter; the least recently used one is freed first.
-MAX_SESSIONS = 4
+# Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
+# groups, and of rows down to those of its end.
+MAX_SESSIONS = 6
 
 # Captured rounds, and captured prefills, kept in a session, likewise. Every combination of warpers (each `top_p`) needs
-# its own round, every power of two of columns its own prefill.
-MAX_CAPTURES = 8
+# its own rounds, one for each K, every power of two of columns its own prefill.
+MAX_CAPTURES = 16
 
 
 class SessionKey(NamedTuple):
@@ -69,18 +71,28 @@ class Session:
 
     Attributes:
         state: the buffers.
-        rounds: captured rounds, by `BlockProcessor.key`.
+        rounds: captured rounds, by `BlockProcessor.key` and K.
+        catch_ups: captured `catch_up`, by width.
         prefills: captured prefills, by width.
         graph_pool: memory pool of all these graphs.
+        round_times: of its rounds, for `num_assistant_tokens="auto"`.
+        capture_seconds: how long the last capture of a round took.
         fence: recorded after the work of the last call, which the device may not have finished.
     """
 
     def __init__(self, state: DecodeState):
         self.state = state
-        self.rounds, self.prefills = Captures(), Captures()
+        self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
         self.graph_pool = GraphPool()
+        self.round_times = RoundTimes()
+        self.capture_seconds = 0.0
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether a forward pass has allocated what it writes."""
+        return any(layer.is_initialized for layer in self.state.cache.layers)
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers until another call needs them."""
@@ -111,6 +123,9 @@ class SessionPool:
 
     def __len__(self) -> int:
         return len(self._idle)
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return any(one == key for one, _ in self._idle)
 
     def take(self, key: SessionKey) -> Session | None:
         """The most recently used session of `key`. If there is none, sessions that no call can use again are freed."""

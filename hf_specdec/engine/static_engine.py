@@ -15,9 +15,10 @@ import torch
 from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
 from ..stats import Counters
+from .auto_drafts import Acceptance
 from .buckets import next_power_of_two
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
-from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, execution, shape_of
+from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import CallRows, RoundLoop, prefill_drafter
@@ -73,6 +74,8 @@ class StaticRun:
             keep_scores="scores" in kept,
             keep_logits="logits" in kept,
         )
+        # K of the first rounds.
+        self._num_drafts = first_k(request, shape)
         self._remaining, self._seeds = request.remaining, request.seeds
 
     def __enter__(self) -> StaticRun:
@@ -105,14 +108,15 @@ class StaticRun:
         session = lease.take()
         with settled_on_error(session):
             self._begin(session)
-            lacks_round = lease.lacks_round(process)
+            num_drafts = self._num_drafts
+            lacks_round = lease.lacks_round(process, num_drafts)
             if lacks_round:
                 lease.start_compiler()
             self._prefill(session)
             if lacks_round:
-                lease.capture_round(process)
+                lease.capture_round(process, num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
-            if lease.captured_round(process) is not None and lease.lacks_prefill(longest):
+            if lease.captured_round(process, num_drafts) is not None and lease.lacks_prefill(longest):
                 lease.capture_prefill(longest)
                 self._prefill(session)
 
@@ -130,7 +134,7 @@ class StaticRun:
         )
 
     def _prefill(self, session: Session) -> None:
-        """Bring the caller's cache and the prompts into the session and draft."""
+        """Bring the caller's cache and the prompts into the session."""
         prompts = self._request.prompts
         bring_cached = functools.partial(self._bring_cached, session) if prompts.cached else None
         self._lease.prefill(prompts.longest_uncached, bring_cached)
@@ -145,16 +149,17 @@ class StaticRun:
     def run_rounds(self) -> None:
         """Run rounds until every row has ended; then fill the caller's cache, and keep the session for other calls."""
         request, session = self._request, self._lease.session
+        acceptance = Acceptance(request.num_draft_tokens)
         with settled_on_error(session):
-            self._captured = self._lease.captured_round(self._process)
             self._rows = CallRows(
                 self._transcript,
-                Counters(request.batch, request.num_draft_tokens),
+                Counters(request.batch, request.num_draft_tokens, acceptance.observe if request.is_auto else None),
                 request.prompts.longest,
                 self._remaining,
                 session.state.finished,
             )
-            loop = RoundLoop(session.state, self._lease.next_round(self._process), self._rows)
+            stage = self._lease.stage(self._process, request, acceptance, self._rows.tokens_left)
+            loop = RoundLoop(stage, self._rows)
             start = time.perf_counter()
             loop.run()
             self._seconds = time.perf_counter() - start
@@ -185,9 +190,10 @@ class StaticRun:
             num_assistant_tokens=request.num_draft_tokens,
             engine="static",
             reason=request.reason,
-            execution=execution(self._captured, self._target),
+            execution=self._lease.execution(self._process, self._num_drafts),
             draft_probs=self._lease.shape.draft_probs,
-            num_rounds=self._rows.num_rounds,
+            num_rounds=self._rows.rounds_by_k.total(),
+            rounds_by_k=dict(self._rows.rounds_by_k),
             seconds=self._seconds,
         )
         request.drafter._last_stats = stats

@@ -106,7 +106,8 @@ class DrafterCandidateGenerator(CandidateGenerator):
             self._begin(input_ids)
         else:
             self._follow(input_ids, int(n_last_matches))
-        tokens = self._state.proposal.tokens.to(input_ids.device)
+        proposal, logits = self._proposal, None
+        tokens = proposal.tokens.to(input_ids.device)
         candidates = torch.cat([input_ids, tokens], dim=1)
         length = input_ids.shape[1]
         self._num_candidates = next(
@@ -115,7 +116,6 @@ class DrafterCandidateGenerator(CandidateGenerator):
         )
         if self._num_candidates == 0:
             return input_ids, None
-        proposal, logits = self._state.proposal, None
         if proposal.probs is not None:
             logits = proposal.probs[:, : self._num_candidates].log()
             vocabulary = self._drafter.config.vocab_size
@@ -137,7 +137,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         if self._state is None:
             return
         num_matches = int(num_matches)
-        self._counters.count(0, num_matches, num_matches + 1, remaining=self._num_candidates)
+        self._counters.count(0, num_matches, num_matches + 1, drafted=self._num_candidates)
         self._num_rounds += 1
 
     def _begin(self, input_ids: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             window[:, :committed] = aux_hidden_states[:, :committed]
         count = torch.full_like(self._state.lengths, committed)
         result = VerificationResult(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
-        self._state.set_proposal(self._drafter.propose(self._state, window, result))
+        self._proposal = self._drafter.propose(self._state, window, result)
 
 
 class ReachableProcessors(LogitsProcessorList):

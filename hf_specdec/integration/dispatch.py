@@ -16,7 +16,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
+from ..config import AUTO
 from ..drafters.base import Drafter
+from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import ContinuousBatching, ContinuousOutput, decode_continuously
 from ..engine.equivalence import why_not_equivalent
 from ..engine.prompts import read_prompts
@@ -76,7 +78,7 @@ def _call_of(request: Request, engine: str) -> dict[str, Any]:
         "prompts": prompts.input_ids,
         "attention_mask": (prompts.padding, prompts.width),
         "past_key_values": prompts.cached,
-        "num_assistant_tokens": request.num_draft_tokens,
+        "num_assistant_tokens": (request.num_draft_tokens, request.is_auto),
         "engine": engine,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
         "seeds": seeds,
@@ -158,6 +160,10 @@ def generate_with_drafter(
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
     cache = model_kwargs.get("past_key_values")
+    randomness = Randomness(seeds, generator)
+    # Drawn texts depend on K, which "auto" chooses by time: a call with seeds is to be repeatable.
+    is_free = continuous is not None and not (generation_config.do_sample and randomness.is_given)
+    num_draft_tokens = _num_draft_tokens(drafter, getattr(generation_config, "_asked", {}), is_free)
     request = Request(
         model=model,
         drafter=drafter,
@@ -165,8 +171,9 @@ def generate_with_drafter(
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,
-        num_draft_tokens=_num_draft_tokens(drafter, getattr(generation_config, "_asked", {})),
-        randomness=Randomness(seeds, generator),
+        num_draft_tokens=_most_draft_tokens(drafter) if num_draft_tokens == AUTO else num_draft_tokens,
+        is_auto=num_draft_tokens == AUTO,
+        randomness=randomness,
         streamer=streamer,
         cache=cache if getattr(cache, "_is_user_defined", False) else None,
     )
@@ -176,6 +183,9 @@ def generate_with_drafter(
         model_kwargs.pop("output_attentions", None)
     engine, reason = _choose_engine(request, model_kwargs)
     request = replace(request, reason=reason)
+    if engine == "stock" and request.is_auto:
+        _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
+        request = replace(request, num_draft_tokens=drafter.num_own_draft_tokens, is_auto=False)
     if engine == "static":
         check_same_device(model, drafter)
         check_tokens(model, input_ids.cpu(), mask)
@@ -200,9 +210,15 @@ def generate_with_drafter(
     return output
 
 
-def _num_draft_tokens(drafter: Drafter, asked: dict[str, Any]) -> int:
-    """K of a call with the settings `asked`; warns of those that have no effect."""
+def _num_draft_tokens(drafter: Drafter, asked: dict[str, Any], is_bulk: bool) -> int | str:
+    """K of a call with the settings `asked`, or `AUTO`; warns of those that have no effect."""
     for setting, why in UNUSED_SETTINGS.items():
         if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
             _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
-    return drafter.num_draft_tokens(asked.get("num_assistant_tokens"))
+    return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_bulk)
+
+
+def _most_draft_tokens(drafter: Drafter) -> int:
+    """The largest K that is tried where it is chosen round by round."""
+    limit = drafter.most_draft_tokens
+    return max(one for one in CANDIDATES if limit is None or one <= limit)

@@ -75,10 +75,10 @@ class RaggedLayer(CacheLayerMixin):
     def restart(self) -> None:
         """Begin with no text in any row. What earlier texts have left is not visible to queries of later ones."""
 
-    def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, slots: int) -> None:
+    def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         if source.is_initialized:  # not where no attention uses the layer
-            self.keys[rows, :slots] = source.keys[: len(rows), :slots]
-            self.values[rows, :slots] = source.values[: len(rows), :slots]
+            self.keys[rows, :slots] = source.keys[taken, :slots]
+            self.values[rows, :slots] = source.values[taken, :slots]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices` `[n]` int64."""
@@ -104,9 +104,11 @@ class RaggedRecurrentLayer(RecurrentLayer, RaggedLayer):
     lazy_initialization = RaggedLayer.lazy_initialization
     get_max_length = RaggedLayer.get_max_length
 
-    def copy_rows(self, rows: torch.Tensor, source: RaggedRecurrentLayer, slots: int) -> None:
-        RaggedLayer.copy_rows(self, rows, source, slots)
-        RecurrentLayer.copy_rows(self, rows, source, slots)
+    def copy_rows(
+        self, rows: torch.Tensor, source: RaggedRecurrentLayer, taken: slice | torch.Tensor, slots: int
+    ) -> None:
+        RaggedLayer.copy_rows(self, rows, source, taken, slots)
+        RecurrentLayer.copy_rows(self, rows, source, taken, slots)
 
 
 class RaggedCache(Cache):
@@ -123,6 +125,7 @@ class RaggedCache(Cache):
         starts: see below.
         lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs; needed for recurrent states.
         num_draft_tokens: most draft tokens of a round; needed for recurrent states.
+        num_again: how many of the last committed tokens may be run again; needed for recurrent states.
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
@@ -140,14 +143,16 @@ class RaggedCache(Cache):
         starts: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         num_draft_tokens: int = 0,
+        num_again: int = 0,
     ):
         self.slots = slots
         self.span = slots
         self.starts = starts
         self.positions: torch.Tensor | None = None
-        self._num_draft_tokens = num_draft_tokens
+        # Of tokens whose inputs are in rings instead of recurrent states.
+        self._most_uncertain = num_draft_tokens + num_again
         has_states = any(kind.num_states for kind in kinds)
-        self.recurrence = RecurrencePositions(lengths) if has_states else None
+        self.recurrence = RecurrencePositions(lengths, num_again) if has_states else None
         super().__init__(layers=[self._new_layer(kind) for kind in kinds])
 
     def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
@@ -163,13 +168,13 @@ class RaggedCache(Cache):
     def ring_slots(self) -> int:
         """Slots for the inputs of tokens that are not in the recurrent states.
 
-        K are read while as many are written; with 2K + 1 no slot is written that another program still reads.
+        As many are read as are written; with one more than both no slot is written that another program still reads.
         """
-        return 1 << (2 * self._num_draft_tokens).bit_length()
+        return 1 << (2 * self._most_uncertain).bit_length()
 
     def convolution_slots(self, kernel_size: int) -> int:
         """Slots for the inputs of a short convolution: the ones before a block, and a block of drafts after it."""
-        return 1 << (kernel_size + 2 * self._num_draft_tokens).bit_length()
+        return 1 << (kernel_size + 2 * self._most_uncertain).bit_length()
 
     def restart(self) -> None:
         """Begin with no text in any row: recurrent states are zeroed; rows of `lengths` are those of the prompts."""
@@ -189,18 +194,22 @@ class RaggedCache(Cache):
         # Stacked in front: kernels take slots that are adjacent in memory.
         return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1).transpose(1, 2)[:, None]
 
-    def copy_rows(self, rows: torch.Tensor, source: RaggedCache, slots: int) -> None:
+    def copy_rows(
+        self, rows: torch.Tensor, source: RaggedCache, slots: int, source_rows: torch.Tensor | None = None
+    ) -> None:
         """Copy rows of another cache of the same layers, and of the same K, whose layers hold some; so do this one's.
 
         Args:
             rows: `[n]` int64, where to.
-            source: its first n rows are copied.
+            source: whose rows are copied.
             slots: how many leading slots of them.
+            source_rows: `[n]` int64, which rows; the first n if None.
         """
+        taken = slice(len(rows)) if source_rows is None else source_rows
         for layer, other in zip(self.layers, source.layers, strict=True):
-            layer.copy_rows(rows, other, slots)
+            layer.copy_rows(rows, other, taken, slots)
         if self.recurrence is not None:
-            self.recurrence.copy_rows(rows, source.recurrence)
+            self.recurrence.copy_rows(rows, source.recurrence, taken)
 
     def advance(self, positions: torch.Tensor, live: int) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.

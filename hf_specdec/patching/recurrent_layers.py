@@ -32,16 +32,18 @@ class RecurrencePositions:
 
     Args:
         lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs.
+        num_again: how many of the last committed tokens may be run again.
 
     Attributes:
-        lengths: see above; tokens below are certain, those from there on are drafts.
+        certain: `[B]` int64, the position up to which tokens become part of the stored states.
         base: `[B]` int64, the position of the stored states during a pass.
         next_base: `[B]` int64, their position after it.
         prompt_lengths: `[B]` int64, lengths when the rows were started.
     """
 
-    def __init__(self, lengths: torch.Tensor):
-        self.lengths = lengths
+    def __init__(self, lengths: torch.Tensor, num_again: int):
+        self._lengths, self._num_again = lengths, num_again
+        self.certain = torch.zeros_like(lengths)
         self.base, self.next_base = torch.zeros_like(lengths), torch.zeros_like(lengths)
         self.prompt_lengths = lengths.clone()
 
@@ -51,18 +53,19 @@ class RecurrencePositions:
             self.next_base.zero_()
         else:
             self.next_base.copy_(starts)
-        self.prompt_lengths.copy_(self.lengths)
+        self.prompt_lengths.copy_(self._lengths)
 
     def advance(self, positions: torch.Tensor, dummy: int) -> None:
         """Begin a pass over `positions` `[B, n]` int64, `dummy` for columns without a token."""
         self.base.copy_(self.next_base)
+        self.certain.copy_(self._lengths - self._num_again)
         last = torch.where(positions < dummy, positions, -1).amax(dim=1)
         # A row without a token has `last` -1, and keeps its base.
-        self.next_base.copy_(torch.minimum(self.lengths, last + 1).maximum(self.base))
+        self.next_base.copy_(torch.minimum(self.certain, last + 1).maximum(self.base))
 
-    def copy_rows(self, rows: torch.Tensor, source: RecurrencePositions) -> None:
+    def copy_rows(self, rows: torch.Tensor, source: RecurrencePositions, taken: slice | torch.Tensor) -> None:
         for name in ("next_base", "prompt_lengths"):
-            getattr(self, name)[rows] = getattr(source, name)[: len(rows)]
+            getattr(self, name)[rows] = getattr(source, name)[taken]
 
 
 class RecurrentState:
@@ -120,7 +123,7 @@ class RecurrentState:
             self.state,
             self.ring,
             recurrence.base,
-            recurrence.lengths,
+            recurrence.certain,
             cache.positions,
             cache.dummy_slot,
             **options,
@@ -141,9 +144,9 @@ class RecurrentState:
         if self.state is not None:
             self.state.zero_()
 
-    def copy_rows(self, rows: torch.Tensor, source: RecurrentState) -> None:
+    def copy_rows(self, rows: torch.Tensor, source: RecurrentState, taken: slice | torch.Tensor) -> None:
         for ours, theirs in zip((self.state, *self.ring), (source.state, *source.ring), strict=True):
-            ours[rows] = theirs[: len(rows)]
+            ours[rows] = theirs[taken]
 
 
 class ConvolutionInputs:
@@ -240,12 +243,12 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         for ring in self._rings.values():
             ring.zero_()
 
-    def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, slots: int) -> None:
+    def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, taken: slice | torch.Tensor, slots: int) -> None:
         for index, state in self.recurrent_states.items():
             if state.state is not None:
-                state.copy_rows(rows, source.recurrent_states[index])
+                state.copy_rows(rows, source.recurrent_states[index], taken)
         for index, ring in self._rings.items():
-            ring[rows] = source._rings[index][: len(rows)]
+            ring[rows] = source._rings[index][taken]
 
     def get_max_length(self) -> int:
         return self._cache.slots

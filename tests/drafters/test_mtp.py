@@ -10,6 +10,7 @@ from lossless import PROMPTS, greedy
 from mtp import Published, draft, publish
 from scripted_verification import Script, random_patterns
 from targets import VOCAB, padded_prompts
+from varying_drafts import vary_drafts
 
 from hf_specdec import AutoDrafter
 from hf_specdec.engine.equivalence import why_not_equivalent
@@ -97,7 +98,7 @@ def settled_caches(drafter, state, row: int, length: int) -> list[tuple[torch.Te
     num_modules, is_chained = drafter.config.num_modules, drafter.config.chaining == "modules"
     caches = [state.memory.cache, *state.memory.later_caches]
     found = []
-    for step in range(state.num_draft_tokens if is_chained else min(state.num_draft_tokens, num_modules)):
+    for step in range(state.most_draft_tokens if is_chained else min(state.most_draft_tokens, num_modules)):
         layer = caches[step // num_modules].layers[step % num_modules]
         end = max(length - 1 - (step if is_chained else 0), 0)
         found.append((layer.keys[row, :end].clone(), layer.values[row, :end].clone()))
@@ -122,7 +123,7 @@ def watch(monkeypatch, drafter, known: torch.Tensor | None = None) -> list[list[
     def watched(state, aux_hidden_states, result):
         scored.clear()
         proposal = propose(state, aux_hidden_states, result)
-        logits, rows = torch.cat(scored, dim=1), []
+        logits, rows = torch.cat(scored, dim=1) if scored else torch.empty(len(state.lengths), 0), []
         for row, length in enumerate(state.lengths.tolist()):
             room = 0 if state.finished[row] else int(state.limits[row]) - length
             caches = settled_caches(drafter, state, row, length)
@@ -141,7 +142,9 @@ def check(
 ) -> None:
     """Assert that all that was seen equals a recomputation from scratch; `known` as for `watch`."""
     chaining = drafter.config.chaining
-    fresh = [draft(at, at.target, row.text, num_draft_tokens, chaining)[2] for row in rounds[-1]]
+    fresh = [
+        draft(at, at.target, row.text, num_draft_tokens, chaining)[2] if len(row.text) > 1 else [] for row in rounds[-1]
+    ]
     for row, seen in ((row, seen) for rows in rounds for row, seen in enumerate(rows)):
         assert torch.equal(seen.text, rounds[-1][row].text[: len(seen.text)])
         if seen.room == 0:
@@ -151,10 +154,10 @@ def check(
                 message = f"{name} of step {step}, row {row}, {len(seen.text)} tokens"
                 theirs = theirs.transpose(0, 1)[: len(ours)]
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=message)
-        if len(seen.text) < 2:  # No slot predicts anything.
+        if len(seen.text) < 2 or not seen.drafts:  # No slot predicts anything.
             continue
         given = None if known is None else known[row, len(seen.text) :].tolist()
-        tokens, logits, _ = draft(at, at.target, seen.text, num_draft_tokens, chaining, given)
+        tokens, logits, _ = draft(at, at.target, seen.text, len(seen.drafts), chaining, given)
         assert seen.drafts[: seen.room] == tokens[: seen.room], f"row {row}, {len(seen.text)} tokens"
         ours, theirs = seen.logits[: seen.room], torch.stack(logits)[: seen.room]
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -204,6 +207,14 @@ def test_random_patterns_of_a_ragged_batch(monkeypatch, published, family, num_m
 def test_more_drafts_than_modules(monkeypatch, published, family, num_modules, num_draft_tokens, chaining):
     patterns = random_patterns(num_draft_tokens, num_cases(20, 12))
     run_script(monkeypatch, published(family, num_modules), chaining, num_draft_tokens, patterns)
+
+
+@pytest.mark.parametrize("chaining", CHAININGS)
+@pytest.mark.parametrize("num_modules", [1, 3])
+def test_any_number_of_drafts_in_each_round(monkeypatch, published, num_modules, chaining):
+    asked = vary_drafts(monkeypatch, [3, 0, 1, 4, 2, 0, 0, 0, 4, 4, 1, 3, 0, 2])
+    run_script(monkeypatch, published("mimo", num_modules), chaining, 4, random_patterns(4, 60), max_new_tokens=40)
+    assert set(asked) == set(range(5))
 
 
 @pytest.mark.core_for(chaining=["target"])

@@ -143,7 +143,7 @@ def test_sessions_and_graphs_are_kept_for_the_next_call(monkeypatch, kind, colum
     drafter = KINDS[kind](target)
     counts = []
     for _ in range(3):
-        texts, _ = generate_batch(target, drafter, LENGTHS, 4)
+        texts, _ = generate_batch(target, drafter, LENGTHS, 4, num_assistant_tokens=5)
         assert texts == alone("llama", LENGTHS)
         counts.append(capture.count)
         assert drafter.stats.execution.startswith("captured in one graph")

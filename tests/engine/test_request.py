@@ -83,14 +83,14 @@ def test_records_are_kept_for_returned_dictionaries_only():
 
 @torch.no_grad()
 def test_steps_of_a_run():
-    """After `prepare` the prompts are prefilled and drafts proposed; `run_rounds` generates; `finish` hands over."""
+    """After `prepare` the prompts are prefilled; `run_rounds` generates; `finish` hands over."""
     request = make_request(return_dict_in_generate=True)
     plain = request.model.generate(**padded_prompts([5, 3]), max_new_tokens=6, do_sample=False)
     with engine(), StaticRun(request) as run:
         run.prepare()
         state = run._lease.session.state
         assert state.lengths.tolist() == [5, 3] and not state.finished.any()
-        assert state.proposal.tokens.shape == (2, 3)
+        assert state.aux_hidden_states.shape[:2] == (2, 4) and state.result.committed.tolist() == [1, 1]
         run.run_rounds()
         assert state.lengths.tolist() == [11, 9] and state.finished.all()
     out = run.finish()

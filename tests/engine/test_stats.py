@@ -200,9 +200,9 @@ def test_more_drafts_than_remaining_tokens(kind, budget, monkeypatch):
 def test_counters_by_hand():
     counters = Counters(batch=3, num_draft_tokens=2)
     # Row 0 accepts all, row 1 is cut after its one accepted draft, row 2 takes no part.
-    counters.count(0, accepted=2, committed=3, remaining=9)
-    counters.count(1, accepted=1, committed=1, remaining=1)
-    counters.count(0, accepted=0, committed=1, remaining=6)
+    counters.count(0, accepted=2, committed=3, drafted=2)
+    counters.count(1, accepted=1, committed=1, drafted=1)
+    counters.count(0, accepted=0, committed=1, drafted=2)
     stats = counters.summary(num_assistant_tokens=2, engine="static", reason="why", num_rounds=2, seconds=0.5)
     assert stats.rows == [
         RowStats(2, [2, 2], [1, 1], 4),

@@ -7,9 +7,11 @@ import torch
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import on_gpu, tiny_target
 from transformers import ContinuousBatchingConfig
+from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import lease
+from hf_specdec.engine import buckets, lease
+from hf_specdec.engine.continuous import ContinuousRun
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +60,54 @@ def test_compiled_rounds(family):
     drafter = RANDOM_DRAFTERS["eagle3"](target)
     assert generate_batch(target, drafter, 4) == alone(family)
     assert drafter.stats.execution == "captured in one graph, compiled"
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if name != "none"])
+def test_any_number_of_drafts_in_each_round(monkeypatch, kind):
+    """A graph for each number of drafts, and one of catching up for each block that was too wide."""
+    asked = vary_drafts(monkeypatch, [3, 0, 0, 1, 4, 3, 1, 0])
+    target = on_gpu("llama")
+    drafter = KINDS[kind](target).configure(4, compile_rounds=False)
+    for _ in range(2):
+        assert generate_batch(target, drafter, 6) == alone("llama")
+        assert drafter.stats.execution.startswith("captured in one graph")
+    assert set(asked) == {0, 1, 3, 4} == set(drafter.stats.rounds_by_k)
+    session = max((one for _, one in drafter.sessions._idle), key=lambda one: len(one.rounds))
+    assert len(session.rounds) == 4 and len(session.catch_ups) == 3
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_any_number_of_drafts_in_compiled_rounds(monkeypatch, kind):
+    vary_drafts(monkeypatch, [2, 0, 1])
+    target = on_gpu("llama")
+    drafter = KINDS[kind](target).configure(2)
+    assert generate_batch(target, drafter, 6) == alone("llama")
+    assert drafter.stats.execution == "captured in one graph, compiled"
+
+
+def test_numbers_of_drafts_by_time(monkeypatch):
+    """All that are worth trying are tried where graphs cost nothing; the device's times are read."""
+    monkeypatch.setattr(lease.SessionLease, "_price", lambda *args: 0.0)
+    target = on_gpu("llama")
+    drafter = copy_of(target).configure(compile_rounds=False)
+    for _ in range(3):
+        assert generate_batch(target, drafter, 6, max_new_tokens=120)[0][:NEW] == alone("llama")[0]
+    session = max((one for _, one in drafter.sessions._idle), key=lambda one: len(one.rounds))
+    times = session.round_times
+    assert len(session.rounds) > 1 and times.total > 0
+    assert all(0 < times.milliseconds(count) < 1e3 for _, count in session.rounds._captured)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_move_to_fewer_rows(monkeypatch, kind):
+    monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 1)
+    monkeypatch.setattr(ContinuousRun, "_is_worth_moving", lambda *args: True)
+    target = on_gpu("llama")
+    drafter = KINDS[kind](target).configure(compile_rounds=False)
+    for _ in range(2):
+        assert generate_batch(target, drafter, 16) == alone("llama")
+    # Whether the last few requests end together is chance.
+    assert {len(session.state.lengths) for _, session in drafter.sessions._idle} & {4, 1}
 
 
 def test_sampled_requests_are_those_of_generate_alone():

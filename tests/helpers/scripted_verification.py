@@ -13,8 +13,8 @@ class Script:
         self.vocab_size = vocab_size
         self.generator = torch.Generator().manual_seed(3)
 
-    def __call__(self, scores, state) -> VerificationResult:
-        drafts = state.proposal.tokens
+    def __call__(self, scores, state, proposal) -> VerificationResult:
+        drafts = proposal.tokens
         accepted = torch.tensor(next(self.patterns)).clamp(max=drafts.shape[1])  # fewer are drafted than asked for
         own = torch.randint(2, self.vocab_size, (len(drafts), 1), generator=self.generator)
         tokens = torch.cat([drafts, own], dim=1).scatter(1, accepted[:, None], own)

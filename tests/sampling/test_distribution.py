@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
 
 from hf_specdec import Drafter, DrafterConfig, ops
 from hf_specdec.kernels import random_reference
-from hf_specdec.kernels.types import Proposal, RandomStream
+from hf_specdec.kernels.types import RandomStream
 from hf_specdec.ops import draw_draft, verify_block, verify_sampling
 from hf_specdec.patching.cache import attention_layers
 from hf_specdec.sampling.logits import RowTemperature
@@ -149,10 +149,7 @@ def block_outcomes(chosen, scores, drafts, draft_probs, draft_ids=None):
 
 
 class Silent(Drafter):
-    """Keeps no state and proposes given tokens."""
-
-    def propose(self, state, aux_hidden_states, result):
-        return state.proposal
+    """Keeps no state and proposes nothing."""
 
 
 class Text:
@@ -187,8 +184,7 @@ class Text:
         factors = [one.temperatures for one in self.processors if isinstance(one, RowTemperature)]
         factors = factors[0].expand(num) if factors else None
         state.begin([self.prompt[0]] * num, width + 1, None, seeds, temperature, factors)
-        state.proposal = Proposal(drafts, None)
-        block, _ = state.block()
+        block, _ = state.block(drafts)
         logits = torch.stack(
             [torch.stack([self._logits[tuple(row[:step])] for step in range(width + 1)]) for row in drafts.tolist()]
         )

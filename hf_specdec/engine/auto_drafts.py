@@ -1,0 +1,220 @@
+"""`num_assistant_tokens="auto"`: every round has the number of drafts (K) with the most expected tokens a millisecond.
+
+Rounds are timed as they run, and acceptance at each position is estimated as it happens. What is not known is estimated
+in favour of trying it; what is tried costs a bounded share of the time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+
+# The numbers of drafts that rounds are tried with.
+CANDIDATES = (0, 1, 2, 3, 5, 7)
+
+# The most tokens of the first rounds, all rows together: with more a GPU is bound by compute (one H200, vLLM 0.26,
+# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024).
+_MOST_FIRST_TOKENS = 512
+
+# Observations of a position after which the older ones count for 1 / e.
+_MEMORY = 2000
+# The share of drafts accepted at the first position before any was verified, and how many observations it counts for;
+# further positions begin with the share of the one before.
+_PRIOR_SHARE, _PRIOR_WEIGHT = 0.7, 4.0
+
+# Times of a K of which the median is taken.
+_NUM_TIMES = 9
+# How a time that is not known is underestimated: the share of it that does not depend on K, if one other is known; a
+# factor on what a line through two others gives.
+_CONSTANT_SHARE, _OPTIMISM = 0.1, 0.9
+
+# A K replaces the one before if it gives so many more tokens a millisecond.
+_HYSTERESIS = 0.01
+# Rounds in which a K is tried of which no time is known, or in which it is tried again. The first is not timed, since
+# what comes with a change of K is not part of a round.
+_ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
+# The share of all time that trying again may cost, and the fewest rounds between two tries.
+_BUDGET, _ROUNDS_BETWEEN = 0.01, 32
+
+
+def first_drafts(asked: int, rows: int) -> int:
+    """K to begin with, at most `asked`: fewer drafts where there are many rows."""
+    affordable = max(_MOST_FIRST_TOKENS // rows - 1, 0)
+    return max(one for one in CANDIDATES if one <= min(asked, affordable))
+
+
+class Acceptance:
+    """The share of drafts accepted at each position, of those that were reached: all before them were accepted.
+
+    Args:
+        num_positions: the largest K.
+    """
+
+    def __init__(self, num_positions: int):
+        self._tried, self._accepted = [0.0] * num_positions, [0.0] * num_positions
+
+    def observe(self, accepted: int, drafted: int) -> None:
+        """Add a round of one row, of whose `drafted` drafts the first `accepted` ones were."""
+        keep = math.exp(-1 / _MEMORY)
+        for position in range(min(accepted + 1, drafted)):
+            self._tried[position] = self._tried[position] * keep + 1
+            self._accepted[position] = self._accepted[position] * keep + (position < accepted)
+
+    def expected_tokens(self, num_drafts: int) -> float:
+        """Tokens that a round of `num_drafts` is expected to commit in a row."""
+        total = reached = 1.0
+        share = _PRIOR_SHARE
+        for tried, accepted in zip(self._tried[:num_drafts], self._accepted, strict=False):
+            share = (accepted + _PRIOR_WEIGHT * share) / (tried + _PRIOR_WEIGHT)
+            reached *= share
+            total += reached
+        return total
+
+
+class RoundTimes:
+    """How long rounds of each K take, on buffers of one shape; kept from one call to the next.
+
+    Attributes:
+        total: milliseconds of all rounds.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self.total = 0.0
+
+    def add(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        """Add a round; one that `is_typical` followed a round of the same K, and nothing between."""
+        self.total += milliseconds
+        if is_typical:
+            self._times.setdefault(num_drafts, deque(maxlen=_NUM_TIMES)).append(milliseconds)
+
+    def __contains__(self, num_drafts: int) -> bool:
+        return num_drafts in self._times
+
+    def milliseconds(self, num_drafts: int) -> float:
+        """The median of the last rounds of this K; if there is none, a low estimate from those of others."""
+        if num_drafts in self._times:
+            return statistics.median(self._times[num_drafts])
+        known = sorted(self._times, key=lambda other: abs(other - num_drafts))
+        first = self.milliseconds(known[0])
+        if len(known) == 1:
+            share = (num_drafts + 1) / (known[0] + 1)
+            return first * (_CONSTANT_SHARE + (1 - _CONSTANT_SHARE) * share) if share < 1 else first
+        # Of those around it, or else of the two that are nearest.
+        others = [other for other in known[1:] if (other > num_drafts) != (known[0] > num_drafts)] or known[1:]
+        slope = (self.milliseconds(others[0]) - first) / (others[0] - known[0])
+        return max(_OPTIMISM * (first + slope * (num_drafts - known[0])), _CONSTANT_SHARE * first)
+
+
+class AutoDrafts:
+    """Chooses K of every round, see `rounds.NumDrafts`.
+
+    Processes that run one model together choose the same if they are told the same times.
+
+    Args:
+        most: the largest K.
+        first: K of the first rounds, where nothing is known.
+        acceptance: of the call.
+        times: of rounds on the buffers of the call.
+        tokens_left: tells how many tokens a row may still generate, as far as it matters for what is worth trying.
+        price: milliseconds that it takes to be able to run rounds of a K.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        first: int,
+        acceptance: Acceptance,
+        times: RoundTimes,
+        tokens_left: Callable[[], float],
+        price: Callable[[int], float] = lambda num_drafts: 0.0,
+    ):
+        self._candidates = [one for one in CANDIDATES if one <= most]
+        self._current = max(one for one in self._candidates if one <= max(first, 0))
+        self._acceptance, self._times = acceptance, times
+        self._tokens_left, self._price = tokens_left, price
+        self._plan: deque[int] = deque()
+        # Candidates that were tried, until their times arrive.
+        self._waiting: set[int] = set()
+        self._since_try = 0
+        self._spent = self._elapsed = 0.0
+        self._is_upwards = False
+
+    @property
+    def current(self) -> int:
+        """K of the rounds in which none is tried."""
+        return self._current
+
+    def next(self) -> int:
+        """K of the next round."""
+        if not self._plan:
+            self._choose()
+            self._plan.extend(self._tries())
+        if self._plan:
+            self._since_try = 0
+            return self._plan.popleft()
+        self._since_try += 1
+        return self._current
+
+    def refuse(self, num_drafts: int) -> None:
+        """Take `num_drafts` from the candidates."""
+        self._candidates.remove(num_drafts)
+        self._plan.clear()
+        if self._current == num_drafts:
+            self._current = min(self._candidates, key=lambda one: abs(one - num_drafts))
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        """Take the time of a round."""
+        self._times.add(num_drafts, milliseconds, is_typical)
+        self._elapsed += milliseconds
+        if is_typical:
+            self._waiting.discard(num_drafts)
+
+    def _rate(self, num_drafts: int) -> float:
+        """Tokens a millisecond and row."""
+        return self._acceptance.expected_tokens(num_drafts) / self._times.milliseconds(num_drafts)
+
+    def _choose(self) -> None:
+        known = [one for one in self._candidates if one in self._times]
+        if not known:
+            return
+        best = max(known, key=self._rate)
+        if self._current not in self._times or self._rate(best) > (1 + _HYSTERESIS) * self._rate(self._current):
+            self._current = best
+
+    def _tries(self) -> Sequence[int]:
+        """Rounds of a K that is worth trying, if there is one."""
+        if self._current not in self._times:
+            return ()
+        rate = self._rate(self._current)
+        unknown = [one for one in self._candidates if one not in self._times and one not in self._waiting]
+        found = max(unknown, key=self._rate, default=None)
+        if found is not None:
+            share = 1 - rate / max(self._rate(found), rate)
+            # What it may gain in the time that is left, or, if more calls follow, that has passed.
+            gain = share * max(self._tokens_left() / rate, self._times.total)
+            if share > _HYSTERESIS and gain > self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate):
+                self._waiting.add(found)
+                return [found] * _ROUNDS_TO_TRY
+        if self._since_try < _ROUNDS_BETWEEN:
+            return ()
+        self._waiting.clear()  # none of their rounds was timed
+        # What is known changes with the text, of neighbours first.
+        self._is_upwards = not self._is_upwards
+        others = [one for one in self._candidates if one in self._times and one != self._current]
+        around = [one for one in others if (one > self._current) == self._is_upwards]
+        again = min(around, key=lambda one: abs(one - self._current), default=None)
+        if again is None:
+            return ()
+        loss = _ROUNDS_TO_RETRY * self._loss(again, rate)
+        if self._spent + loss > _BUDGET * self._elapsed:
+            return ()
+        self._spent += loss
+        return [again] * _ROUNDS_TO_RETRY
+
+    def _loss(self, num_drafts: int, rate: float) -> float:
+        """Milliseconds that a round of `num_drafts` is expected to cost more than the same tokens at `rate`."""
+        tokens = self._acceptance.expected_tokens(num_drafts)
+        return max(self._times.milliseconds(num_drafts) - tokens / rate, 0.0)

@@ -1,0 +1,265 @@
+"""`num_assistant_tokens="auto"`: the choice of K against simulated clocks and drafters, and on the engine."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from case_counts import cases
+from graph_stand_ins import replay_on_cpu
+from lossless import greedy
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of
+from targets import padded_prompts, tiny_target
+from transformers import ContinuousBatchingConfig
+
+from hf_specdec import NoDrafter
+from hf_specdec.engine import lease
+from hf_specdec.engine.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, RoundTimes
+
+# Milliseconds of a round with 0 and with 3 drafts by rows: vLLM 0.26, Llama-3.1-8B and EAGLE-3, one H200.
+MILLISECONDS = {
+    1: (4.88, 5.80),
+    8: (4.98, 6.08),
+    32: (5.44, 6.90),
+    64: (6.05, 9.6),
+    128: (7.1, 16.5),
+    256: (10.8, 29.9),
+}
+# Shares of drafts accepted at each position, of those whose predecessors were.
+SHARES = {
+    "never": [0.0] * 7,
+    "always": [1.0] * 7,
+    "falling": [0.75, 0.7, 0.65, 0.6, 0.6, 0.55, 0.5],
+    "half": [0.5] * 7,
+    "weak": [0.3] * 7,
+    "good": [0.9] * 7,
+    "first only": [0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1],
+}
+
+
+def cost(rows, num_drafts):
+    plain, drafting = MILLISECONDS[rows]
+    return plain + (drafting - plain) * num_drafts / 3
+
+
+def expected_tokens(shares, num_drafts):
+    total = reached = 1.0
+    for share in shares[:num_drafts]:
+        reached *= share
+        total += reached
+    return total
+
+
+def best_rate(rows, shares):
+    return max(expected_tokens(shares, one) / cost(rows, one) for one in CANDIDATES)
+
+
+class Simulation:
+    """Rounds of `rows` rows whose results are read `delay` rounds late; a change of K costs a sixth of a round."""
+
+    def __init__(self, rows, first=3, delay=1, seed=0, tokens=2048, **options):
+        self.acceptance, self.times, self.left = Acceptance(7), RoundTimes(), tokens
+        self.drafts = AutoDrafts(7, first, self.acceptance, self.times, lambda: self.left, **options)
+        self.rows, self._delay, self._random = rows, delay, random.Random(seed)
+        self._late, self._last = [], None
+        self.chosen = []
+
+    def run(self, shares, tokens):
+        """Run until a row is expected to have `tokens` more; returns expected tokens a millisecond and row."""
+        total = milliseconds = 0.0
+        while total < tokens:
+            count = self.drafts.next()
+            self.chosen.append(count)
+            time = cost(self.rows, count) * self._random.uniform(0.98, 1.02)
+            late = time if self._last in (None, count) else time * 7 / 6
+            accepted = [self._accepted(shares[:count]) for _ in range(self.rows)]
+            self._late.append((count, late, self._last == count, accepted))
+            self._last = count
+            total, milliseconds = total + expected_tokens(shares, count), milliseconds + late
+            self.left = max(self.left - expected_tokens(shares, count), 0)
+            if len(self._late) > self._delay:
+                count, late, is_typical, accepted = self._late.pop(0)
+                for one in accepted:
+                    self.acceptance.observe(one, count)
+                self.drafts.ran(count, late, is_typical)
+        return total / milliseconds
+
+    def _accepted(self, shares):
+        return next((at for at, share in enumerate(shares) if self._random.random() >= share), len(shares))
+
+
+@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("rows", cases(list(MILLISECONDS), [1, 32, 256]))
+def test_at_most_three_per_cent_behind_the_best_number(rows, name):
+    """What trying costs is included, and so are the first rounds, in which nothing is known."""
+    for seed in range(3 if rows < 32 else 1):
+        simulation = Simulation(rows, seed=seed)
+        rate = simulation.run(SHARES[name], 2048)
+        assert rate > 0.97 * best_rate(rows, SHARES[name]), (seed, simulation.chosen)
+
+
+@pytest.mark.parametrize("first", [0, 7])
+@pytest.mark.parametrize("name", ["never", "always", "half"])
+def test_where_it_begins_hardly_matters(name, first):
+    for rows in (8, 128):
+        assert Simulation(rows, first=first).run(SHARES[name], 2048) > 0.97 * best_rate(rows, SHARES[name])
+
+
+def test_texts_that_change():
+    """A drafter that becomes right is found out, and so is one that ceases to be."""
+    simulation = Simulation(64, tokens=9000)
+    for name in ("never", "good", "never"):
+        simulation.run(SHARES[name], 2000)
+        assert simulation.run(SHARES[name], 1000) > 0.96 * best_rate(64, SHARES[name]), name
+
+
+def test_rounds_that_change():
+    """Rounds of other buffers begin with the K and the acceptance of those before, and know their own times."""
+    simulation = Simulation(256)
+    simulation.run(SHARES["good"], 1000)
+    fewer = Simulation(8, first=simulation.drafts.current)
+    fewer.drafts._acceptance = fewer.acceptance = simulation.acceptance
+    assert fewer.run(SHARES["good"], 1000) > 0.97 * best_rate(8, SHARES["good"])
+    again = AutoDrafts(7, 3, fewer.acceptance, fewer.times, lambda: 100)
+    assert again.next() == fewer.drafts.current == 7
+
+
+def test_positions_that_are_not_reached_are_not_counted():
+    acceptance = Acceptance(3)
+    for accepted, drafted in [(1, 3), (3, 3), (0, 3), (2, 2), (1, 1), (0, 0)] * 100:
+        acceptance.observe(accepted, drafted)
+    # Of 6 rows position 0 was verified in 5, accepted in 4; position 1 in 3 and 2; position 2 in 1, and accepted.
+    tokens = [acceptance.expected_tokens(count) for count in range(4)]
+    shares = [after - before for before, after in itertools.pairwise(tokens)]
+    assert shares == pytest.approx([4 / 5, 4 / 5 * 2 / 3, 4 / 5 * 2 / 3], abs=0.02)
+    assert tokens[0] == 1
+
+
+def test_the_past_is_forgotten():
+    acceptance = Acceptance(1)
+    for accepted in [1] * 5000 + [0] * 8000:
+        acceptance.observe(accepted, 1)
+    assert acceptance.expected_tokens(1) < 1.05
+
+
+def test_times_that_are_not_known_are_underestimated():
+    for rows in MILLISECONDS:
+        times = RoundTimes()
+        for known in (3, 0, 7):
+            times.add(known, cost(rows, known), True)
+            for other in CANDIDATES:
+                limit = cost(rows, other) * (1 + 1e-9)
+                assert times.milliseconds(other) <= limit and (other in times or times.milliseconds(other) < limit)
+    times.add(0, 1e6, False)
+    assert times.milliseconds(0) == cost(rows, 0) and times.total > 1e6
+
+
+def test_a_price_is_paid_where_it_is_worth_it():
+    """Rounds whose graphs take 10 s are not captured for a short call; they are when calls have taken long enough."""
+    asked = set()
+    dear = {"price": lambda count: 0.0 if count == 3 or count in asked else 1e4}
+    simulation = Simulation(256, tokens=100, **dear)
+    simulation.run(SHARES["half"], 100)
+    assert set(simulation.chosen) == {3}
+    for _ in range(60):
+        simulation.left = 100
+        simulation.run(SHARES["half"], 100)
+        asked |= set(simulation.chosen)
+    assert simulation.chosen[-1] in (0, 1) and asked >= {0, 3}
+
+
+def test_what_there_is_no_memory_for_is_not_tried_again():
+    simulation = Simulation(8)
+    simulation.run(SHARES["good"], 500)
+    assert simulation.drafts.current == 7
+    simulation.drafts.refuse(7)
+    simulation.chosen.clear()
+    simulation.run(SHARES["good"], 500)
+    assert simulation.drafts.current == 5 and 7 not in simulation.chosen
+
+
+KINDS = {**RANDOM_DRAFTERS, "copy": copy_of}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_plain_generation(kind):
+    target = tiny_target("llama")
+    drafter, inputs = KINDS[kind](target), padded_prompts([5, 9, 1])
+    plain = greedy(target, inputs, max_new_tokens=40)
+    assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=40), plain)
+    most = {"p-eagle": 5, "pard": 5, "mtp": 2}.get(kind, 7)
+    assert drafter.stats.num_assistant_tokens == most == len(drafter.stats.drafted_per_position)
+
+
+def test_where_it_is_set():
+    """By the call, the configuration of the call, the drafter; bulk generation chooses by itself."""
+    target = tiny_target("llama")
+    inputs, prompts = padded_prompts([5]), [[5, 6, 7], [8]]
+
+    def in_bulk(drafter, **options):
+        options = {"max_new_tokens": 8, "do_sample": False, **options}
+        target.generate_batch(prompts, None, ContinuousBatchingConfig(), assistant_model=drafter, **options)
+        return drafter.stats.num_assistant_tokens
+
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    assert drafter.num_assistant_tokens == 5
+    greedy(target, inputs, drafter, None)
+    assert drafter.stats.num_assistant_tokens == 5 and in_bulk(drafter) == 7
+    assert in_bulk(drafter, num_assistant_tokens=2) == 2
+    sampled = {"do_sample": True, "temperature": 1.0}
+    assert in_bulk(drafter, **sampled, seeds=3) == 5 and in_bulk(drafter, **sampled) == 7
+    assert in_bulk(drafter, **sampled, seeds=3, num_assistant_tokens="auto") == 7
+    drafter.configure(num_assistant_tokens=3)
+    assert in_bulk(drafter) == 3
+    drafter.configure(num_assistant_tokens="auto")
+    assert drafter.num_assistant_tokens == "auto" and in_bulk(drafter) == 7
+    greedy(target, inputs, drafter, None)
+    assert drafter.stats.num_assistant_tokens == 7
+    assert in_bulk(NoDrafter(target)) == 0
+
+
+def test_what_is_refused():
+    target = tiny_target("llama")
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    for wrong in ("Auto", 0, -1, 2.5, "7"):
+        with pytest.raises(ValueError, match=r"num_assistant_tokens is .*; expected an integer"):
+            drafter.configure(num_assistant_tokens=wrong)
+    oracle = OracleDrafter(target, torch.ones(1, 4, dtype=torch.int64), [5])
+    with pytest.raises(ValueError, match=r"OracleDrafter drafts the same number of tokens .* varies_num_draft_tokens"):
+        oracle.configure(num_assistant_tokens="auto")
+    with pytest.raises(ValueError, match="OracleDrafter drafts the same number"):
+        greedy(target, padded_prompts([5]), oracle, "auto")
+    assert oracle.num_assistant_tokens == 5
+
+
+def test_the_stock_engine_has_one_number(caplog):
+    target = tiny_target("llama")
+    drafter = RANDOM_DRAFTERS["eagle3"](target).configure(engine="stock")
+    inputs = padded_prompts([5])
+    assert torch.equal(greedy(target, inputs, drafter, "auto"), greedy(target, inputs))
+    assert drafter.stats.num_assistant_tokens == 5
+    assert 'num_assistant_tokens="auto" has no effect on the stock engine' in caplog.text
+
+
+def test_graphs_are_captured_as_they_are_tried(monkeypatch):
+    """A number of drafts for which there is no memory is left out; the text is the same."""
+    replay_on_cpu(monkeypatch)
+    target = tiny_target("llama")
+    drafter, inputs = copy_of(target), padded_prompts([5, 9])
+    plain = greedy(target, inputs, max_new_tokens=120)
+    capture_round, tried = lease.capture_round, []
+
+    def short_of_memory(session, *args):
+        tried.append(session.state.num_draft_tokens)
+        if tried[-1] == 7:
+            raise torch.OutOfMemoryError("out of memory, in a test")
+        return capture_round(session, *args)
+
+    monkeypatch.setattr(lease, "capture_round", short_of_memory)
+    monkeypatch.setattr(lease.SessionLease, "_price", lambda *args: 0.0)
+    for _ in range(3):
+        assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=120), plain)
+        assert drafter.stats.execution.startswith("captured in one graph")
+    assert tried[0] == 5 and {0, 7} <= set(tried)
+    ((_, session),) = drafter.sessions._idle
+    assert set(dict(session.rounds._captured)) == {((), count) for count in set(tried) - {7}}

@@ -1,0 +1,107 @@
+"""K is a round's own: whatever the numbers of drafts in a call's rounds, its text and the drafter's caches are right.
+
+That drafts and caches are those of a recomputation is shown in tests/drafters.
+"""
+
+import functools
+
+import pytest
+import torch
+from case_counts import num_cases
+from graph_stand_ins import replay_on_cpu, tape_on_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lossless import greedy
+from oracle import RANDOM_DRAFTERS, copy_of
+from targets import padded_prompts, tiny_target
+from transformers import ContinuousBatchingConfig
+from varying_drafts import vary_drafts
+
+LENGTHS = (7, 1, 4, 12, 3, 9)
+MOST, NEW = 5, 14
+END = list(range(3, 96, 8))
+KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.01), "copy": copy_of}
+NUMBERS = st.lists(st.integers(0, MOST), min_size=1, max_size=8).filter(any)
+
+
+@functools.cache
+def target():
+    return tiny_target("llama", num_layers=4)
+
+
+@functools.cache
+def drafter_of(kind):
+    return KINDS[kind](target()).configure(MOST)
+
+
+@functools.cache
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@functools.cache
+def alone():
+    """What `generate()` without a drafter says to each prompt."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
+    return [target().generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts()]
+
+
+def in_rows(drafter, rows=2):
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END, "assistant_model": drafter}
+    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
+    return [one.generated_tokens for one in target().generate_batch(prompts(), None, config, **options).values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_plain_generation(kind):
+    inputs = padded_prompts([5, 9, 1])
+    plain = greedy(target(), inputs)
+
+    @settings(deadline=None, max_examples=num_cases(30, 4))
+    @given(NUMBERS)
+    def check(numbers):
+        with pytest.MonkeyPatch.context() as patch:
+            asked = vary_drafts(patch, numbers)
+            assert torch.equal(greedy(target(), inputs, drafter_of(kind)), plain)
+            assert set(asked) <= set(numbers)
+            assert in_rows(drafter_of(kind)) == alone()
+
+    check()
+
+
+@settings(deadline=None, max_examples=num_cases(60, 12))
+@given(NUMBERS)
+def test_a_drafter_that_is_always_right_stays_so(numbers):
+    drafter = drafter_of("copy")
+    with pytest.MonkeyPatch.context() as patch:
+        vary_drafts(patch, numbers)
+        greedy(target(), padded_prompts([5, 9, 1]), drafter)
+        stats = drafter.stats
+        assert stats.accepted == stats.drafted and stats.committed > stats.rounds
+        assert in_rows(drafter) == alone()
+    # Drafts after an end of sequence are verified, but not committed.
+    for counts, text in zip(drafter.stats.rows, alone(), strict=True):
+        assert counts.drafted - counts.accepted <= MOST and counts.committed == len(text)
+
+
+@pytest.mark.parametrize("stand_in", [replay_on_cpu, tape_on_cpu], ids=["replay", "tape"])
+@pytest.mark.parametrize("kind", ["eagle3", "pard", "mtp", "mtp-by-target"])
+def test_captured_rounds(monkeypatch, kind, stand_in):
+    """A graph of the round for each number of drafts; one of catching up for each block that was too wide."""
+    captures = stand_in(monkeypatch)
+    asked = vary_drafts(monkeypatch, [3, 0, 0, 1, 5, 3, 1, 0])
+    drafter = KINDS[kind](target()).configure(MOST, compile_rounds=False)
+    counts = []
+    for _ in range(2):
+        assert in_rows(drafter, rows=4) == alone()
+        counts.append(captures.count)
+    assert counts[0] == counts[1] and set(asked) == {0, 1, 3, 5}
+    session = max((one for _, one in drafter.sessions._idle), key=lambda one: len(one.rounds))
+    assert len(session.rounds) == 4 and len(session.catch_ups) == 3
+    assert drafter.stats.execution.startswith("captured in one graph")
+    inputs = padded_prompts([5, 9, 1])
+    for processors in ({}, {"repetition_penalty": 1.3}):
+        expected = greedy(target(), inputs, **processors)
+        for _ in range(2):
+            assert torch.equal(greedy(target(), inputs, drafter, **processors), expected)
