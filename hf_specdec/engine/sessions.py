@@ -92,7 +92,7 @@ class Session:
     @property
     def is_allocated(self) -> bool:
         """Whether a forward pass has allocated what it writes."""
-        return any(layer.is_initialized for layer in self.state.cache.layers)
+        return self.state.cache.is_allocated
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers until another call needs them."""

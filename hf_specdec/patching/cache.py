@@ -72,6 +72,10 @@ class RaggedLayer(CacheLayerMixin):
         span = self._cache.span
         return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
 
+    @property
+    def is_allocated(self) -> bool:
+        return self.is_initialized
+
     def restart(self) -> None:
         """Begin with no text in any row. What earlier texts have left is not visible to queries of later ones."""
 
@@ -163,6 +167,11 @@ class RaggedCache(Cache):
     @property
     def dummy_slot(self) -> int:
         return self.slots - 1
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether a forward pass has allocated the layers' buffers."""
+        return any(layer.is_allocated for layer in self.layers)
 
     @property
     def ring_slots(self) -> int:

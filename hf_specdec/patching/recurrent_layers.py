@@ -236,6 +236,10 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         return recurrent_states  # updated where it was used
 
+    @property
+    def is_allocated(self) -> bool:
+        return bool(self._rings)
+
     def restart(self) -> None:
         """Begin with no text in any row."""
         for state in self.recurrent_states.values():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lossless import greedy
 from oracle import RANDOM_DRAFTERS, copy_of
-from targets import padded_prompts, tiny_target
+from targets import HYBRIDS, padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig
 from varying_drafts import vary_drafts
 
@@ -68,6 +68,16 @@ def test_texts_are_those_of_plain_generation(kind):
             assert in_rows(drafter_of(kind)) == alone()
 
     check()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_of_a_draft_model_stay_right(family, monkeypatch):
+    """Tokens that it reads again, after a block that was too wide, are not in its recurrent states yet."""
+    drafter, inputs = copy_of(tiny_target(family)), padded_prompts([5, 9, 1])
+    asked = vary_drafts(monkeypatch, [5, 1, 0, 3, 0, 0, 5, 2])
+    plain = greedy(tiny_target(family), inputs, max_new_tokens=24)
+    assert torch.equal(greedy(tiny_target(family), inputs, drafter, MOST, max_new_tokens=24), plain)
+    assert drafter.stats.accepted == drafter.stats.drafted > 0 and len(set(asked)) > 3
 
 
 @settings(deadline=None, max_examples=num_cases(60, 12))
