@@ -151,23 +151,23 @@ class DFlashDrafter(DraftLayersDrafter):
         """Logits of the first `num_steps` drafts of a block after every position, with no cache.
 
         Args:
-            input_ids: `[1, S]` int64.
-            aux_hidden_states: `[1, S, width]` of the target.
+            input_ids: `[B, S]` int64, padded at most at the end of a row.
+            aux_hidden_states: `[B, S, width]` of the target.
             num_steps: drafts of each block.
 
         Returns:
-            `num_steps` tensors `[1, S, V_d]`: at place p of tensor s are the logits of the token at p + 2 + s, from the
+            `num_steps` tensors `[B, S, V_d]`: at place p of tensor s are the logits of the token at p + 2 + s, from the
             block whose first token is the one at p + 1. Those at the last place, which has none, are undefined.
         """
-        num_tokens, length = self.num_masks(num_steps), input_ids.shape[1]
+        num_tokens, (batch, length) = self.num_masks(num_steps), input_ids.shape
         places = torch.arange(length, device=input_ids.device)
         block = (places[:, None] + 1 + torch.arange(num_tokens, device=places.device)).flatten()
-        tokens = torch.full((length, num_tokens), self.config.mask_token_id, device=places.device)
-        tokens[:, 0] = input_ids[0].roll(-1)
+        tokens = torch.full((batch, length, num_tokens), self.config.mask_token_id, device=places.device)
+        tokens[..., 0] = input_ids.roll(-1, dims=1)
         attend = _BlocksAttention(places, block, num_tokens, self.config.causal)
         context = self.combine_hidden_states(aux_hidden_states)
-        normed = self.run(context, tokens.view(1, -1), torch.cat([places, block])[None], attend)
-        return self.chain(tokens[None, :, 0], normed.view(1, length, num_tokens, -1)[:, :, -num_steps:])
+        normed = self.run(context, tokens.view(batch, -1), torch.cat([places, block])[None], attend)
+        return self.chain(tokens[..., 0], normed.view(batch, length, num_tokens, -1)[:, :, -num_steps:])
 
     def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
         """Logits `[B, S, V_d]` of each draft of S blocks, given anchors `[B, S]` and inputs of the head `[B, S, K, H]`.

@@ -121,22 +121,33 @@ def test_session_of_a_failed_call_is_dropped(capture, monkeypatch):
     assert len(drafter.sessions) == 0
 
 
+# A drafter of one layer, windowed, whose blocks see themselves as a whole.
+SMALL_BLOCKS = {
+    "num_hidden_layers": 1,
+    "layer_types": ["sliding_attention"],
+    "causal": False,
+    "aux_hidden_state_layer_ids": [0, 1],
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "option", "num_layers"), [("eagle3", "greedy", 3), ("pard", "sampling", 1), ("mtp", "end of sequence", 1)]
+    ("kind", "option", "num_layers"),
+    [("eagle3", "greedy", 3), ("dspark", "sampling", 1), ("pard", "sampling", 1), ("mtp", "end of sequence", 1)],
 )
 def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers):
     """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""
     target = copy.deepcopy(tiny_target("llama", num_layers=num_layers))
     inputs = padded_prompts([5, 1])
     options = {"max_new_tokens": 5, "num_assistant_tokens": 2, "seeds": 5, **OPTIONS[option]}
-    expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target))
+    settings = SMALL_BLOCKS if kind == "dspark" else {}
+    expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target, **settings))
 
     set_policy(monkeypatch, "cpu", triton=True)
     set_policy(monkeypatch, "cpu", transposed_linear=False)
     set_policy(monkeypatch, "cpu", fused_linear=True)
     replay_on_cpu(monkeypatch)
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
-    drafter = RANDOM_DRAFTERS[kind](target)
+    drafter = RANDOM_DRAFTERS[kind](target, **settings)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
     assert drafter.stats.execution == "captured in one graph, compiled"
     attention = target.model.layers[0].self_attn

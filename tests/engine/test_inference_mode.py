@@ -13,6 +13,7 @@ from targets import padded_prompts, set_policy, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.drafters import DFlashDrafter
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,6 +89,8 @@ def test_drafters_bound_in_inference_mode_can_be_trained(engine, kind):
         aux_hidden_states = recorder.aux_hidden_states
 
     def loss():
+        if isinstance(drafter, DFlashDrafter):  # it drafts from blocks, not from its own drafts
+            return sum(logits.logsumexp(-1).sum() for logits in drafter(inputs["input_ids"], aux_hidden_states, 2))
         read = drafter.unroll(inputs["input_ids"], aux_hidden_states, 2)
         return sum((output @ drafter.head_weight.t()).logsumexp(-1).sum() for output in read)
 
