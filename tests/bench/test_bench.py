@@ -167,6 +167,24 @@ def test_synthetic_acceptance(folders, tmp_path):
             assert case["acceptance_per_position"] == pytest.approx(rates, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("further", "asked"),
+    [(["--plots"], [1.9]), (["--continuous"], [0.9, 0.5, 0.3, 0.2, 0.1, 0.1, 0.0])],
+    ids=["generate", "continuous"],
+)
+def test_k_that_is_chosen_round_by_round(folders, tmp_path, further, asked):
+    output, options = tmp_path / "out.json", ["--max-new-tokens", 48, "--runs", 1, "--baselines", "engine"]
+    options += ["--prompts", folders / "prompts.jsonl", "--limit", 1, "--drafter", folders / "eagle3", "-k", 2, "auto"]
+    further = [*further, tmp_path] if further == ["--plots"] else further
+    assert bench(folders, *options, *further, "--synthetic-acceptance", *asked, "--output", output) == 0
+    cases = {case["k"]: case for case in json.loads(output.read_text())["cases"]}
+    assert list(cases) == [0, 2, "auto"] and not any(case["error"] for case in cases.values())
+    used = {int(k): count for k, count in cases["auto"]["rounds_by_k"].items()}
+    assert len(used) > 1 and sum(used.values()) == cases["auto"]["rounds"]
+    assert len(cases["auto"]["acceptance_per_position"]) == 7 and cases["auto"]["bytes_per_round"] is None
+    assert bench(folders, "--drafter", folders / "eagle3", "-k", "most", "--max-new-tokens", 4) == 1
+
+
 def test_texts_are_compared():
     target = family_target("llama")
     drafter = RANDOM_DRAFTERS["eagle3"](target)
