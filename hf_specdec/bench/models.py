@@ -19,9 +19,12 @@ from ..checkpoints.checkpoint import (
     read_config_file,
 )
 from ..checkpoints.detection import (
+    DFLASH,
+    DSPARK,
     EAGLE3,
     MTP,
     P_EAGLE,
+    block_settings,
     check_family,
 )
 from ..checkpoints.mtp_layouts import implied_names
@@ -82,6 +85,8 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
         tensors = dict.fromkeys(implied_names(settings), StoredTensor((), "BF16", Path()))
     elif kind in (EAGLE3, P_EAGLE):
         tensors = _implied_tensors(settings, target.config.get_text_config())
+    elif kind in (DFLASH, DSPARK):
+        tensors = _implied_block_tensors(settings, target.config.get_text_config())
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
     torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same drafter.
     with torch.device(target.device):
@@ -118,4 +123,32 @@ def _implied_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dic
     shapes |= {
         f"layers.{layer}.input_layernorm.weight": (width,) for layer in range(stated.get("num_hidden_layers", 1))
     }
+    return _stored(shapes)
+
+
+def _implied_block_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dict[str, StoredTensor]:
+    """As `_implied_tensors`, of DFlash and DSpark checkpoints.
+
+    The checkpoint is taken to share the target's embedding, and its head unless it drafts fewer tokens.
+    """
+    stated = {**config, **block_settings(config), **(config.get("transformer_layer_config") or {})}
+    width, num_layers = stated.get("hidden_size") or target.hidden_size, stated.get("num_hidden_layers", 1)
+    ids = stated.get("aux_hidden_state_layer_ids") or stated.get("target_layer_ids") or range(num_layers)
+    vocab_size = stated.get("vocab_size") or target.vocab_size
+    draft_vocab_size = stated.get("draft_vocab_size") or vocab_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, len(ids) * (stated.get("target_hidden_size") or target.hidden_size)),
+        "layers.0.self_attn.q_norm.weight": (),
+    }
+    if stated.get("attention_bias"):
+        shapes |= {f"layers.0.self_attn.{name}_proj.bias": () for name in "qo"}
+    if draft_vocab_size < vocab_size:
+        shapes["lm_head.weight"] = (draft_vocab_size, width)
+    if stated.get("markov_rank"):
+        shapes["markov_head.markov_w1.weight"] = (vocab_size, stated["markov_rank"])
+    shapes |= {f"layers.{layer}.input_layernorm.weight": (width,) for layer in range(num_layers)}
+    return _stored(shapes)
+
+
+def _stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
     return {tensor: StoredTensor(shape, "BF16", Path()) for tensor, shape in shapes.items()}

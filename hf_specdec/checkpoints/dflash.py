@@ -157,7 +157,11 @@ class _DFlashReader(DraftLayersReader):
                 f"{self.name} contradicts itself: layer_types has windowed layers, but use_sliding_window is false. "
                 "Correct its config.json."
             )
-        return super()._windows(num_layers)
+        fields = super()._windows(num_layers)
+        if self.dialect == TRANSFORMERS and fields["sliding_window"] is not None:
+            rule = "transformers' masks in both directions count the positions on one side, without the token's own"
+            fields["sliding_window"] = self._decide("sliding_window", fields["sliding_window"] + 1, rule)
+        return fields
 
     def _are_windowed_by_default(self) -> bool:
         """Whether layers are windowed though config.json has no `layer_types`: transformers' rule for Qwen3."""

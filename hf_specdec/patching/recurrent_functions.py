@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from .hidden_states import modules_of
 from .patch import original, replaced
-from .recurrent_layers import ConvolutionInputs, RecurrentState
+from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentState
 
 
 def _delta_rule(
@@ -239,6 +239,22 @@ def _convolution(
     return out.to(hidden_states.inputs.dtype)
 
 
+def _convolution_step(
+    function: Callable,
+    hidden_states: torch.Tensor,
+    conv_state: ConvolutionState | torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Depthwise causal convolution of a single token, `hidden_states` `[B, C, 1]`; the others as of `_convolution`."""
+    if not isinstance(conv_state, ConvolutionState):
+        return function(hidden_states, conv_state, weight, bias, activation=activation, **kwargs)
+    inputs = conv_state.followed_by(hidden_states, weight.shape[-1])
+    return _convolution(function, inputs, weight, bias, activation)
+
+
 # By the names that transformers' modeling files use.
 _REPLACEMENTS: dict[str, Callable] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -248,6 +264,7 @@ _REPLACEMENTS: dict[str, Callable] = {
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba2_selective_state_update": _mamba2_step,
     "causal_conv1d_fn": _convolution,
+    "causal_conv1d_update": _convolution_step,
 }
 
 

@@ -168,6 +168,22 @@ class ConvolutionInputs:
         return ops.short_conv(inputs, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu).transpose(1, 2)
 
 
+class ConvolutionState:
+    """Inputs of a short convolution before a block, in the place of the tensor that a model's functions update.
+
+    Attributes:
+        layer: that holds them.
+        index: of the convolution in the layer.
+    """
+
+    def __init__(self, layer: RecurrentLayer, index: int):
+        self.layer, self.index = layer, index
+
+    def followed_by(self, inputs: torch.Tensor, kernel_size: int) -> ConvolutionInputs:
+        """`inputs` `[B, C, 1]` as those of a block of one column."""
+        return self.layer.update_conv_state(inputs, self.index, kernel_size)
+
+
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
     """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass.
 
@@ -181,10 +197,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def __init__(self, cache: RaggedCache, num_states: int):
         super().__init__(number_of_states=num_states)
         self._cache = cache
-        # A model that finds convolution states runs single tokens through functions that write to them.
+        # Most models then run a single token through the functions for several.
         self.record_past = True
         self.has_previous_state = dict.fromkeys(range(num_states), True)
         self.recurrent_states = {index: RecurrentState(cache) for index in range(num_states)}
+        self.conv_states = {index: ConvolutionState(self, index) for index in range(num_states)}
         self._rings: dict[int, torch.Tensor] = {}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

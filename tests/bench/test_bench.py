@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
+import blocks
 import pytest
 import torch
 from dialects import (
@@ -357,6 +358,27 @@ def test_random_drafters_have_the_shapes_of_loaded_ones(dialect, tmp_path):
     }
 
 
+@pytest.mark.parametrize("layout", blocks.LAYOUTS)
+def test_random_drafters_of_blocks_have_the_shapes_of_loaded_ones(layout, tmp_path):
+    target = tiny_target(SPEC, dtype=torch.float32)
+    for number, spec in enumerate(blocks.LAYOUTS[layout]):
+        folder = blocks.write(layout, tmp_path / str(number), spec, blocks.make_weights(spec))
+        loaded = AutoDrafter.from_pretrained(folder, target)
+        (folder / "model.safetensors").unlink()
+        if spec.hidden_size != target.config.hidden_size:  # it has an embedding of its own, which is not looked for
+            continue
+        built = random_drafter(str(folder), target)
+        assert type(built) is type(loaded) and built.config.causal == loaded.config.causal
+        shapes = [{name: tensor.shape for name, tensor in one.state_dict().items()} for one in (built, loaded)]
+        if layout.startswith("deepspec"):  # copies of the target's
+            shapes[1] = {
+                name: shape
+                for name, shape in shapes[1].items()
+                if name.split(".")[0] not in ("embed_tokens", "lm_head")
+            }
+        assert shapes[0] == shapes[1]
+
+
 def test_bytes_of_a_round():
     target = family_target("llama")
     layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
@@ -374,6 +396,20 @@ def test_bytes_of_a_round():
     assert more[2] - more[1] == more[1] - more[0]
     read = sum(map(torch.Tensor.numel, eagle.parameters())) - eagle.embed_tokens.weight.numel()
     assert more[0] == weights + 10 * cached + 4 * read + 2 * 2 * 8 * 4 * 10
+    for name in (
+        "dflash",
+        "dspark",
+    ):  # one pass; of DSpark's table of tokens few rows are read, of the rest all, K times
+        drafter = RANDOM_DRAFTERS[name](target, layer_types=["full_attention"] * 3)
+        read = sum(map(torch.Tensor.numel, drafter.parameters())) + drafter.head_weight.numel()
+        markov = getattr(drafter, "markov_head", None)
+        step = 0 if markov is None else sum(p.numel() for p in markov.parameters()) - markov.markov_w1.weight.numel()
+        read -= 0 if markov is None else step + markov.markov_w1.weight.numel()
+        total = weights + 10 * cached + 4 * read + 3 * 2 * 2 * 8 * 4 * 10
+        assert [round_bytes(target, drafter, k, batch=1, length=10) for k in (1, 3)] == [
+            total + 4 * step,
+            total + 3 * 4 * step,
+        ]
     windowed = family_target("mistral")  # a window of 7 slots in every layer
     assert round_bytes(windowed, None, 0, batch=1, length=100) == weights + 7 * cached
     assert round_bytes(family_target("qwen3-moe"), None, 0, batch=1, length=10) is None

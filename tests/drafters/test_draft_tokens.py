@@ -15,7 +15,8 @@ import torch
 from dialects import PEAGLE, PLAIN, VARIANTS, make_weights, tiny_target, write
 from scripted_verification import Script, random_patterns
 from targets import padded_prompts
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, MuseGlimmerAssistantModel, PreTrainedModel
+from transformers.cache_utils import DFlashCache
 from varying_drafts import vary_drafts
 
 from hf_specdec import AutoDrafter, Drafter, ops
@@ -241,6 +242,30 @@ def test_variants_of_peagle(monkeypatch, tmp_path, variant, is_parallel):
 def test_layouts_of_drafters_of_blocks(monkeypatch, tmp_path, layout, number):
     case = block(tmp_path, layout, blocks.LAYOUTS[layout][number])
     run_script(monkeypatch, case, 5, random_patterns(5, 8))
+
+
+@pytest.mark.core
+def test_recomputation_is_transformers_own_assistant(tmp_path):
+    """Of Muse Glimmer, whose windows shorten what a block sees before it and of itself."""
+    spec, target = blocks.LAYOUTS["muse"][0], tiny_target(PLAIN)
+    weights, num_tokens = blocks.make_weights(spec), 6
+    folder = blocks.write("muse", tmp_path, spec, weights)
+    model = MuseGlimmerAssistantModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+    text = torch.randint(spec.vocab_size, (14,), generator=torch.Generator().manual_seed(1))
+    cache = DFlashCache(config=model.config)
+    cache.set_previous_accepted_tokens(len(text) - 1)
+    block = [int(text[-1])] + [spec.mask_token] * (num_tokens - 1)
+    with torch.no_grad():
+        theirs = model(
+            noise_embeds=target.get_input_embeddings().weight[block][None],
+            context_hidden_states=eagle_reference.target_hidden_states(target, text[:-1], spec.layer_ids)[None],
+            position_ids=torch.arange(len(text) - 1 + num_tokens)[None],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[0]
+    weights = {name: value.double() for name, value in weights.items()}
+    ours = blocks.block_hidden_states(weights, spec, target, text, num_tokens)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", CASES)

@@ -266,7 +266,6 @@ def test_modeling_files_are_restored(family):
 
 # Functions of recurrences that no replacement is made for: their models run on the stock engine, or are refused.
 NOT_REPLACED = {
-    "causal_conv1d_update",  # single tokens, where a model finds states of convolutions
     "mamba2_split_conv1d_scan_combined",  # training
     "mamba_inner_fn",  # training
     "mamba_selective_scan",

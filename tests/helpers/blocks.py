@@ -294,6 +294,7 @@ def muse_config(spec: Block) -> dict[str, Any]:
         "mask_token_id": spec.mask_token,
         "target_layer_ids": _outputs(spec),
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "sliding_window": spec.window - 1,
     }
     for key in ("vocab_size", "layer_types", "use_sliding_window", "max_window_layers", "rope_theta", "rope_scaling"):
         del config[key]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from lossless import PROMPTS, greedy
-from oracle import random_eagle3
+from oracle import random_dspark, random_eagle3
 from targets import NUM_LAYERS, padded_prompts, set_policy, tiny_target
 from torch import nn
 from torch.nn import functional as F
@@ -74,6 +74,7 @@ def test_quantised_target(kind, monkeypatch):
     for own in (True, False):
         drafter = random_eagle3(target, own_embedding=own, own_head=own)
         assert torch.equal(greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == "static"
+    assert torch.equal(greedy(target, inputs, random_dspark(target), 3), plain)
     before = fingerprint(modules_of(target, drafter), target.device)
     assert fingerprint(modules_of(target, drafter), target.device) == before
     weights = {"embedding": target.model.embed_tokens.weight, "head": target.lm_head.weight}
@@ -95,11 +96,12 @@ def test_ordinary_weights_are_shared_without_a_copy():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target, and a drafter for it that borrows its embedding."""
+    """A target, and two drafters for it that borrow its embedding."""
     root = tmp_path_factory.mktemp("placement")
     target = tiny_target("llama")
     target.save_pretrained(root / "target")
     random_eagle3(target, own_embedding=False).save_pretrained(root / "drafter")
+    random_dspark(target).save_pretrained(root / "blocks")
     return root
 
 
@@ -127,10 +129,11 @@ def test_device_maps(folders, tmp_path, place):
     device_map, engine, reason = PLACES[place]
     options = {"device_map": device_map, "dtype": torch.float32, "offload_folder": str(tmp_path)}
     target = AutoModelForCausalLM.from_pretrained(folders / "target", **options).eval()
-    drafter = AutoDrafter.from_pretrained(folders / "drafter", target=target)
     inputs = padded_prompts(PROMPTS[1])
-    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(tiny_target("llama"), inputs))
-    assert drafter.stats.engine == engine and reason in drafter.stats.reason
+    for name in ("blocks", "drafter"):
+        drafter = AutoDrafter.from_pretrained(folders / name, target=target)
+        assert torch.equal(greedy(target, inputs, drafter, 3), greedy(tiny_target("llama"), inputs))
+        assert drafter.stats.engine == engine and reason in drafter.stats.reason
     assert drafter.device == device_of_last_layer(target) == torch.device("cpu")
 
 
