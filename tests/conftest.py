@@ -1,5 +1,6 @@
 """Options and settings of all tests."""
 
+import gc
 import os
 
 import pytest
@@ -10,9 +11,10 @@ from core_parameters import mark_core
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Several workers with a thread for every core each would only get in each other's way.
+# Several workers with a thread for every core each would only get in each other's way; so would what they start.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 # Files that take longest: a worker that begins one of them last keeps the others waiting.
 LONGEST = {
@@ -51,3 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Modules live as long as the process: garbage collection need not go through them again and again."""
+    gc.collect()
+    gc.freeze()

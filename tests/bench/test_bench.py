@@ -8,9 +8,11 @@ import shutil
 import sys
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import blocks
+import case_counts
 import pytest
 import torch
 from dialects import (
@@ -249,8 +251,10 @@ def test_prompts_of_several_lengths(folders, tmp_path, capsys):
     assert capsys.readouterr().out.split()[:2] == ["batch", "case"]
 
 
-@pytest.mark.parametrize("num_modules", [1, 3])
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5"])
+@pytest.mark.parametrize(
+    ("family", "num_modules"),
+    case_counts.cases(list(product(["deepseek-v3", "glm-4.5"], [1, 3])), [("deepseek-v3", 3), ("glm-4.5", 1)]),
+)
 def test_random_modules_from_a_config(family, num_modules, tmp_path):
     """A config.json is all that is needed to time its MTP modules: three in a row, or one three times."""
     published = publish(family, tmp_path / "published", num_modules).folder

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import PAD, VOCAB, padded_prompts, tiny_target
@@ -54,7 +55,7 @@ class Counted:
 @pytest.mark.parametrize(
     ("family", "kind", "lengths"),
     [
-        *(("gemma3", kind, [9, 1, 5]) for kind in RANDOM_DRAFTERS),
+        *(("gemma3", kind, [9, 1, 5]) for kind in cases(list(RANDOM_DRAFTERS), ["p-eagle", "pard", "mtp"])),
         *((family, kind, [9]) for family in ("gemma3", "llama") for kind in ("eagle3", "draft-model")),
     ],
     ids=str,

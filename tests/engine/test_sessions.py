@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from adapters import with_adapters
+from case_counts import cases
 from graph_stand_ins import Tape, tape_on_cpu
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import padded_prompts, set_policy, tiny_target
@@ -381,7 +382,7 @@ def test_captures_of_a_session_are_bounded(tape, monkeypatch):
 
 
 @pytest.mark.core_for(kind=["eagle3"])
-@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "p-eagle", "draft-model", "mtp-by-target"]))
 def test_round_in_one_graph_returns_the_results(tape, monkeypatch, kind):
     """Scores and logits of all rounds that a session has captured would stay in memory."""
     results = []

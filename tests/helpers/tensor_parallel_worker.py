@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from case_counts import cases
+from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS, OracleDrafter
 from targets import padded_prompts, set_policy
@@ -47,7 +47,8 @@ from hf_specdec.patching.hidden_states import modules_of
 
 PROMPT_LENGTHS = [2, 13, 7]
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}
-NEW_TOKENS = 12
+NEW_TOKENS = num_cases(12, 8)
+BENCHED_TOKENS = num_cases(24, 12)
 COMPILED_TOKENS = 4
 BENCHED = cases(["eagle3", "p-eagle"], ["eagle3"])
 OTHER_FAMILIES = ("gemma3", "gpt-oss", "qwen3-moe")
@@ -343,7 +344,7 @@ def bench(folder: Path, output: Path) -> dict[str, Any]:
         "--prompt-length",
         5,
         "--max-new-tokens",
-        24,
+        BENCHED_TOKENS,
         "--runs",
         1,
         "--batch-size",

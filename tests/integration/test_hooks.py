@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 import threading
+from itertools import product
 
 import pytest
 import torch
+from case_counts import cases
 from lossless import PROMPTS, continuations
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
@@ -198,9 +200,15 @@ OPTIONS = {
 
 
 @pytest.mark.core_for(who=[*OPTIONS, "propose"], calls=[4])
-@pytest.mark.parametrize("engine", ["static", "stock"])
-@pytest.mark.parametrize("who", [*OPTIONS, "propose", "prefill", "new_memory", "nobody"])
-@pytest.mark.parametrize("calls", [0, 4])
+@pytest.mark.parametrize(
+    ("calls", "who", "engine"),
+    cases(
+        every := list(
+            product([0, 4], [*OPTIONS, "propose", "prefill", "new_memory", "nobody"], ["static", "stock"]),
+        ),
+        [one for one in every if (one[0] == 4) == (one[1] in (*OPTIONS, "propose", "nobody"))],
+    ),
+)
 def test_model_is_restored_after_an_error_of_a_callback(who, engine, calls, monkeypatch):
     target = tiny_target("gemma3")
     inputs = padded_prompts(PROMPTS[3 if engine == "static" else 1])

@@ -5,6 +5,7 @@ import json
 import pickle
 
 import pytest
+from case_counts import cases
 from oracle import RANDOM_DRAFTERS, eagle_options, random_eagle3
 from targets import tiny_target
 from transformers import TextIteratorStreamer, pipeline
@@ -28,7 +29,7 @@ def pipelines(target, drafter, **options):
 
 
 @pytest.mark.core_for(kind=["eagle3", "draft-model"])
-@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "draft-model", "mtp"]))
 def test_pipeline_generates_the_same(kind):
     target = tiny_target("llama")
     drafter = RANDOM_DRAFTERS[kind](target)

@@ -12,6 +12,7 @@ from processes import ROOT, finish, launch
 from targets import NUM_LAYERS, tiny_target
 from tensor_parallel_worker import (
     BENCHED,
+    BENCHED_TOKENS,
     COMPILED_TOKENS,
     DRAFTERS,
     OTHER_FAMILIES,
@@ -176,7 +177,7 @@ def check_bench(answers):
     assert [case["error"] for case in cases.values()] == [None] * len(cases)
     for name in BENCHED:
         case = cases[name]
-        assert case["tokens"] == 2 * 24 and 1.0 < case["acceptance_length"] < 4.0
+        assert case["tokens"] == 2 * BENCHED_TOKENS and 1.0 < case["acceptance_length"] < 4.0
         assert case["bytes_per_round"] > cases["engine"]["bytes_per_round"]
     return cases
 
