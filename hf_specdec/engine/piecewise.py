@@ -13,11 +13,11 @@ from torch.fx.passes.split_module import split_module
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 # A graph is split after these operators, which a compiler cannot fuse with others.
-_LAST_OF_A_PIECE = frozenset({"hf_specdec.attention"})
+_LAST_OF_A_PIECE = frozenset({"hf_specdec.attention", "hf_specdec.recurrence"})
 
 
 def piecewise_backend(compiler: Compiler) -> Compiler:
-    """A backend of `torch.compile` that splits a graph after every attention and compiles equal pieces once.
+    """A backend of `torch.compile` that splits a graph after attention and recurrences, and compiles equal pieces once.
 
     Nearly all layers of a target compile to the same kernels, but compiled as one graph every layer takes its time.
     vLLM splits graphs at attention, too, in order to run attention outside of its CUDA graphs (torch.compile

@@ -234,9 +234,7 @@ def _convolution(
         return function(hidden_states, weight, bias, activation=activation, **kwargs)
     is_silu = activation in ("silu", "swish")
     out = hidden_states.convolve(weight, bias, is_silu)
-    if activation is not None and not is_silu:
-        out = ACT2FN[activation](out)
-    return out.to(hidden_states.inputs.dtype)
+    return out if activation is None or is_silu else ACT2FN[activation](out)
 
 
 def _convolution_step(
@@ -271,7 +269,8 @@ _REPLACEMENTS: dict[str, Callable] = {
 @contextmanager
 def recurrent_functions(*models: nn.Module) -> Iterator[None]:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    files = {sys.modules[type(module).__module__] for module in modules_of(*models)}
+    names = {type(module).__module__ for module in modules_of(*models)}
+    files = [sys.modules[name] for name in names if name in sys.modules]
     with ExitStack() as stack:
         for name, replacement in _REPLACEMENTS.items():
             values = [(file, _over(replacement, original(file, name))) for file in files if name in vars(file)]

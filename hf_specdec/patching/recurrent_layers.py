@@ -164,7 +164,7 @@ class ConvolutionInputs:
     def convolve(self, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
         """`[B, C, n]`: see `ops.short_conv`."""
         cache = self.cache
-        inputs = self.inputs.to(weight.dtype).transpose(1, 2)
+        inputs = self.inputs.transpose(1, 2)
         return ops.short_conv(inputs, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu).transpose(1, 2)
 
 

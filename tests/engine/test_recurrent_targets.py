@@ -14,7 +14,7 @@ from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
-from targets import HYBRIDS, PAD, build_target, padded_prompts, set_policy, tiny_target
+from targets import HYBRIDS, PAD, build_target, new_target, padded_prompts, set_policy, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_specdec import NoDrafter
@@ -296,11 +296,18 @@ def test_modules_of_recurrent_layers_are_refused():
         random_mtp(tiny_target("falcon-h1"))
 
 
-@pytest.mark.parametrize("family", cases(list(HYBRIDS), ["falcon-h1"]))
-def test_triton_kernels_generate_the_same(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "num_layers"), cases([("falcon-h1", 1), ("qwen3-next", 3), ("lfm2", 3)], [("falcon-h1", 1)])
+)
+def test_round_with_the_gpu_policy(family, num_layers, monkeypatch):
+    """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""
+    target, inputs = new_target(family, num_layers=num_layers), padded_prompts([5, 1])
+    plain = greedy(target, inputs, max_new_tokens=5)
     set_policy(monkeypatch, "cpu", triton=True)
-    target, inputs, plain = prompts_and_plain(family, (4, 2))
-    drafter = copy_of(target)
-    found = greedy(target, inputs, drafter, 2, max_new_tokens=6)
-    assert torch.equal(found, plain[:, : found.shape[1]])
-    assert drafter.stats.acceptance_length == 3
+    set_policy(monkeypatch, "cpu", transposed_linear=False)
+    set_policy(monkeypatch, "cpu", fused_linear=True)
+    replay_on_cpu(monkeypatch)
+    set_policy(monkeypatch, "cpu", compiler="aot_eager")
+    drafter = OracleDrafter(target, continuations(inputs, plain), [5, 1], 0.6)
+    assert torch.equal(greedy(target, inputs, drafter, 2, max_new_tokens=5), plain)
+    assert drafter.stats.execution == "captured in one graph, compiled"
