@@ -51,7 +51,7 @@ NEW_TOKENS = num_cases(12, 8)
 BENCHED_TOKENS = num_cases(24, 12)
 COMPILED_TOKENS = 4
 BENCHED = cases(["eagle3", "p-eagle"], ["eagle3"])
-OTHER_FAMILIES = ("gemma3", "gpt-oss", "qwen3-moe")
+OTHER_FAMILIES = ("gemma3", "gpt-oss", "qwen3-moe", "qwen3-next")
 
 
 def borrower(target: PreTrainedModel) -> Drafter:
