@@ -26,7 +26,7 @@ LONGEST = {
     "test_concurrent_use.py",
     "test_distribution.py",
     "test_verify_kernel.py",
-    "test_restored_after_call.py",
+    "test_sessions.py",
     "test_mtp.py",
 }
 
