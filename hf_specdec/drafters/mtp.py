@@ -8,22 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import MODEL_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+from transformers import AutoConfig, PreTrainedModel
 
 from .. import ops
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..config import MtpConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
-from ..patching.attention import ATTENTION_NAME, registered_attention
+from ..patching.attention import registered_attention
 from ..patching.cache import RaggedCache
 from ..patching.experts import original_experts_implementation
 from ..patching.hidden_states import check_aux_hidden_states
-from ..patching.support import has_recurrent_layers
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import (
@@ -34,57 +30,8 @@ from .base import (
     score,
 )
 from .cached import CachedDrafter, DraftMemory
+from .mtp_layers import MtpFrame, build_decoder
 from .shared_weights import SharedWeight
-
-
-def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
-    """transformers' model of the decoder layers that `block` describes, without embedding and final norm.
-
-    Raises:
-        ValueError: expected a model of transformers that computes the RoPE of its layers.
-    """
-    if type(block) in MODEL_MAPPING:
-        decoder_class = MODEL_MAPPING[type(block)]
-    elif block.model_type == "step3p5":  # Only the model with a vision tower around it is in the mapping.
-        from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel as decoder_class
-    else:
-        raise ValueError(
-            f"transformers {transformers.__version__} has no decoder layers of model_type {block.model_type!r}."
-        )
-    decoder = decoder_class(block)
-    if not hasattr(decoder, "rotary_emb"):
-        raise ValueError(
-            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: {decoder_class.__name__} has "
-            "no rotary_emb; expected one that embeds positions for all its layers."
-        )
-    if has_recurrent_layers(decoder):
-        raise ValueError(
-            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have recurrent states, "
-            "but modules run positions more than once; expected layers of attention."
-        )
-    decoder.embed_tokens = decoder.norm = None
-    decoder.set_attn_implementation(ATTENTION_NAME)
-    return decoder
-
-
-class MtpFrame(nn.Module):
-    """Norms and projection of a module around its decoder layer, and its embedding and head if it has its own."""
-
-    def __init__(self, config: MtpConfig):
-        super().__init__()
-        width, norm = config.hidden_size, Qwen3NextRMSNorm if config.norm_offset else LlamaRMSNorm
-        self.hidden_first = config.hidden_first
-        self.embedding_norm = norm(width, eps=config.rms_norm_eps)
-        self.hidden_norm = norm(width, eps=config.rms_norm_eps)
-        self.projection = nn.Linear(2 * width, width, bias=False)
-        self.final_norm = norm(width, eps=config.rms_norm_eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
-        self.lm_head = nn.Linear(width, config.vocab_size, bias=False) if config.own_head else None
-
-    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Input of the decoder layer, `[B, n, H]`, from embeddings and hidden states `[B, n, H]`."""
-        pair = [self.embedding_norm(embeds), self.hidden_norm(hidden)]
-        return self.projection(torch.cat(pair[::-1] if self.hidden_first else pair, dim=-1))
 
 
 @dataclass

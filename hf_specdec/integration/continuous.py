@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..drafters.base import Drafter
-from ..engine.continuous import ContinuousBatching, RowRequest
+from ..engine.request_rows import ContinuousBatching, RowRequest
 from .dispatch import continuous_batching
 from .validation import TOKEN_DTYPES
 

@@ -19,10 +19,11 @@ from transformers.generation.utils import GenerateOutput
 from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
-from ..engine.continuous import ContinuousBatching, ContinuousOutput, decode_continuously
+from ..engine.continuous import ContinuousOutput, decode_continuously
 from ..engine.equivalence import why_not_equivalent
 from ..engine.prompts import read_prompts
 from ..engine.request import Request
+from ..engine.request_rows import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
@@ -182,10 +183,7 @@ def generate_with_drafter(
         generation_config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
     engine, reason = _choose_engine(request, model_kwargs)
-    request = replace(request, reason=reason)
-    if engine == "stock" and request.is_auto:
-        _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
-        request = replace(request, num_draft_tokens=drafter.num_own_draft_tokens, is_auto=False)
+    request = _for_engine(replace(request, reason=reason), engine)
     if engine == "static":
         check_same_device(model, drafter)
         check_tokens(model, input_ids.cpu(), mask)
@@ -193,21 +191,32 @@ def generate_with_drafter(
     if tensor_parallel_group(model) is not None:
         check_same_call(model, stopping_criteria, _call_of(request, engine))
     if continuous is not None:
-        if engine != "static":
-            raise ValueError(
-                f"Continuous batching runs on the static engine, but {type(model).__name__} with this drafter runs on "
-                f"the {engine} engine: {reason}. Use generate(assistant_model=...), row by row."
-            )
-        run = functools.partial(decode_continuously, settings=continuous)
+        _check_continuous(request, engine)
+        output = decode_continuously(request, continuous)
     elif engine == "static":
-        run = decode
+        output = decode(request)
     else:
-        run = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
-    output = run(request)
+        output = assist(assisted_decoding, inputs_tensor, model_kwargs, request)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def _for_engine(request: Request, engine: str) -> Request:
+    """`request` without what `engine` does not have."""
+    if engine == "stock" and request.is_auto:
+        _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
+        return replace(request, num_draft_tokens=request.drafter.num_own_draft_tokens, is_auto=False)
+    return request
+
+
+def _check_continuous(request: Request, engine: str) -> None:
+    if engine != "static":
+        raise ValueError(
+            f"Continuous batching runs on the static engine, but {type(request.model).__name__} with this drafter runs "
+            f"on the {engine} engine: {request.reason}. Use generate(assistant_model=...), row by row."
+        )
 
 
 def _num_draft_tokens(drafter: Drafter, asked: dict[str, Any], is_bulk: bool) -> int | str:

@@ -11,16 +11,13 @@ nothing is rolled back or copied, and the state is read and written once a pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .. import ops
 from ..kernels.types import RecurrenceRing
-
-if TYPE_CHECKING:
-    from .cache import RaggedCache
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
 # takes one step a column.
@@ -68,6 +65,18 @@ class RecurrencePositions:
             getattr(self, name)[rows] = getattr(source, name)[taken]
 
 
+class PositionedCache(Protocol):
+    """What a layer reads of the cache that it belongs to, a `RaggedCache`."""
+
+    slots: int
+    dummy_slot: int
+    ring_slots: int
+    positions: torch.Tensor
+    recurrence: RecurrencePositions
+
+    def convolution_slots(self, kernel_size: int) -> int: ...
+
+
 class RecurrentState:
     """One recurrent state of a layer, in the place of the tensor that a model's functions take as initial state.
 
@@ -78,7 +87,7 @@ class RecurrentState:
         step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
     """
 
-    def __init__(self, cache: RaggedCache):
+    def __init__(self, cache: PositionedCache):
         self.cache = cache
         self.state: torch.Tensor | None = None
         self.ring: RecurrenceRing | None = None
@@ -158,7 +167,7 @@ class ConvolutionInputs:
         inputs: `[B, C, n]`.
     """
 
-    def __init__(self, cache: RaggedCache, ring: torch.Tensor, inputs: torch.Tensor):
+    def __init__(self, cache: PositionedCache, ring: torch.Tensor, inputs: torch.Tensor):
         self.cache, self.ring, self.inputs = cache, ring, inputs
 
     def convolve(self, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
@@ -194,7 +203,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     is_compileable = True
 
-    def __init__(self, cache: RaggedCache, num_states: int):
+    def __init__(self, cache: PositionedCache, num_states: int):
         super().__init__(number_of_states=num_states)
         self._cache = cache
         # Most models then run a single token through the functions for several.

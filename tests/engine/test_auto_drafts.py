@@ -260,6 +260,6 @@ def test_graphs_are_captured_as_they_are_tried(monkeypatch):
     for _ in range(3):
         assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=120), plain)
         assert drafter.stats.execution.startswith("captured in one graph")
-    assert tried[0] == 5 and {0, 7} <= set(tried)
+    assert tried[0] == 5 and 7 in tried, "all drafts are right"
     ((_, session),) = drafter.sessions._idle
     assert set(dict(session.rounds._captured)) == {((), count) for count in set(tried) - {7}}

@@ -26,8 +26,8 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, continuous
-from hf_specdec.engine.continuous import ContinuousBatching, RequestRows, RowRequest
+from hf_specdec.engine import buckets, request_rows
+from hf_specdec.engine.request_rows import ContinuousBatching, RequestRows, RowRequest
 from hf_specdec.stats import Counters
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
@@ -120,9 +120,9 @@ def test_random_workloads(data):
         for prompt in prompts_of(lengths)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous, "GROUP_SIZES", data.draw(st.sampled_from([(1,), (1, 3), (2, 8)])))
-        patch.setattr(continuous, "MOST_GROUP_TOKENS", data.draw(st.sampled_from([4, 64, 4096])))
-        patch.setattr(continuous, "SHARE_TO_ADMIT", data.draw(st.sampled_from([0.1, 1.0])))
+        patch.setattr(request_rows, "GROUP_SIZES", data.draw(st.sampled_from([(1,), (1, 3), (2, 8)])))
+        patch.setattr(request_rows, "MOST_GROUP_TOKENS", data.draw(st.sampled_from([4, 64, 4096])))
+        patch.setattr(request_rows, "SHARE_TO_ADMIT", data.draw(st.sampled_from([0.1, 1.0])))
         texts, _ = generate_batch(target, drafter, lengths, rows, max_new_tokens=6, eos_token_id=end)
     assert texts == [row.tolist() for row in expected]
 
@@ -131,7 +131,7 @@ def test_rows_are_taken_as_others_end(monkeypatch):
     """With 12 requests on 4 rows there are fewer rounds than in three padded batches of 4."""
     target = tiny_target("llama")
     drafter = NoDrafter(target)
-    monkeypatch.setattr(continuous, "SHARE_TO_ADMIT", 0)
+    monkeypatch.setattr(request_rows, "SHARE_TO_ADMIT", 0)
     texts, _ = generate_batch(target, drafter, LENGTHS, 4)
     by_length = sorted(zip(LENGTHS, texts, strict=True), key=lambda pair: -pair[0])
     batches = [[len(text) for _, text in by_length[first : first + 4]] for first in (0, 4, 8)]
@@ -346,8 +346,8 @@ def test_admission():
         return [[one.index for one in group] for _, group in groups]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous, "GROUP_SIZES", (1, 3))
-        patch.setattr(continuous, "MOST_GROUP_TOKENS", 24)
+        patch.setattr(request_rows, "GROUP_SIZES", (1, 3))
+        patch.setattr(request_rows, "MOST_GROUP_TOKENS", 24)
         rows.admit()
         assert [[one.index for one in group] for _, group in groups] == [[0], [1, 2, 3]]
         assert rows.longest() == 9

@@ -343,7 +343,7 @@ def _context(weights: dict[str, torch.Tensor], spec: Block, target, token_ids: t
 
 def _keys_and_values(w: dict[str, torch.Tensor], spec: Block, x: torch.Tensor, positions: torch.Tensor):
     key, value = (
-        (x @ w[f"self_attn.{name}.weight"].T + w.get(f"self_attn.{name}.bias", 0.0)).view(len(x), -1, spec.head_dim)
+        (x @ w[f"self_attn.{name}.weight"].T + w.get(f"self_attn.{name}.bias", 0.0)).unflatten(-1, (-1, spec.head_dim))
         for name in ("k_proj", "v_proj")
     )
     return _rotate(_rms(key, w["self_attn.k_norm.weight"], spec.eps), positions, spec.rope_theta), value

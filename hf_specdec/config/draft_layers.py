@@ -1,24 +1,14 @@
-"""Drafter configurations: the normal form that checkpoints of every dialect are read into and that is saved."""
+"""Configurations of drafters with layers of their own that read hidden states: EAGLE-3, P-EAGLE, DFlash, DSpark."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import numbers
-from typing import Any, get_args, get_origin
+from .base import DEFAULT_ROPE_THETA, MAX_ASSISTANT_TOKENS, DrafterConfig, check_types
 
-from transformers import AutoConfig, PreTrainedConfig
+# Names that fields of `DraftLayersConfig` have in files saved by earlier versions.
+_EARLIER_NAMES = {"aux_hidden_state_layer_ids": "taps", "num_aux_hidden_states": "num_taps"}
 
-DEFAULT_ROPE_THETA = 10000.0
-
-# Draft tokens a round (K). Buffers and compute of a round grow with it; serving engines have far lower limits.
-MAX_ASSISTANT_TOKENS = 1024
-
-# In place of a number of draft tokens: chosen for every round, see `engine.auto_drafts`.
-AUTO = "auto"
-
-# Values of `MtpConfig.chaining`.
-CHAININGS = ("modules", "target")
+# Values of `DSparkConfig.markov_type`.
+MARKOV_TYPES = ("vanilla", "gated", "rnn")
 
 
 def default_aux_layer_ids(num_layers: int) -> list[int]:
@@ -39,100 +29,6 @@ def default_block_layer_ids(num_layers: int, num_draft_layers: int) -> list[int]
         return [num_layers // 2 + 1]
     step = (num_layers - 4) / (num_draft_layers - 1)
     return sorted({min(max(round(1 + index * step) + 1, 0), num_layers) for index in range(num_draft_layers)})
-
-
-def _token_of_target(name: str) -> property:
-    """Property for the id of the special token `name`: the target's, or before `bind` that of config.json, if any."""
-
-    def read(self: DrafterConfig):
-        if self.target is None:
-            return vars(self).get(name)
-        return getattr(self.target.get_text_config(), name, None)
-
-    def write(self: DrafterConfig, value) -> None:
-        vars(self)[name] = value
-
-    return property(read, write)
-
-
-class DrafterConfig(PreTrainedConfig):
-    """Settings that drafters of every family have.
-
-    Args:
-        vocab_size: size of the target's vocabulary; `generate()` compares it with the target's.
-        draft_vocab_size: number of tokens the draft head scores; at most `vocab_size`.
-        num_assistant_tokens: draft tokens a round (K) unless a call of `generate()` sets it.
-        dialect: publisher whose layout the checkpoint was read from; `"hf_specdec"` for the normal form.
-        target_name_or_path: name of the target that the drafter was trained for, if the checkpoint states it.
-        parallel_drafting: whether all K tokens are drafted in one pass, the last K - 1 of them at mask tokens.
-        mask_token_id: the token that such a pass embeds at positions without a token.
-
-    Attributes:
-        target: configuration of the target that the drafter is bound to; None before `bind`. Not saved.
-        bos_token_id, eos_token_id, pad_token_id: of the target, since pipelines compare them with an assistant's. Not
-            saved.
-    """
-
-    # In a slot, since transformers compares and saves the instance's `__dict__`.
-    __slots__ = ("target",)
-
-    model_type = "hf_specdec"
-    family = "base"
-
-    vocab_size: int = 32000
-    draft_vocab_size: int | None = None
-    num_assistant_tokens: int = 5
-    dialect: str = "hf_specdec"
-    target_name_or_path: str | None = None
-    parallel_drafting: bool = False
-    mask_token_id: int | None = None
-    tie_word_embeddings: bool = False
-
-    def __post_init__(self, **kwargs):
-        check_types(self)
-        self.target: PreTrainedConfig | None = None
-        if self.draft_vocab_size is None:
-            self.draft_vocab_size = self.vocab_size
-        if not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size = {self.vocab_size}."
-            )
-        check_num_assistant_tokens(self.num_assistant_tokens)
-        self._check_mask_token()
-        super().__post_init__(**kwargs)
-
-    bos_token_id = _token_of_target("bos_token_id")
-    eos_token_id = _token_of_target("eos_token_id")
-    pad_token_id = _token_of_target("pad_token_id")
-
-    @property
-    def num_embeddings(self) -> int:
-        """Number of tokens that the drafter can embed."""
-        return self.vocab_size
-
-    def _get_generation_parameters(self) -> dict:
-        """Generation parameters that transformers refuses to save in a configuration: none.
-
-        `num_assistant_tokens` is such a parameter by name, but is a field of this class. Older versions of transformers
-        look for them in a configuration built without arguments, which some families cannot build.
-        """
-        return {}
-
-    def _check_mask_token(self) -> None:
-        if self.mask_token_id is None:
-            if self.parallel_drafting:
-                raise ValueError(
-                    "parallel_drafting is True, but mask_token_id is None; expected the id of the mask token."
-                )
-        elif not 0 <= self.mask_token_id < self.num_embeddings:
-            raise ValueError(
-                f"mask_token_id is {self.mask_token_id}; expected one of the {self.num_embeddings} tokens that the "
-                "drafter embeds."
-            )
-
-
-# Names that fields of `DraftLayersConfig` have in files saved by earlier versions.
-_EARLIER_NAMES = {"aux_hidden_state_layer_ids": "taps", "num_aux_hidden_states": "num_taps"}
 
 
 class DraftLayersConfig(DrafterConfig):
@@ -375,10 +271,6 @@ class DFlashConfig(DraftLayersConfig):
         return default_block_layer_ids(num_layers, self.num_hidden_layers)
 
 
-# Values of `DSparkConfig.markov_type`.
-MARKOV_TYPES = ("vanilla", "gated", "rnn")
-
-
 class DSparkConfig(DFlashConfig):
     """DSpark drafter (arXiv 2607.05147): DFlash with a Markov head, which makes a draft depend on the one before it.
 
@@ -403,174 +295,3 @@ class DSparkConfig(DFlashConfig):
                 f"markov_type is {self.markov_type!r}; expected one of {', '.join(map(repr, MARKOV_TYPES))}."
             )
         super().__post_init__(**kwargs)
-
-
-class DraftModelConfig(DrafterConfig):
-    """A causal language model as drafter, sequential (arXiv 2211.17192) or parallel (PARD, arXiv 2504.18583).
-
-    Args:
-        model: settings of the model's own configuration, with its `model_type`.
-    """
-
-    model_type = "hf_specdec_draft_model"
-    family = "draft model"
-
-    model: dict | None = None
-
-    @property
-    def model_config(self) -> PreTrainedConfig:
-        """The model's own configuration, as transformers' class."""
-        return AutoConfig.for_model(**(self.model or {}))
-
-    @property
-    def num_embeddings(self) -> int:
-        return self.vocab_size if self.model is None else self.model_config.get_text_config().vocab_size
-
-
-class MtpConfig(DrafterConfig):
-    """Multi-token-prediction modules of a target (DeepSeek-V3, arXiv 2412.19437, section 2.2).
-
-    They are part of the target's own checkpoint, or trained for it; `for_target` makes a configuration of the latter.
-
-    Args:
-        block: settings of the modules' decoder layers: like the target's, with one layer for each module.
-        num_modules: how many modules there are; module k % num_modules drafts token k of a round.
-        hidden_size, rms_norm_eps, initializer_range: of the target.
-        hidden_first: whether a module's projection reads `[hidden | embedding]` instead of `[embedding | hidden]`.
-        norm_offset: whether the modules' norms scale by 1 + weight (Gemma's) instead of by the weight.
-        norm_output: whether the next step reads a module's output after its final norm instead of before.
-        own_embedding, own_head: whether each module has an embedding or a head of its own; otherwise the target's.
-        zero_first_embedding: whether slot 0 reads zeros instead of an embedding, as vLLM runs some families.
-        chaining: which hidden states modules after the first read, and so what their caches hold. `"modules"`: the
-            outputs of the module before, as in training. `"target"`: the target's hidden states, as far as they are
-            known. None: `default_chaining`.
-    """
-
-    model_type = "hf_specdec_mtp"
-    family = "mtp"
-
-    block: dict | None = None
-    num_modules: int = 1
-    hidden_size: int = 4096
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    hidden_first: bool = False
-    norm_offset: bool = False
-    norm_output: bool = True
-    own_embedding: bool = False
-    own_head: bool = False
-    zero_first_embedding: bool = False
-    chaining: str | None = None
-
-    def __post_init__(self, **kwargs):
-        check_types(self)
-        if self.chaining is None:
-            self.chaining = default_chaining(self.num_modules)
-        if self.chaining not in CHAININGS:
-            raise ValueError(f"chaining is {self.chaining!r}; expected one of {', '.join(map(repr, CHAININGS))}.")
-        if self.parallel_drafting:
-            raise ValueError("parallel_drafting is True, but MTP modules have no mask token; expected False.")
-        super().__post_init__(**kwargs)
-
-    @classmethod
-    def for_target(cls, text: PreTrainedConfig, block: dict[str, Any], **settings: Any) -> MtpConfig:
-        """The configuration of modules for a target.
-
-        Args:
-            text: the target's text configuration.
-            block: settings of the decoder layers: `mtp_block_settings` of the target, or the same with other MLPs.
-            settings: other fields.
-        """
-        return cls(
-            block=block,
-            num_modules=block["num_hidden_layers"],
-            hidden_size=text.hidden_size,
-            rms_norm_eps=getattr(text, "rms_norm_eps", cls.rms_norm_eps),
-            initializer_range=getattr(text, "initializer_range", cls.initializer_range),
-            vocab_size=text.vocab_size,
-            **settings,
-        )
-
-
-def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, Any]:
-    """The settings of a decoder that has one layer for each of `num_modules` modules and is otherwise like `text`.
-
-    A module's layer has full attention, and experts where the target has any, unless the configuration states
-    otherwise (`mtp_layer_types`, `mtp_mlp_layer_types`).
-
-    Raises:
-        ValueError: expected `text` to have `num_hidden_layers`.
-    """
-    settings = text.to_dict()
-    if "num_hidden_layers" not in settings:
-        raise ValueError(
-            f"Layers of model_type {text.model_type!r} cannot be those of MTP modules: its configuration has no "
-            "num_hidden_layers."
-        )
-    changes: dict[str, Any] = {
-        "num_hidden_layers": num_modules,
-        "layer_types": getattr(text, "mtp_layer_types", None) or ["full_attention"] * num_modules,
-        "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or ["sparse"] * num_modules,
-        "first_k_dense_replace": 0,
-        "mlp_only_layers": [],
-        # Neither an embedding nor a head is built.
-        "vocab_size": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    # Per-layer settings are derived again from the layers' types.
-    for name in ("per_layer_config", "num_nextn_predict_layers", "num_mtp_layers", "architectures", "auto_map"):
-        settings.pop(name, None)
-    return settings | {name: value for name, value in changes.items() if name in settings}
-
-
-def check_types(config: DrafterConfig) -> None:
-    """Raise `ValueError` if a field of `config` that is annotated in this module has a value of another type."""
-    for name, expected in _annotations(type(config)).items():
-        value = getattr(config, name)
-        if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
-            wanted = getattr(expected, "__name__", str(expected))
-            raise ValueError(f"{name} is {value!r}; expected {wanted}.")
-
-
-@functools.cache
-def _annotations(config_class: type[DrafterConfig]) -> dict[str, Any]:
-    """Annotations of a class and its bases in this module; classes of others may have annotations of any kind."""
-    found: dict[str, Any] = {}
-    for one in reversed(config_class.__mro__):
-        if one.__module__ == __name__:
-            found |= inspect.get_annotations(one, eval_str=True)
-    return found
-
-
-def _is_of(value: Any, expected: Any) -> bool:
-    """Whether `value` has a type, or is a list or tuple of it; integers count as floats, bools not as integers."""
-    if get_origin(expected) is list:
-        return isinstance(value, list | tuple) and all(_is_of(one, get_args(expected)[0]) for one in value)
-    if isinstance(value, bool):
-        return expected is bool
-    return isinstance(value, int | float if expected is float else expected)
-
-
-def default_chaining(num_modules: int) -> str:
-    """`MtpConfig.chaining` where a checkpoint does not state it, as serving engines run `num_modules` modules."""
-    return "modules" if num_modules > 1 else "target"
-
-
-def check_num_or_auto(value: int | str) -> int | str:
-    """As `check_num_assistant_tokens`, but `value` may also be `AUTO`."""
-    if isinstance(value, str) and value == AUTO:
-        return value
-    return check_num_assistant_tokens(value)
-
-
-def check_num_assistant_tokens(value: int) -> int:
-    """Return `value` if it is a valid number of draft tokens a round, else raise `ValueError`."""
-    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_number or not 1 <= value <= MAX_ASSISTANT_TOKENS:
-        raise ValueError(
-            f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
-            f"{MAX_ASSISTANT_TOKENS} (draft tokens a round)."
-        )
-    return int(value)
