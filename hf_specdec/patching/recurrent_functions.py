@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -266,11 +267,31 @@ _REPLACEMENTS: dict[str, Callable] = {
 }
 
 
+# Those that cannot be replaced, with the reason.
+_NOT_REPLACED = {"mamba_selective_scan": "Mamba-1, whose functions are given no state over several tokens"}
+
+
+def _files(*models: nn.Module) -> list[ModuleType]:
+    """The files that the modules of `models` are defined in."""
+    names = {type(module).__module__ for module in modules_of(*models)}
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def why_not_replaced(model: nn.Module) -> str | None:
+    """The reason why recurrent layers of `model` cannot run on a `RaggedCache`, as far as it is known beforehand."""
+    found = {name for file in _files(model) for name in vars(file)}
+    reasons = [reason for name, reason in _NOT_REPLACED.items() if name in found]
+    if reasons:
+        return f"recurrent layers are {reasons[0]}"
+    if found.isdisjoint(_REPLACEMENTS):
+        return "recurrent layers call no function that the engine can replace"
+    return None
+
+
 @contextmanager
 def recurrent_functions(*models: nn.Module) -> Iterator[None]:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    names = {type(module).__module__ for module in modules_of(*models)}
-    files = [sys.modules[name] for name in names if name in sys.modules]
+    files = _files(*models)
     with ExitStack() as stack:
         for name, replacement in _REPLACEMENTS.items():
             values = [(file, _over(replacement, original(file, name))) for file in files if name in vars(file)]

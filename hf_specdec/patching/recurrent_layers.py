@@ -260,7 +260,17 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         ring.copy_(torch.where((columns >= 0)[..., None], inputs.gather(1, index), ring))
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        return recurrent_states  # updated where it was used
+        """Nothing: the state was updated where it was used.
+
+        Raises:
+            TypeError: expected what `recurrent_states` has; the model has computed a state by a function of its own.
+        """
+        if not isinstance(recurrent_states, RecurrentState):
+            raise TypeError(
+                f"A recurrent layer has computed a state by itself ({type(recurrent_states).__name__}); expected it to "
+                "call one of the functions that recurrent_functions replaces. The model cannot run on this cache."
+            )
+        return recurrent_states
 
     @property
     def is_allocated(self) -> bool:

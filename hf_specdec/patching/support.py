@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from .cache import LayerKind, attention_layers
 from .hidden_states import decoder_layers, find_decoder_layers, modules_of
+from .recurrent_functions import why_not_replaced
 
 _T = TypeVar("_T")
 
@@ -145,6 +146,8 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role}'s layers run under accelerate hooks"
     if not _takes_key_value_cache(model):
         return f"{role} has no attention layers, and keeps its states in a cache of its own"
+    if has_recurrent_layers(model) and (reason := why_not_replaced(model)) is not None:
+        return f"{role}'s {reason}"
     others = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if others:
         return f"{role} has layers of type {', '.join(sorted(others))}"

@@ -19,6 +19,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_specdec import NoDrafter
 from hf_specdec.patching import recurrent_functions, recurrent_layers
+from hf_specdec.patching.cache import LayerKind, RaggedCache
+from hf_specdec.patching.support import why_not_supported
 
 MAX_NEW_TOKENS = 16
 greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
@@ -289,6 +291,17 @@ def test_models_without_attention_are_refused():
         target = build_target(model_type, **sizes, **options)
         with pytest.raises(ValueError, match="has no attention layers, and keeps its states in a cache of its own"):
             greedy(target, padded_prompts(PROMPTS[1]), NoDrafter(target), 3)
+
+
+def test_recurrences_that_cannot_be_replaced_are_refused():
+    options = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+    target = build_target("jamba", **options, use_mamba_kernels=False)
+    assert "recurrent layers are Mamba-1, whose functions are given no state" in why_not_supported(target)
+    with pytest.raises(ValueError, match=r"cannot draft here, .* the draft model's recurrent layers are Mamba-1"):
+        copy_of(target)
+    layer = RaggedCache([LayerKind(False, 1)], 8, lengths=torch.ones(1, dtype=torch.int64)).layers[0]
+    with pytest.raises(TypeError, match=r"has computed a state by itself \(Tensor\); expected it to call one of"):
+        layer.update_recurrent_state(torch.zeros(1))
 
 
 def test_modules_of_recurrent_layers_are_refused():
