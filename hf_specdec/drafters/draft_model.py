@@ -13,9 +13,10 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.draft_model import auto_class
 from ..checkpoints.mtp_layouts import module_names
 from ..config import DraftModelConfig
-from ..patching.attention import ATTENTION_NAME, registered_attention
+from ..patching.attention import registered_attention, set_ragged_attention
 from ..patching.cache import LayerKind
-from ..patching.support import cache_layers, num_positions, why_not_supported
+from ..patching.masked_attention import why_not_masked
+from ..patching.support import cache_layers, num_positions, uses_attention_interface, why_not_supported
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import register_drafter
@@ -24,6 +25,8 @@ from .cached import CachedDrafter
 # Models of one family may pad the same vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that
 # differ by this much or more belong to different tokenizers.
 MAX_PADDING = 1024
+# Largest difference of logits of a draft model whose attention takes a mask; rounding in any precision is below.
+DIFFERENCE_LIMIT = 0.25
 
 
 def check_vocabulary(own: int, target: PreTrainedConfig, name: str) -> int:
@@ -55,11 +58,17 @@ def _check_loaded(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
 def _check_supported(model: PreTrainedModel, name: str) -> None:
     """Raise `ValueError` unless the model called `name` can run on a `RaggedCache`."""
     obstacle = why_not_supported(model, role="the draft model")
+    if obstacle is None and not uses_attention_interface(model) and model.device.type != "meta":
+        obstacle = why_not_masked(model, DIFFERENCE_LIMIT)
     if obstacle is not None:
         raise ValueError(
             f"{name} cannot draft here, where drafters run on a static cache: {obstacle}. Load it with "
             "AutoModelForCausalLM and pass that as assistant_model; transformers supports it itself."
         )
+
+
+def _name_of(checkpoint: Checkpoint, model: PreTrainedModel) -> str:
+    return f"{checkpoint.name} ({type(model).__name__})"
 
 
 @register_drafter
@@ -81,11 +90,11 @@ class DraftModelDrafter(CachedDrafter):
         if model is None:
             own = config.model_config
             model = auto_class(own).from_config(own)
-        model.set_attn_implementation(ATTENTION_NAME)
+        _check_supported(model, type(model).__name__)
+        set_ragged_attention(model)
         self.model = model
         self._num_embeddings = model.config.get_text_config().vocab_size
         self._num_positions = num_positions(model)
-        _check_supported(model, type(model).__name__)
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
@@ -99,7 +108,7 @@ class DraftModelDrafter(CachedDrafter):
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        _check_supported(model, f"{checkpoint.name} ({type(model).__name__})")
+        _check_supported(model, _name_of(checkpoint, model))
         _check_loaded(checkpoint, info)
 
     @classmethod
@@ -108,6 +117,7 @@ class DraftModelDrafter(CachedDrafter):
             checkpoint.folder, output_loading_info=True, trust_remote_code=False, **options
         )
         _check_loaded(checkpoint, info)
+        _check_supported(model, _name_of(checkpoint, model))
         return cls(config, model)
 
     @property
@@ -162,6 +172,11 @@ class DraftModelDrafter(CachedDrafter):
         found = [name for name in factors if getattr(text, name, None) not in (None, 1.0)]
         if getattr(head, "bias", None) is not None:
             found.append("bias of the head")
+        if not uses_attention_interface(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} cannot be trained here: it does not use transformers' attention "
+                "interface, through which training attends; expected a draft model of a class that does."
+            )
         if found:
             raise ValueError(f"{type(self.model).__name__} cannot be trained here: its logits have {', '.join(found)}.")
         return head.weight[: self.config.draft_vocab_size]

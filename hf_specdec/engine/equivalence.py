@@ -23,7 +23,8 @@ from ..drafters.base import Drafter
 from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import registered_attention
-from ..patching.support import settings_of
+from ..patching.masked_attention import why_not_masked
+from ..patching.support import settings_of, uses_attention_interface
 from ..state import DecodeState
 
 # Lengths of the prompts, unequal so that wrong treatment of padding shows, and numbers of new tokens: two rounds cover
@@ -132,7 +133,7 @@ def _compare(model: PreTrainedModel, engine: str) -> str | None:
         if not difference <= limit:
             what = "a padded batch" if len(lengths) > 1 else "one row"
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
-    return None
+    return None if engine == "stock" or uses_attention_interface(model) else why_not_masked(model, limit)
 
 
 def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:

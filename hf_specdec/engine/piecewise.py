@@ -12,8 +12,9 @@ from torch.fx.passes.split_module import split_module
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
-# A graph is split after these operators, which a compiler cannot fuse with others.
-_LAST_OF_A_PIECE = frozenset({"hf_specdec.attention", "hf_specdec.recurrence"})
+# A graph is split after attention and recurrences, which a compiler cannot fuse with other operators; and after a write
+# of keys and values that attention of a modeling file reads.
+_ATTENTION, _RECURRENCE, _WRITE = "hf_specdec.attention", "hf_specdec.recurrence", "hf_specdec.write_kv"
 
 
 def piecewise_backend(compiler: Compiler) -> Compiler:
@@ -29,10 +30,11 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
 
     def compile_pieces(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         given = dict(zip((node.name for node in graph.graph.find_nodes(op="placeholder")), inputs, strict=True))
+        last = _last_of_pieces(graph)
         numbers, number = {}, 0
         for node in graph.graph.nodes:
             numbers[node] = number
-            number += str(node.target).removesuffix(".default") in _LAST_OF_A_PIECE
+            number += node in last
         whole = split_module(graph, None, numbers.__getitem__, keep_original_order=True)
         compiled: dict[Hashable, Callable[..., Any]] = {}
         for name, piece in list(whole.named_children()):
@@ -45,6 +47,14 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
         return whole.forward
 
     return compile_pieces
+
+
+def _last_of_pieces(graph: fx.GraphModule) -> set[fx.Node]:
+    """The nodes after which `graph` is split; of a write of keys and values and attention that reads them, the last."""
+    found = [(str(node.target).removesuffix(".default"), node) for node in graph.graph.nodes]
+    found = [(name, node) for name, node in found if name in (_ATTENTION, _RECURRENCE, _WRITE)]
+    following = [name for name, _ in found[1:]] + [_WRITE]
+    return {node for (name, node), after in zip(found, following, strict=True) if name != _WRITE or after != _ATTENTION}
 
 
 def _compiled(piece: fx.GraphModule, examples: list[Any], compiler: Compiler) -> Callable[..., Any]:

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 from .cache import RaggedCache
 from .patch import original, replaced
+from .support import uses_attention_interface
 
-ATTENTION_NAME = "hf_specdec"
+ATTENTION_NAME, MASKED_NAME = "hf_specdec", "hf_specdec_masked"
 _ENTRY = "_attn_implementation_internal"
 
 
@@ -98,7 +99,7 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
         RuntimeError: `module` belongs to a drafter's model, which has no other attention.
     """
     name = original(module.config, _ENTRY)
-    if name == ATTENTION_NAME:
+    if name in (ATTENTION_NAME, MASKED_NAME):
         raise RuntimeError(
             f"{type(module).__name__} belongs to a drafter, whose model runs on the drafter's cache only; expected the "
             "attention mask of a `RaggedCache`. To run the model by itself load a second copy of it."
@@ -121,8 +122,45 @@ def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.
     return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
+def eager_mask_over_slots(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask interface for models with attention of their own, outside of the attention interface.
+
+    Passes of an engine, which are told by `RaggedCache.get_query_offset`, get `slot_mask`. Calls by others while
+    `ragged_attention` is active get the mask that eager attention adds to its scores: the modules that read the
+    implementation's name from the configuration, to call another attention, do not find it.
+    """
+    slots = kwargs.get("q_offset")
+    if isinstance(slots, torch.Tensor) and slots.dim() == 2:
+        return slot_mask(slots, kwargs["kv_length"], kwargs["mask_function"], kwargs["attention_mask"], kwargs["dtype"])
+    return eager_mask(*args, config=config, **kwargs)
+
+
+def slot_mask(
+    slots: torch.Tensor, span: int, mask_function: Callable[..., torch.Tensor], seen: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The mask for attention of a modeling file, as transformers' `eager_mask` makes it for other caches.
+
+    Args:
+        slots: `[B, n]` int64, of the queries.
+        span: slots of the keys, the first ones of the cache.
+        mask_function: transformers' function of indices of row, head, query and key, whether a query sees a key. It
+            is called with slots, so it may be of any kind: causal, with a sliding window, in chunks.
+        seen: `[B, span]` bool, false for slots that no query of the row sees.
+        dtype: of the mask.
+
+    Returns:
+        `[B, 1, n, span]`, to be added to scores: 0 where a query sees a key, elsewhere the smallest number.
+    """
+    rows = torch.arange(len(slots), device=slots.device)[:, None, None, None]
+    keys = torch.arange(span, device=slots.device)
+    visible = mask_function(rows, 0, slots[:, None, :, None], keys) & seen[:, None, None, :]
+    return slots.new_zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+for _name, _mask in ((ATTENTION_NAME, original_mask), (MASKED_NAME, eager_mask_over_slots)):
+    # Models with attention of their own may have others inside, such as towers of images.
+    ALL_ATTENTION_FUNCTIONS.register(_name, ragged_attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, _mask)
 
 
 def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.Tensor | None] | None = None):
@@ -143,9 +181,24 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
     return attend
 
 
+def set_ragged_attention(model: PreTrainedModel) -> None:
+    """What `ragged_attention` does, for good: for the `model` of a drafter."""
+    name = _name_for(model)
+    for config in submodel_configs(model):
+        vars(config)[_ENTRY] = name
+
+
 def ragged_attention(target: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context in which `target` runs `ragged_attention_forward` instead of its own attention implementation."""
-    return registered_attention(target, ATTENTION_NAME)
+    """Context in which `target` runs on a `RaggedCache`.
+
+    Its attention layers run `ragged_attention_forward` instead of their implementation; those outside of transformers'
+    attention interface run as they are, with `slot_mask`.
+    """
+    return registered_attention(target, _name_for(target))
+
+
+def _name_for(model: PreTrainedModel) -> str:
+    return ATTENTION_NAME if uses_attention_interface(model) else MASKED_NAME
 
 
 def registered_attention(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:

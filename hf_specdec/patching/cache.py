@@ -18,10 +18,13 @@ class LayerKind(NamedTuple):
     Attributes:
         has_keys: whether it stores keys and values.
         num_states: how many recurrent states it stores, and as many inputs of short convolutions.
+        takes_mask: whether its attention is that of the modeling file, which adds a mask to its scores, and not
+            `ragged_attention_forward`.
     """
 
     has_keys: bool = True
     num_states: int = 0
+    takes_mask: bool = False
 
 
 def attention_layers(count: int) -> tuple[LayerKind, ...]:
@@ -64,13 +67,15 @@ class RaggedLayer(CacheLayerMixin):
         """Store new states, `[B, kv_heads, n, head_dim]`, at the cache's `positions`.
 
         Returns:
-            the keys and values to attend to, `[B, kv_heads, span, head_dim]` views of the cache.
+            the keys and values to attend to, `[B, kv_heads, span, head_dim]`: views of the cache, or copies where
+            attention takes a mask. That of modeling files copies others to multiply them, or requires contiguous ones.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         ops.write_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
         span = self._cache.span
-        return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
+        keys, values = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
+        return (keys.contiguous(), values.contiguous()) if self._cache.takes_mask else (keys, values)
 
     @property
     def is_allocated(self) -> bool:
@@ -135,9 +140,11 @@ class RaggedCache(Cache):
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
         recurrence: positions of the recurrent states; None if there are none.
         starts: `[B]` int64, the first slot of each row that queries attend to; None for slot 0 in all rows.
+        takes_mask: whether attention is that of the modeling file, see `LayerKind`.
         span: how many leading slots attention is given. With Triton kernels all of them: kernels read live slots only,
             and a launch that is the same for all lengths can be captured. With the PyTorch references as many as may be
-            live and one more, because the last slot given is taken for the dummy slot.
+            live and one more, because the last slot given is taken for the dummy slot. Attention that takes a mask is
+            given one less, without the dummy slot: no more than there are positions.
     """
 
     def __init__(
@@ -150,7 +157,8 @@ class RaggedCache(Cache):
         num_again: int = 0,
     ):
         self.slots = slots
-        self.span = slots
+        self.takes_mask = any(kind.takes_mask for kind in kinds)
+        self.span = slots - self.takes_mask
         self.starts = starts
         self.positions: torch.Tensor | None = None
         # Of tokens whose inputs are in rings instead of recurrent states.
@@ -196,12 +204,22 @@ class RaggedCache(Cache):
         """The `attention_mask` of a forward pass whose queries are at `slots` `[B, n]` int64.
 
         Returns:
-            `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 1, n, 2]`, the slots and the first slot of each row.
+            `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 1, n, 2]`, the slots and the first slot of each row. For
+            attention that takes a mask `[B, span]` int64, 1 from the first slot of each row on; `slot_mask` hides the
+            slots after a query.
         """
+        if self.takes_mask:
+            if self.starts is None:
+                return slots.new_ones(len(slots), self.span)
+            return (torch.arange(self.span, device=slots.device) >= self.starts[:, None]).long()
         if self.starts is None:
             return slots[:, None, :, None]
         # Stacked in front: kernels take slots that are adjacent in memory.
         return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1).transpose(1, 2)[:, None]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """What transformers passes to its mask interface: for `slot_mask` the queries' slots, `[B, n]` int64."""
+        return self.positions if self.takes_mask else super().get_query_offset(layer_idx)
 
     def copy_rows(
         self, rows: torch.Tensor, source: RaggedCache, slots: int, source_rows: torch.Tensor | None = None
@@ -230,4 +248,5 @@ class RaggedCache(Cache):
         self.positions = positions
         if self.recurrence is not None:
             self.recurrence.advance(positions, self.dummy_slot)
-        self.span = self.slots if ops.has_kernels(positions.device) else min(live + 1, self.slots)
+        span = self.slots if ops.has_kernels(positions.device) else min(live + 1, self.slots)
+        self.span = span - self.takes_mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -85,7 +86,10 @@ def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
 
 def cache_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
     """What the layers of a cache of `model` store; a decoder layer may have more than one."""
-    return _configured_layers(model) or attention_layers(len(decoder_layers(model)))
+    kinds = _configured_layers(model) or attention_layers(len(decoder_layers(model)))
+    if uses_attention_interface(model):
+        return kinds
+    return tuple(kind._replace(takes_mask=kind.has_keys) for kind in kinds)
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
@@ -94,11 +98,11 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 
 
 @_cached_by_settings
-def _uses_attention_interface(model: PreTrainedModel) -> bool:
+def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Whether attention layers of `model` look their function up in transformers' attention interface.
 
     Few classes state that all of them do (`_supports_attention_backend`). Of others it is known of the layers that name
-    the interface; whether these are all is found by the equivalence check.
+    the interface; whether these are all is found by the equivalence check. Layers of a model without any take a mask.
     """
     if getattr(model, "_supports_attention_backend", False):
         return True
@@ -115,23 +119,24 @@ def _takes_key_value_cache(model: PreTrainedModel) -> bool:
 def num_positions(model: PreTrainedModel) -> int | None:
     """Size of the table of position embeddings of `model`, learned or fixed; None if it has none, such as with RoPE."""
     text = model.config.get_text_config()
-    stated, width = (getattr(text, name, None) for name in ("max_position_embeddings", "hidden_size"))
+    stated = getattr(text, "max_position_embeddings", None)
     decoder, tokens = model.get_decoder(), model.get_input_embeddings()
     if not isinstance(stated, int):
         return None
-    # Position embeddings have a few rows more than the configuration states, for padding.
     tables = (
         module.num_embeddings
         for module in modules_of(decoder)
-        if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - stated <= 8
+        if isinstance(module, nn.Embedding) and module is not tokens
     )
+    # Fixed ones are as wide as hidden states, or as the part of a head that is rotated.
     fixed = (
-        tensor
+        len(tensor)
         for module in modules_of(decoder)
         for tensor in (*module._buffers.values(), *vars(module).values())
-        if isinstance(tensor, torch.Tensor) and tensor.shape == (stated, width)
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.is_floating_point()
     )
-    return stated if next(tables, None) is not None or next(fixed, None) is not None else None
+    # Position embeddings have a few rows more than the configuration states, for padding.
+    return stated if any(0 <= size - stated <= 8 for size in itertools.chain(tables, fixed)) else None
 
 
 def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
@@ -151,8 +156,6 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
     others = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if others:
         return f"{role} has layers of type {', '.join(sorted(others))}"
-    if not _uses_attention_interface(model):
-        return f"{type(model).__name__} does not use transformers' attention interface"
     if getattr(text, "cross_attention_layers", None):
         return f"{role} has cross-attention layers, whose keys and values have no positions"
     if getattr(text, "num_kv_shared_layers", 0):

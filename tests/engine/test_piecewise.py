@@ -66,6 +66,23 @@ def test_equal_graph_pieces_are_compiled_once(kernels_on_cpu, layers):
     assert compiled_and_eager(function, torch.ones(ROWS, WIDTH), *weights(layers)) == 3
 
 
+@pytest.mark.parametrize("layers", [2, 5])
+def test_attention_of_modeling_files_is_in_pieces_too(kernels_on_cpu, layers):
+    """It is not an operator of the project; the writes of the keys and values that it reads are."""
+
+    def function(states, *matrices):
+        for matrix in matrices:
+            keys = states.new_zeros(1, ROWS, 1, WIDTH)
+            heads = (states @ matrix).view(1, 1, ROWS, WIDTH)
+            ops.write_kv(keys, keys, heads, heads, POSITIONS)
+            read = keys[0, :, 0]
+            states = states + torch.softmax(states @ read.t(), dim=-1) @ read
+        return states
+
+    # The first write has no attention before it, the last attention no write after it.
+    assert compiled_and_eager(function, torch.ones(ROWS, WIDTH), *weights(layers)) == 3
+
+
 def test_pieces_that_differ_in_a_constant_or_layout_are_not_equal(kernels_on_cpu):
     def function(states, *matrices):
         for index, matrix in enumerate(matrices):
@@ -97,7 +114,7 @@ def test_pieces_whose_inputs_share_memory_are_not_equal(kernels_on_cpu, shared):
 @pytest.mark.parametrize(("family", "expected"), [("llama", 3), ("gpt-oss", 4)])
 def test_number_of_compilations_does_not_grow_with_depth(monkeypatch, family, expected):
     """Every other layer of gpt-oss has a window."""
-    monkeypatch.setattr(piecewise, "_LAST_OF_A_PIECE", {str(torch.nn.functional.softmax)})
+    monkeypatch.setattr(piecewise, "_ATTENTION", str(torch.nn.functional.softmax))
     for layers in (4, 6):
         config = copy.deepcopy(tiny_target(family).config)
         config.num_hidden_layers, config.layer_types = layers, None

@@ -1,0 +1,94 @@
+"""Whether attention of a modeling file, outside of transformers' attention interface, can run on a `RaggedCache`.
+
+Such attention is given a mask over the cache's slots (`attention.slot_mask`). It may still have a rule of its own for
+what a query sees, made of the numbers of queries and keys: GPT-Neo's is that queries are the last of the keys. On a
+`RaggedCache` they are not, so one pass with many more slots than tokens, and tokens in another order, tells.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import first_line
+from .attention import ragged_attention
+from .cache import LayerKind, RaggedCache, RaggedLayer
+from .support import cache_layers
+
+# Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
+# number, since keys and values of one layer take memory; the first number where it states none.
+FEWEST_SLOTS, MOST_SLOTS = 512, 4096
+# Tokens of each row, at most: differences that grow with the distance of tokens, as wrong ALiBi would, are to show.
+NUM_TOKENS = 64
+
+
+class _PassingLayer(RaggedLayer):
+    """A layer that keeps no keys and values, so that those of one layer at a time take memory."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.lazy_initialization(key_states, value_states)
+        given = super().update(key_states, value_states)
+        self.keys = self.values = None
+        return given
+
+
+class _PassingCache(RaggedCache):
+    def _new_layer(self, kind: LayerKind) -> RaggedLayer:
+        return _PassingLayer(self)
+
+
+@torch.no_grad()
+def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
+    """The reason why the attention of `model` does not do what a mask over slots says; None if it does.
+
+    Runs the model, which must not be patched yet, on a few tokens twice.
+
+    Args:
+        model: whose layers take a mask, see `LayerKind`.
+        limit: largest difference of logits, relative to their spread.
+    """
+    is_training = model.training
+    model.eval()
+    try:
+        return _compare(model, limit)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model may raise anything
+        return f"its own attention does not take a mask over slots ({type(error).__name__}: {first_line(error)})"
+    finally:
+        model.train(is_training)
+
+
+def _compare(model: PreTrainedModel, limit: float) -> str | None:
+    text, device = model.config.get_text_config(), model.device
+    stated = getattr(text, "max_position_embeddings", None)
+    span = min(stated if isinstance(stated, int) else FEWEST_SLOTS, MOST_SLOTS)
+    # One row at the end of the slots, one at their beginning.
+    count = min(NUM_TOKENS, span - 1)
+    starts = torch.tensor([span - count, 1], device=device)
+    steps = torch.arange(count, device=device).expand(len(starts), -1)
+    # Neighbours in a vocabulary are often alike; these are spread over it.
+    tokens = (torch.arange(1, 1 + steps.numel(), device=device) * 7919 % text.vocab_size).view_as(steps)
+    mask = torch.ones_like(tokens)
+    expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.double()
+
+    # Their order in a pass does not matter where slots say what a token sees.
+    tokens, steps = tokens.flip(1), steps.flip(1)
+    slots = starts[:, None] + steps
+    cache = _PassingCache(cache_layers(model), span + 1, starts)
+    cache.advance(slots, span)
+    with ragged_attention(model):
+        found = model(
+            input_ids=tokens,
+            attention_mask=cache.attention_mask(slots),
+            position_ids=steps,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits.double()
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
+    difference = float(((found.flip(1) - expected).norm(dim=-1) / spread).max())
+    if difference <= limit:
+        return None
+    return f"its own attention does not do what a mask over {span} slots says (its logits differ by {difference:.2g})"
