@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.hidden_states import modules_of
-from ..patching.support import cache_layers, uses_attention_interface
+from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
 from .auto_drafts import Acceptance, AutoDrafts, first_drafts
@@ -45,12 +45,13 @@ def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> S
         is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
     """
     ends = request.eos_token_ids
-    # Attention that takes a mask is given all slots but the dummy slot. Positions are a power of two as a rule, so with
-    # the dummy slot on top of one there are no more of them than positions.
-    extra = 0 if uses_attention_interface(request.model) else 1
+    slots, positions = slots_for(longest, is_captured), stated_positions(request.model)
+    if positions is not None and not uses_attention_interface(request.model):
+        # Attention of its own may have tables of as many keys; it is given all slots but the dummy slot.
+        slots = min(slots, max(longest, positions) + 1)
     return Shape(
         batch=batch,
-        slots=slots_for(longest - extra, is_captured) + extra,
+        slots=slots,
         num_draft_tokens=useful_drafts(request.num_draft_tokens, request.max_new_tokens, is_captured),
         is_sampling=request.temperature is not None,
         draft_probs=request.draft_probs,

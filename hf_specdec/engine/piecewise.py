@@ -51,10 +51,13 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
 
 def _last_of_pieces(graph: fx.GraphModule) -> set[fx.Node]:
     """The nodes after which `graph` is split; of a write of keys and values and attention that reads them, the last."""
-    found = [(str(node.target).removesuffix(".default"), node) for node in graph.graph.nodes]
-    found = [(name, node) for name, node in found if name in (_ATTENTION, _RECURRENCE, _WRITE)]
-    following = [name for name, _ in found[1:]] + [_WRITE]
-    return {node for (name, node), after in zip(found, following, strict=True) if name != _WRITE or after != _ATTENTION}
+    names = {node: str(node.target).removesuffix(".default") for node in graph.graph.nodes}
+    found = [node for node, name in names.items() if name in (_ATTENTION, _RECURRENCE, _WRITE)]
+    return {
+        node
+        for node, after in zip(found, [*found[1:], None], strict=False)
+        if names[node] != _WRITE or after is None or names[after] != _ATTENTION
+    }
 
 
 def _compiled(piece: fx.GraphModule, examples: list[Any], compiler: Compiler) -> Callable[..., Any]:

@@ -115,13 +115,19 @@ def _takes_key_value_cache(model: PreTrainedModel) -> bool:
     return "past_key_values" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
 
+def stated_positions(model: PreTrainedModel) -> int | None:
+    """How many positions the configuration of `model` states; None if it states none."""
+    text = model.config.get_text_config()
+    stated = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((value for value in stated if isinstance(value, int)), None)
+
+
 @_cached_by_settings
 def num_positions(model: PreTrainedModel) -> int | None:
     """Size of the table of position embeddings of `model`, learned or fixed; None if it has none, such as with RoPE."""
-    text = model.config.get_text_config()
-    stated = getattr(text, "max_position_embeddings", None)
+    stated = stated_positions(model)
     decoder, tokens = model.get_decoder(), model.get_input_embeddings()
-    if not isinstance(stated, int):
+    if stated is None:
         return None
     tables = (
         module.num_embeddings

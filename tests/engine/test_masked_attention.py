@@ -114,13 +114,15 @@ def test_continuous_batching(model_type):
 
 
 def test_graphs_are_kept_for_the_next_call(monkeypatch):
-    """Buffers of captured rounds have a power of two of slots and the dummy slot: no more than positions."""
+    """Their buffers have 512 slots at least, but 256 positions and the dummy slot here: ALiBi is made of no more."""
     capture = replay_on_cpu(monkeypatch)
-    target, drafter = target_of("gptj"), random_eagle3(target_of("gptj"))
+    target, drafter = target_of("mpt"), random_eagle3(target_of("mpt"))
     for lengths in ([5, 3], [4, 5]):
         inputs = padded_prompts(lengths)
         assert torch.equal(greedy(target, inputs, drafter), greedy(target, inputs))
         assert capture.count == 2 and len(drafter.sessions) == 1
+        [(_, session)] = drafter.sessions._idle
+    assert session.state.slots == 257
 
 
 @pytest.mark.core
