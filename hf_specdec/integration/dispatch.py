@@ -196,7 +196,7 @@ def generate_with_drafter(
         if engine != "static":
             raise ValueError(
                 f"Continuous batching runs on the static engine, but {type(model).__name__} with this drafter runs on "
-                f"the {engine} engine: {reason}. Use generate(assistant_model=...), row by row."
+                f"the {engine} engine: {reason}. Use generate(assistant_model=...)."
             )
         run = functools.partial(decode_continuously, settings=continuous)
     elif engine == "static":

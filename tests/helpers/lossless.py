@@ -40,7 +40,7 @@ random_pard = partial(random_draft_model, parallel=True)
 def drafters(
     target: PreTrainedModel, inputs: dict[str, torch.Tensor], answers: torch.Tensor, num_draft_tokens: tuple[int, ...]
 ) -> Iterator[tuple[Drafter, tuple[int, ...]]]:
-    """A perfect, a mediocre and random drafters on the static engine, one on the stock engine for a single row; and K.
+    """A perfect, a mediocre and random drafters on the static engine, one on the stock engine; and K.
 
     Every family of drafters is compared so in `test_lossless.py`, also with ends and limits, so that the parallel ones
     take part with `--slow` only, and so does the smaller K, but for the perfect drafter.
@@ -51,8 +51,7 @@ def drafters(
     yield OracleDrafter(target, answers, lengths, accuracy=0.6), some
     for make in cases([random_eagle3, random_peagle, random_pard], [random_eagle3]):
         yield make(target), some
-    if len(lengths) == 1:
-        yield OracleDrafter(target, answers, lengths, accuracy=0.6).configure(engine="stock"), some
+    yield OracleDrafter(target, answers, lengths, accuracy=0.6).configure(engine="stock"), some
 
 
 def check_greedy(
