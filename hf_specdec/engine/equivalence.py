@@ -63,6 +63,21 @@ def why_not_equivalent(model: PreTrainedModel, engine: str) -> str | None:
     return _outcomes[key]
 
 
+def why_not_separate_rows(model: PreTrainedModel) -> str | None:
+    """The reason why plain `generate()` of a padded row differs from that of the row without its padding; None if it
+    does not.
+
+    The first call for a class and configuration runs the model on a few tokens.
+    """
+    key = ("separate rows", *_kind_of(model))
+    if key not in _outcomes:
+        with torch.no_grad():
+            outcome = _compare_padding(model)
+        with _outcomes_lock:
+            _outcomes[key] = outcome
+    return _outcomes[key]
+
+
 def _kind_of(model: PreTrainedModel) -> tuple[Hashable, ...]:
     """The key of an outcome: class, configurations, dtype, kind of device, and how inputs are prepared."""
     prepare = model.prepare_inputs_for_generation
@@ -104,7 +119,7 @@ class _ScriptedDrafter(Drafter):
 
 
 def _compare(model: PreTrainedModel, engine: str) -> str | None:
-    """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine takes batches."""
+    """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together."""
     inputs = _prompts(model)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     count = NUM_NEW_TOKENS[engine]
@@ -115,11 +130,8 @@ def _compare(model: PreTrainedModel, engine: str) -> str | None:
         raise
     except Exception as error:  # a model may raise anything
         return f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})"
-    is_exact = model.dtype == torch.float32 and not (
-        model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    )
-    noise = _difference(plain_alone, _Generated(plain.tokens[:1], plain.logits[:, :1]), is_exact)
-    limit = max(EXACT_LIMIT if is_exact else ROUNDED_LIMIT, min(10 * noise, LARGEST_LIMIT))
+    is_exact = _is_exact(model)
+    limit = _limit(plain_alone, plain, is_exact)
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
         lengths = PROMPT_LENGTHS[: len(expected.tokens)]
         drafter = _ScriptedDrafter(model, engine, expected.tokens, lengths)
@@ -134,6 +146,35 @@ def _compare(model: PreTrainedModel, engine: str) -> str | None:
             what = "a padded batch" if len(lengths) > 1 else "one row"
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
     return None if engine == "stock" or uses_attention_interface(model) else why_not_masked(model, limit)
+
+
+def _compare_padding(model: PreTrainedModel) -> str | None:
+    """Compare plain `generate()` of a padded row, in a batch, with that of the row alone and without padding."""
+    inputs, count = _prompts(model), NUM_NEW_TOKENS["stock"]
+    first = {name: tensor[:1] for name, tensor in inputs.items()}
+    last = {name: tensor[-1:, -PROMPT_LENGTHS[-1] :] for name, tensor in inputs.items()}
+    try:
+        batch, unpadded, alone = (_generate(model, given, count) for given in (inputs, first, last))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model may raise anything
+        return f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})"
+    is_exact = _is_exact(model)
+    difference = _difference(alone, _Generated(batch.tokens[-1:], batch.logits[:, -1:]), is_exact)
+    if difference <= _limit(unpadded, batch, is_exact):
+        return None
+    return f"the padding of a row changes its logits in plain generate(), of a few tokens by {difference:.2g}"
+
+
+def _is_exact(model: PreTrainedModel) -> bool:
+    """Whether equal computations give equal logits up to rounding errors of float32."""
+    return model.dtype == torch.float32 and not (model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32)
+
+
+def _limit(alone: _Generated, batch: _Generated, is_exact: bool) -> float:
+    """The largest difference that is rounding, where `alone` is the first row of `batch`, which has no padding."""
+    noise = _difference(alone, _Generated(batch.tokens[:1], batch.logits[:, :1]), is_exact)
+    return max(EXACT_LIMIT if is_exact else ROUNDED_LIMIT, min(10 * noise, LARGEST_LIMIT))
 
 
 def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:

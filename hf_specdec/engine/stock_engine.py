@@ -1,6 +1,7 @@
 """The stock engine: our drafters inside transformers' own `_assisted_decoding`.
 
-For targets that the static engine cannot host. Batch 1, eager, on the cache that the target itself wants.
+For targets that the static engine cannot host. Eager, on the cache that the target itself wants. The rows of a batch
+run one after the other, each without its padding: see `separate_rows`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,10 +31,11 @@ from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.support import has_recurrent_layers
 from ..state import DecodeState, Shape
-from ..stats import Counters, SpeculationStats
+from ..stats import Counters
 from .equivalence import why_not_equivalent
 from .output import SpeculativeOutput
 from .request import Request
+from .separate_rows import Row, join_rows, separate_rows, why_not_separate
 
 
 class CommittedTextCriteria(StoppingCriteriaList):
@@ -41,15 +43,22 @@ class CommittedTextCriteria(StoppingCriteriaList):
 
     transformers 5.17 evaluates them for blocks without candidates too, before the target has added its token, so that a
     criterion which does not read the text, such as a time limit, would end an output without its first token.
+
+    Args:
+        row: whose criteria they are.
     """
 
     committed = 0
+
+    def __init__(self, row: Row):
+        super().__init__(row.request.criteria)
+        self._row = row
 
     def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.Tensor:
         if input_ids.shape[1] == self.committed:
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         with caller():
-            return super().__call__(input_ids, scores, **kwargs)
+            return super().__call__(self._row.text(input_ids), scores, **kwargs)
 
 
 class CallersStreamer(BaseStreamer):
@@ -74,25 +83,27 @@ class DrafterCandidateGenerator(CandidateGenerator):
     one verified block, and is one `propose`.
 
     Args:
-        request: of the call.
+        row: of the call.
         recorder: entered by the caller for as long as the generator is used.
-        criteria: of the call. A candidate that would end the output is not proposed but left to the target, so that
+        criteria: of the row. A candidate that would end the output is not proposed but left to the target, so that
             nothing is accepted beyond the end.
+        counters: of all rows of the call.
     """
 
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}
 
-    def __init__(self, request: Request, recorder: AuxHiddenStateRecorder, criteria: CommittedTextCriteria):
+    def __init__(self, row: Row, recorder: AuxHiddenStateRecorder, criteria: CommittedTextCriteria, counters: Counters):
+        request = row.request
         self._request = request
+        self._row = row.number
         self._drafter = request.drafter
         self._recorder = recorder
         self._criteria = criteria
         self._num_draft_tokens = request.num_draft_tokens
         self._state: DecodeState | None = None
         self._num_candidates = 0
-        self._num_rounds = 0
-        self._counters = Counters(1, request.num_draft_tokens)
+        self._counters = counters
         self._start: float | None = None
 
     def get_candidates(
@@ -122,23 +133,16 @@ class DrafterCandidateGenerator(CandidateGenerator):
             logits = over_vocabulary(logits, proposal.draft_ids, vocabulary, fill=float("-inf")).to(input_ids.device)
         return candidates[:, : length + self._num_candidates], logits
 
-    def summary(self) -> SpeculationStats:
-        """Statistics of the call."""
-        return self._counters.summary(
-            num_assistant_tokens=self._request.num_draft_tokens,
-            engine="stock",
-            reason=self._request.reason,
-            draft_probs=self._request.draft_probs,
-            num_rounds=self._num_rounds,
-            seconds=0.0 if self._start is None else time.perf_counter() - self._start,
-        )
+    @property
+    def seconds(self) -> float:
+        """Since the first round."""
+        return 0.0 if self._start is None else time.perf_counter() - self._start
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         if self._state is None:
             return
         num_matches = int(num_matches)
-        self._counters.count(0, num_matches, num_matches + 1, drafted=self._num_candidates)
-        self._num_rounds += 1
+        self._counters.count(self._row, num_matches, num_matches + 1, drafted=self._num_candidates)
 
     def _begin(self, input_ids: torch.Tensor) -> None:
         # The hidden states of tokens in a cache of the caller are not known: the drafter starts after them.
@@ -193,7 +197,14 @@ class ReachableProcessors(LogitsProcessorList):
 
     The loop calls them for every prefix of a block of candidates, but a processor such as `prefix_allowed_tokens_fn`
     may fail for text after a token that it forbids. Scores after such a token are left unprocessed: it is not accepted.
+
+    Args:
+        row: whose processors they are.
     """
+
+    def __init__(self, row: Row):
+        super().__init__(row.request.processors)
+        self._row = row
 
     _scores: torch.Tensor | None = None
     _length: int | None = None
@@ -208,7 +219,7 @@ class ReachableProcessors(LogitsProcessorList):
             self._is_ruled_out = False
         if not self._is_ruled_out:
             with caller():
-                self._scores = scores = super().__call__(input_ids, scores, **kwargs)
+                self._scores = scores = super().__call__(self._row.text(input_ids), scores, **kwargs)
         self._length = length
         return scores
 
@@ -324,10 +335,10 @@ def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
 def assist(
     assisted_decoding: Callable, inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], request: Request
 ) -> SpeculativeOutput | torch.Tensor:
-    """Generate through transformers' `assisted_decoding` with our candidates.
+    """Generate through transformers' `assisted_decoding` with our candidates, row after row.
 
     transformers' loop samples from torch's global generators; where the caller names another source of random numbers,
-    they are seeded for the call and restored after it.
+    they are seeded for each row and restored after it.
 
     Args:
         assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
@@ -335,53 +346,70 @@ def assist(
         request: of the call.
 
     Raises:
-        ValueError: the batch has more than one row, not all tokens of the text are known, or transformers' assisted
-            generation differs from plain generation of this target.
+        ValueError: not all tokens of the text are known, the rows of the batch cannot be separated, or transformers'
+            assisted generation differs from plain generation of this target.
     """
-    model, drafter, prompts = request.model, request.drafter, request.prompts
-    _check_request(request)
-    criteria = CommittedTextCriteria(request.criteria)
-    seeds = request.seeds
+    _check_request(request, model_kwargs)
+    seeds, is_seeded = request.seeds, request.randomness.is_given
+    counters, seconds = Counters(request.batch, request.num_draft_tokens), 0.0
+    outputs, draft_probs = [], False
+    for row in separate_rows(request, model_kwargs):
+        with _seeded(int(seeds[row.number]), request.model) if is_seeded else nullcontext():
+            output, seconds_of_row = _assist_row(assisted_decoding, inputs_tensor, row, counters)
+        outputs.append(output)
+        seconds += seconds_of_row
+        draft_probs |= row.request.draft_probs
+    output = outputs[0] if request.batch == 1 else join_rows(request, model_kwargs, outputs)
+    request.drafter._last_stats = stats = counters.summary(
+        num_assistant_tokens=request.num_draft_tokens,
+        engine="stock",
+        reason=request.reason,
+        draft_probs=draft_probs,
+        num_rounds=sum(row.rounds for row in counters.rows),
+        seconds=seconds,
+    )
+    return output if isinstance(output, torch.Tensor) else SpeculativeOutput(**output, speculation=stats)
+
+
+def _assist_row(
+    assisted_decoding: Callable, inputs_tensor: torch.Tensor | None, row: Row, counters: Counters
+) -> tuple[GenerateDecoderOnlyOutput | torch.Tensor, float]:
+    """Generate one row: what transformers' loop returns for it, and the seconds of its rounds."""
+    request, model_kwargs = row.request, row.inputs
+    model, drafter = request.model, request.drafter
+    criteria = CommittedTextCriteria(row)
     with ExitStack() as stack:
-        if request.randomness.is_given:
-            stack.enter_context(_seeded(int(seeds[0]), model))
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
         stack.enter_context(recurrent_functions(drafter))
         cache = model_kwargs.get("past_key_values")
         stack.enter_context(_restored(cache))
-        stack.enter_context(_continuing(model, prompts.cached))
+        stack.enter_context(_continuing(model, request.prompts.cached))
         if has_recurrent_layers(model):
             model_kwargs = model_kwargs | {"past_key_values": stack.enter_context(ReplayCache(model, cache))}
-        generator = DrafterCandidateGenerator(request, recorder, criteria)
+        generator = DrafterCandidateGenerator(row, recorder, criteria, counters)
         output = assisted_decoding(
             model,
-            prompts.input_ids,
+            request.prompts.input_ids,
             stopping_criteria=criteria,
             generation_config=request.config,
             assistant_model=generator,
-            logits_processor=ReachableProcessors(request.processors),
+            logits_processor=ReachableProcessors(row),
             streamer=None if request.streamer is None else CallersStreamer(request.streamer),
             inputs_tensor=inputs_tensor,
             **model_kwargs,
         )
-        drafter._last_stats = generator.summary()
-    if isinstance(output, GenerateDecoderOnlyOutput):
-        if isinstance(output.past_key_values, ReplayCache) and cache is not None:
-            output.past_key_values = cache
-        return SpeculativeOutput(**output, speculation=drafter.stats)
-    return output
+        seconds = generator.seconds
+    is_replayed = isinstance(output, GenerateDecoderOnlyOutput) and isinstance(output.past_key_values, ReplayCache)
+    if is_replayed and cache is not None:
+        output.past_key_values = cache
+    return output, seconds
 
 
-def _check_request(request: Request) -> None:
+def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
     name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
-    if request.batch > 1:
-        raise ValueError(
-            f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation takes one "
-            f"row at a time, but the batch has {request.batch}. Generate row by row, or without assistant_model."
-        )
     if prompts.hidden:
         raise ValueError(
             f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "
@@ -393,4 +421,11 @@ def _check_request(request: Request) -> None:
         raise ValueError(
             f"{name} cannot generate with a drafter: neither on the static engine ({reason}), nor in transformers' own "
             f"assisted generation ({obstacle}). Generate without assistant_model."
+        )
+    obstacle = why_not_separate(request, model_kwargs)
+    if obstacle is not None:
+        raise ValueError(
+            f"{name} cannot run on the static engine ({reason}), and the rows of a batch cannot run one after the "
+            f"other in transformers' own assisted generation: {obstacle}. Generate row by row, or without "
+            "assistant_model."
         )

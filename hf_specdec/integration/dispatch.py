@@ -215,7 +215,7 @@ def _check_continuous(request: Request, engine: str) -> None:
     if engine != "static":
         raise ValueError(
             f"Continuous batching runs on the static engine, but {type(request.model).__name__} with this drafter runs "
-            f"on the {engine} engine: {request.reason}. Use generate(assistant_model=...), row by row."
+            f"on the {engine} engine: {request.reason}. Use generate(assistant_model=...)."
         )
 
 

@@ -78,6 +78,41 @@ def row_temperatures(processors: LogitsProcessorList, batch: int) -> torch.Tenso
     return found[0].check_rows(batch) if found else None
 
 
+def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList:
+    """`processors` of a call of `batch` rows, for row `row` alone: of `input_ids` `[1, n]` and scores `[1, V]`.
+
+    Processors that read the text may hold something for each row of the batch, so they are called with the whole of it:
+    all of its rows are that row, and what they return for the others is ignored.
+
+    Raises:
+        ValueError: a `RowTemperature` has not one temperature for each of `batch` rows.
+    """
+    return LogitsProcessorList(_processor_of_row(processor, row, batch) for processor in processors)
+
+
+def _processor_of_row(processor: LogitsProcessor, row: int, batch: int) -> LogitsProcessor:
+    if type(processor) is RowTemperature:
+        return RowTemperature(processor.check_rows(batch)[row : row + 1])
+    if type(processor) in POINTWISE_PROCESSORS:
+        return processor
+    if type(processor) is PrefixConstrainedLogitsProcessor:
+        # A constraint may be one of the row, and fail on the texts of others.
+        allowed_tokens = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(row, tokens), num_beams=1)
+    return _InBatch(processor, row, batch)
+
+
+class _InBatch(LogitsProcessor):
+    """A processor of a batch for one of its rows: see `processors_of_row`."""
+
+    def __init__(self, processor: LogitsProcessor, row: int, batch: int):
+        self._processor, self._row, self._batch = processor, row, batch
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        texts, batch_scores = input_ids.repeat(self._batch, 1), scores.repeat(self._batch, 1)
+        return self._processor(texts, batch_scores)[self._row : self._row + 1]
+
+
 def _frozen(value: Any) -> str:
     return str(value.tolist() if isinstance(value, torch.Tensor) else value)
 

@@ -357,9 +357,9 @@ def test_target_with_attention_of_its_own(token, tmp_path):
     drafter.configure(engine="static")
     with pytest.raises(ValueError, match=r'engine="static" was forced, but its own attention does not'):
         target.generate(PROMPT, max_new_tokens=4, assistant_model=drafter)
-    drafter.configure(engine="auto")
-    with pytest.raises(ValueError, match="one row at a time, but the batch has 2"):
-        target.generate(**padded_prompts([4, 2]), max_new_tokens=4, assistant_model=drafter)
+    inputs, options = padded_prompts([4, 2, 7]), {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(**inputs, **options)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter.configure(engine="auto")), plain)
 
 
 # ---- saving

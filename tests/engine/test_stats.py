@@ -269,10 +269,10 @@ def under_hooks(kind):
 
 @pytest.mark.parametrize("kind", ["dispatched", "offloaded"])
 def test_target_under_accelerate_hooks_runs_on_the_stock_engine(kind):
-    target, inputs = under_hooks(kind), padded_prompts(PROMPTS[1])
+    target, inputs = under_hooks(kind), padded_prompts(PROMPTS[3])
     plain = greedy(tiny_target("llama"), inputs)
     assert torch.equal(greedy(target, inputs), plain)
-    for drafter in (random_eagle3(target), OracleDrafter(target, continuations(inputs, plain), PROMPTS[1], 0.6)):
+    for drafter in (random_eagle3(target), OracleDrafter(target, continuations(inputs, plain), PROMPTS[3], 0.6)):
         assert torch.equal(greedy(target, inputs, assistant_model=drafter), plain)
         assert drafter.stats.engine == "stock" and "accelerate hooks" in drafter.stats.reason
     assert "accelerate hooks" in str(forced_static_error(target, inputs))

@@ -67,10 +67,7 @@ def check(target, inputs, is_compiled):
 def test_text_of_a_batch_and_of_one_prompt(name, is_compiled):
     target = on_gpu(name)
     execution = f"captured in one graph, {'compiled' if is_compiled else 'not compiled'}"
-    batches = [rows_of(prompts(target))[0]]
-    if CLASSES[name] == "static":  # the stock engine takes one row at a time
-        batches.append(prompts(target))
-    for inputs in batches:
+    for inputs in (rows_of(prompts(target))[0], prompts(target)):
         for stats in check(target, inputs, is_compiled):
             print(name, len(inputs["input_ids"]), stats.engine, stats.execution, round(stats.acceptance_length, 2))
             assert stats.engine == CLASSES[name]

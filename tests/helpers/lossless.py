@@ -50,11 +50,11 @@ def unshaped_output(target: PreTrainedModel, inputs: dict[str, torch.Tensor]) ->
 def drafters(
     target: PreTrainedModel, inputs: dict[str, torch.Tensor], answers: torch.Tensor, num_draft_tokens: tuple[int, ...]
 ) -> Iterator[tuple[Drafter, tuple[int, ...]]]:
-    """A perfect, a mediocre and random drafters on the static engine, one on the stock engine for a single row; and K.
+    """A perfect, a mediocre and random drafters on the static engine, one on the stock engine; and K.
 
     Every family of drafters is compared so in `test_lossless.py`, also with ends and limits, so that the parallel ones
-    take part with `--slow` only. Without it, a single row has a perfect drafter of the smallest K and the stock engine,
-    several rows have a perfect, a mediocre and a random drafter of the largest.
+    take part with `--slow` only. Without it, a single row has a perfect drafter of the smallest K, several rows have a
+    perfect, a mediocre and a random drafter of the largest, and both have the stock engine.
     """
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
     is_single = len(lengths) == 1
@@ -67,8 +67,7 @@ def drafters(
         yield OracleDrafter(target, answers, lengths, accuracy=0.6), some
         for make in cases([eagle3_of, random_peagle, random_pard], [eagle3_of]):
             yield make(target), some
-    if is_single:
-        yield OracleDrafter(target, answers, lengths, accuracy=0.6).configure(engine="stock"), some
+    yield OracleDrafter(target, answers, lengths, accuracy=0.6).configure(engine="stock"), some
 
 
 def check_greedy(

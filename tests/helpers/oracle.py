@@ -38,7 +38,8 @@ class OracleDrafter(Drafter):
     Args:
         target: to bind to.
         continuations: `[B, T]` int64, what each row continues its prompt with.
-        prompt_lengths: tokens of each prompt, padding not counted.
+        prompt_lengths: tokens of each prompt, padding not counted; all different if rows are run one by one, which it
+            tells apart by them.
         accuracy: share of the positions at which the proposal is the continuation's token.
     """
 
@@ -64,10 +65,16 @@ class OracleDrafter(Drafter):
     def device(self) -> torch.device:
         return self._answers.device
 
+    def start_prefill(self, state) -> None:
+        super().start_prefill(state)
+        self._rows = slice(None)
+        if len(state.lengths) == 1 < len(self._answers):  # the stock engine's, with the first token
+            self._rows = (self._prompt_lengths == state.lengths - 1).nonzero()[:1, 0]
+
     def propose(self, state, aux_hidden_states, result) -> Proposal:
         drafts = torch.arange(state.num_draft_tokens, device=self.device)
-        at = (state.lengths - self._prompt_lengths)[:, None] + drafts
-        return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
+        at = (state.lengths - self._prompt_lengths[self._rows])[:, None] + drafts
+        return Proposal(self._answers[self._rows].gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
 
 def eagle_options(target: PreTrainedModel, **options) -> dict:

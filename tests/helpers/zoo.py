@@ -38,7 +38,6 @@ ACCURACY = 0.6
 SECONDS_PER_CLASS = 120
 
 RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT = "right", "refused", "wrong", "crash", "not built", "no plain text"
-ROW_BY_ROW = "takes one row at a time"
 
 
 @dataclass
@@ -196,7 +195,7 @@ def judge(result: Outcome, calls: dict[str, Call]) -> None:
     ran = [call for found in by_outcome.values() for _, call in found if call.engine is not None]
     if ran:
         result.engine, result.reason = ran[0].engine, ran[0].reason
-        refusals = {call.reason for _, call in by_outcome[REFUSED] if ROW_BY_ROW not in call.reason}
+        refusals = {call.reason for _, call in by_outcome[REFUSED]}
         result.notes += [f"refused: {reason}" for reason in sorted(refusals)]
     elif by_outcome[REFUSED]:
         result.reason = by_outcome[REFUSED][0][1].reason
@@ -276,7 +275,7 @@ def table(outcomes: list[Outcome]) -> str:
         "|---|---|",
         *(f"| {kind} | {counts[kind]} |" for kind in KINDS if counts[kind]),
         "",
-        "The static engine runs batches, the stock engine one row at a time.",
+        "The static engine runs the rows of a batch together, the stock engine one after the other.",
         "",
         "| class | engine | outcome | why |",
         "|---|---|---|---|",

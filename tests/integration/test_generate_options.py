@@ -460,6 +460,8 @@ def test_streamer_gets_the_same_puts(batch, accuracy):
     for num_draft_tokens in (1, 4):
         drafter = oracle(target, inputs, free, accuracy)
         assert puts(assistant_model=drafter, num_assistant_tokens=num_draft_tokens) == plain
+    if batch > 1:
+        assert puts(assistant_model=drafter.configure(engine="stock")) == plain
 
 
 @pytest.mark.core_for(skip_prompt=[True])
@@ -494,7 +496,7 @@ def test_text_streamers(skip_prompt, capsys):
 
 @pytest.mark.core_for(family=["gemma3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
-@pytest.mark.parametrize(("engine", "batch"), [("static", 1), ("static", 3), ("stock", 1)])
+@pytest.mark.parametrize(("engine", "batch"), [("static", 1), ("static", 3), ("stock", 1), ("stock", 3)])
 def test_returned_scores_logits_and_hidden_states(family, batch, engine):
     target, inputs = tiny_target(family), padded_prompts(PROMPTS[batch], seed=batch)
     free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
@@ -533,7 +535,7 @@ def test_returned_scores_logits_and_hidden_states(family, batch, engine):
                 assert ours[step].shape == theirs[step].shape and ours[step].dtype == theirs[step].dtype
                 rows = alive[:, step]
                 torch.testing.assert_close(ours[step][rows], theirs[step][rows], rtol=1e-3, atol=1e-3)
-        if engine == "stock":
+        if engine == "stock" and batch == 1:
             continue  # transformers' assisted loop returns hidden states block by block
         assert len(out.hidden_states) == steps
         is_token = inputs["attention_mask"].bool()
@@ -562,20 +564,18 @@ def shapes(attentions):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "qwen3-next"])
-def test_attention_weights_come_from_the_stock_engine(family):
+@pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("deepseek-v3", 1), ("qwen3-next", 1), ("qwen3-next", 3)])
+def test_attention_weights_come_from_the_stock_engine(family, batch):
     target = copy.deepcopy(tiny_target(family))
     target.set_attn_implementation("eager")
-    inputs = padded_prompts(PROMPTS[1])
+    inputs = padded_prompts(PROMPTS[batch])
     options = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True, "output_attentions": True}
     plain = target.generate(**inputs, **options)
     out = target.generate(**inputs, **options, assistant_model=oracle(target, inputs, plain.sequences, 0.6))
     assert out.speculation.engine == "stock" and torch.equal(out.sequences, plain.sequences)
     assert shapes(out.attentions) == shapes(plain.attentions) and len(out.attentions[0]) > 0
     for step, expected in zip(out.attentions, plain.attentions, strict=True):
-        torch.testing.assert_close(step, expected)
-    with pytest.raises(ValueError, match="one row at a time, but the batch has 3"):
-        target.generate(**padded_prompts(PROMPTS[3]), **options, assistant_model=random_eagle3(target))
+        torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.core_for(family=["gemma3"])

@@ -211,7 +211,7 @@ OPTIONS = {
 )
 def test_model_is_restored_after_an_error_of_a_callback(who, engine, calls, monkeypatch):
     target = tiny_target("gemma3")
-    inputs = padded_prompts(PROMPTS[3 if engine == "static" else 1])
+    inputs = padded_prompts(PROMPTS[3])
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": PAD}
     before, plain = traces(target), target.generate(**inputs, **options)
     drafter = random_eagle3(target).configure(engine=engine, num_assistant_tokens=2)
@@ -242,7 +242,7 @@ def test_model_is_restored_after_an_error_of_a_callback(who, engine, calls, monk
 def test_drafter_is_restored_after_an_error(kind, engine, monkeypatch):
     """Also after an error; and the target is."""
     target = tiny_target("llama")
-    inputs, options = padded_prompts(PROMPTS[3 if engine == "static" else 1]), {"do_sample": False, "max_new_tokens": 8}
+    inputs, options = padded_prompts(PROMPTS[3]), {"do_sample": False, "max_new_tokens": 8}
     plain = target.generate(**inputs, **options)
     drafter = RANDOM_DRAFTERS[kind](target).configure(engine=engine, num_assistant_tokens=3)
     before = traces(target), traces(drafter.eval())

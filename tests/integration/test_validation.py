@@ -13,6 +13,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessorList,
     SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -25,6 +26,7 @@ from hf_specdec.drafters import Eagle3Drafter
 from hf_specdec.engine.buckets import useful_drafts
 from hf_specdec.integration.dispatch import UNUSED_SETTINGS, _warn
 from hf_specdec.integration.validation import _OTHER_DRAFTERS
+from hf_specdec.sampling.logits import RowTemperature
 
 
 def refused(target, drafter, match, inputs=None, **options):
@@ -519,14 +521,18 @@ def test_embeddings_without_tokens(target, drafter):
 
 
 @pytest.mark.core
-def test_batch_on_the_stock_engine(target, drafter):
-    drafter.configure(engine="stock")
-    message = refused(target, drafter, "one row at a time, but the batch has 3", inputs=padded_prompts(PROMPTS[3]))
-    assert "forced by engine='stock'" in message and "without assistant_model" in message
-    refused(target, drafter, "the batch has 2", num_return_sequences=2, do_sample=True)
-    target = tiny_target(STOCK_FAMILY)
-    message = refused(target, random_eagle3(target), "batch has 3", inputs=padded_prompts(PROMPTS[3]))
-    assert "RoPE (dynamic)" in message
+def test_batches_that_the_stock_engine_cannot_take_apart():
+    """A cache of several rows; fewer temperatures than rows."""
+    target, inputs = tiny_target(STOCK_FAMILY), padded_prompts(PROMPTS[3])
+    drafter = random_eagle3(target)
+    out = target.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 4), value=1)
+    longer = {"input_ids": out.sequences, "attention_mask": mask, "past_key_values": out.past_key_values}
+    message = refused(target, drafter, "past_key_values holds 15 tokens of each of 3 rows", inputs=longer)
+    assert "RoPE (dynamic)" in message and "without assistant_model" in message
+    assert out.past_key_values.get_seq_length() == 15
+    rows = LogitsProcessorList([RowTemperature([0.5, 1.0])])
+    refused(target, drafter, "2 temperatures, but the call has 3", inputs=inputs, logits_processor=rows, do_sample=True)
 
 
 @pytest.mark.core

@@ -121,7 +121,8 @@ def test_scores_are_those_of_plain_generate(name, batch):
         )
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
     answers = continuations(inputs, plain.sequences)
-    for drafter in (OracleDrafter(target, answers, lengths, 0.6), OracleDrafter(target, answers, lengths)):
+    stock = OracleDrafter(target, answers, lengths, 0.6).configure(engine="stock")
+    for drafter in (OracleDrafter(target, answers, lengths, 0.6), OracleDrafter(target, answers, lengths), stock):
         out = generate(assistant_model=drafter, num_assistant_tokens=4)
         assert torch.equal(out.sequences, plain.sequences)
         for one, other in zip(out.scores, plain.scores, strict=True):

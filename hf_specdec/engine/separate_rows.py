@@ -1,0 +1,266 @@
+"""The rows of a batch as calls of one row each, and what they give put together as plain `generate()` returns it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import Cache, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..patching.patch import caller
+from ..sampling.processors import processors_of_row
+from ..sampling.randomness import Randomness
+from .equivalence import why_not_separate_rows
+from .prompts import Prompts
+from .request import Request
+from .transcript import DECIDED_BY_TOKENS, Transcript
+
+# Model inputs with a column for each token, and the dimension of their columns; that of the rows is the one before.
+_COLUMNS = {
+    "attention_mask": 1,
+    "cross_attention_mask": 1,
+    "image_attention_mask": 1,
+    "inputs_embeds": 1,
+    "mm_token_type_ids": 1,
+    "moe_mm_token_type_ids": 1,
+    "position_ids": -1,
+    "token_type_ids": 1,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a call, as a call of its own.
+
+    Attributes:
+        number: of the row in the batch.
+        request: of the row.
+        inputs: of the model besides the tokens.
+        padding: `[1, n]` int64, what the caller's processors and criteria are shown before the tokens of `request`.
+    """
+
+    number: int
+    request: Request
+    inputs: dict[str, Any]
+    padding: torch.Tensor
+
+    def text(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens` `[1, m]` of the row as plain `generate()` has them in the batch: behind their padding."""
+        return torch.cat([self.padding, tokens], dim=1) if self.padding.shape[1] else tokens
+
+
+class _Ended(StoppingCriteria):
+    """Ends each row at a length of its own.
+
+    Args:
+        lengths: `[B]` int64, padding included.
+    """
+
+    def __init__(self, lengths: torch.Tensor):
+        self._lengths = lengths
+
+    def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.BoolTensor:
+        return self._lengths.to(input_ids.device) <= input_ids.shape[1]
+
+
+def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | None:
+    """The reason why the rows of `request` cannot be run one after the other; None if they can.
+
+    Args:
+        request: of the call.
+        model_kwargs: inputs of the model as prepared by `generate()`.
+    """
+    batch, prompts = request.batch, request.prompts
+    if batch == 1:
+        return None
+    if prompts.cached:
+        return (
+            f"past_key_values holds {prompts.cached} tokens of each of {batch} rows, which cannot be taken apart; "
+            "expected an empty cache, or one row"
+        )
+    obstacles = (_why_not_split(name, value, prompts) for name, value in model_kwargs.items())
+    obstacle = next(filter(None, obstacles), None)
+    return why_not_separate_rows(request.model) if obstacle is None and any(prompts.padding) else obstacle
+
+
+def _why_not_split(name: str, value: Any, prompts: Prompts) -> str | None:
+    batch, width = prompts.input_ids.shape
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        row_dim, shape = _row_dim(name), tuple(value.shape)
+        if len(shape) < -row_dim or shape[row_dim] != batch:
+            return (
+                f"{name} has shape {list(shape)}, which does not say what belongs to which of {batch} rows; expected "
+                "an entry for each row"
+            )
+        if name not in _COLUMNS and any(prompts.padding) and shape[1:2] == (width,):
+            return (
+                f"{name} has shape {list(shape)}, of which nobody knows whether there is a column for each of {width} "
+                "tokens, padding included; expected prompts of the same length"
+            )
+    if isinstance(value, (dict, list, tuple)) and len(value) > 0:
+        content = f" of {', '.join(map(str, value))}" if isinstance(value, dict) else ""
+        return (
+            f"{name} is a {type(value).__name__}{content}, which does not say what belongs to which of {batch} rows; "
+            "expected a tensor with an entry for each row"
+        )
+    return None
+
+
+def _row_dim(name: str) -> int:
+    # With M-RoPE position ids are `[sections, B, P]`.
+    return -2 if name == "position_ids" else 0
+
+
+def separate_rows(request: Request, model_kwargs: dict[str, Any]) -> Iterator[Row]:
+    """The rows of a call, each when it is to be run; a call of one row as it is.
+
+    A row of a batch has no padding, and no streamer. It ends where what is known of the row alone ends it, see
+    `_ends_of_row`.
+
+    Args:
+        request: of the call.
+        model_kwargs: inputs of the model as prepared by `generate()`.
+    """
+    tokens = request.prompts.input_ids
+    if request.batch == 1:
+        yield Row(0, request, model_kwargs, tokens[:, :0])
+        return
+    for row, pad in enumerate(request.prompts.padding):
+        config = copy.copy(request.config)
+        config.max_length -= pad
+        config.output_hidden_states = config.output_attentions = False
+        config.return_dict_in_generate = request.keeps("scores") or request.keeps("logits")
+        own = replace(
+            request,
+            prompts=Prompts(tokens[row : row + 1, pad:], [0], tokens.shape[1] - pad),
+            processors=processors_of_row(request.processors, row, request.batch),
+            criteria=_ends_of_row(request, request.batch - row),
+            config=config,
+            randomness=Randomness(seeds=request.seeds[row : row + 1]),
+            streamer=None,
+            cache=None,
+        )
+        inputs = {
+            name: _input_of_row(name, value, row, pad)
+            for name, value in model_kwargs.items()
+            if name not in ("output_attentions", "output_hidden_states")
+        }
+        yield Row(row, own, inputs, tokens[row : row + 1, :pad])
+
+
+def _input_of_row(name: str, value: Any, row: int, pad: int) -> Any:
+    if isinstance(value, Cache):
+        return copy.deepcopy(value)  # nothing is in it
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    value = value.narrow(_row_dim(name), row, 1)
+    columns = _COLUMNS.get(name)
+    return value if columns is None else value.narrow(columns, pad, value.shape[columns] - pad)
+
+
+def _is_of_row(rule: StoppingCriteria, request: Request) -> bool:
+    """Whether `rule` can be asked about one row alone, and ends that row.
+
+    A row that ends waits for the others if the call has a token to pad it with, and goes on with them otherwise.
+    """
+    waits = request.pad_token_id is not None
+    return type(rule) in ((*DECIDED_BY_TOKENS, StopStringCriteria) if waits else (MaxLengthCriteria,))
+
+
+def _ends_of_row(request: Request, remaining_rows: int) -> StoppingCriteriaList:
+    """The criteria that end the next of `remaining_rows` rows: those of tokens, stop strings, and of the time.
+
+    A time limit is one of the call. What is left of it is shared equally by the rows that are left.
+    """
+    rules = StoppingCriteriaList()
+    now = time.time()
+    for rule in request.criteria:
+        if type(rule) is MaxTimeCriteria:
+            left = max(rule.initial_timestamp + rule.max_time - now, 0.0)
+            rules.append(MaxTimeCriteria(left / remaining_rows, now))
+        elif _is_of_row(rule, request):
+            rules.append(rule)
+    return rules
+
+
+def join_rows(
+    request: Request, model_kwargs: dict[str, Any], outputs: list[torch.Tensor | GenerateDecoderOnlyOutput]
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """What plain `generate()` returns for a batch: sequences `[B, P + new]` or a `GenerateDecoderOnlyOutput`.
+
+    Stopping criteria that may read the whole batch are asked here, once for each step of it; what a row has beyond the
+    step that they end it at is dropped. The streamer gets the steps, too.
+
+    Hidden states, attention weights and the cache are those of two passes of the target over the finished batch, of its
+    prompts and of what follows: they are then what plain `generate()` returns for padding and finished rows as well.
+
+    Args:
+        request: of the call.
+        model_kwargs: inputs of the model as prepared by `generate()`.
+        outputs: of the rows of `separate_rows`.
+    """
+    prompts, kept = request.prompts, [name for name in ("scores", "logits") if request.keeps(name)]
+    texts = [output if isinstance(output, torch.Tensor) else output.sequences for output in outputs]
+    new = [text[0, length:].tolist() for text, length in zip(texts, prompts.lengths, strict=True)]
+    rules = [rule for rule in request.criteria if not _is_of_row(rule, request) and type(rule) is not MaxTimeCriteria]
+    transcript = Transcript(
+        prompts.input_ids,
+        StoppingCriteriaList([*rules, _Ended(prompts.width + torch.tensor(list(map(len, new))))]),
+        request.pad_token_id,
+        request.max_new_tokens,
+        request.streamer,
+        keep_scores="scores" in kept,
+        keep_logits="logits" in kept,
+    )
+    for row, (tokens, output) in enumerate(zip(new, outputs, strict=True)):
+        added = [tokens if other == row else [] for other in range(request.batch)]
+        records = {name: torch.cat(output[name])[None].expand(request.batch, -1, -1) for name in kept}
+        transcript.add(added, list(map(len, added)), **records)
+    sequences = transcript.sequences
+    if request.config.return_dict_in_generate:
+        result = GenerateDecoderOnlyOutput(
+            sequences, scores=transcript.scores, logits=transcript.logits, **_passes(request, model_kwargs, sequences)
+        )
+    else:
+        result = sequences
+        if request.cache is not None:
+            _passes(request, model_kwargs, sequences)
+    transcript.finish()
+    return result
+
+
+def _passes(request: Request, model_kwargs: dict[str, Any], sequences: torch.Tensor) -> dict[str, Any]:
+    """Fill the cache: it, and the hidden states and attention weights of each step if asked for, by their names.
+
+    Args:
+        sequences: `[B, P + new]`, of which the last column is not run, as in plain `generate()`.
+    """
+    model, width = request.model, request.prompts.width
+    after = sequences.shape[1] - width - 1
+    with caller():
+        passes = [model._prefill(request.prompts.input_ids, request.config, model_kwargs)]
+        if after > 0:
+            inputs = model._update_model_kwargs_for_generation(passes[0], dict(model_kwargs), num_new_tokens=after)
+            inputs = model.prepare_inputs_for_generation(sequences[:, :-1], next_sequence_length=after, **inputs)
+            passes.append(model(**inputs, return_dict=True))
+    found = {"past_key_values": model_kwargs["past_key_values"]}
+    if request.keeps("hidden_states"):
+        steps = [tuple(layer[..., step : step + 1, :] for layer in passes[1].hidden_states) for step in range(after)]
+        found["hidden_states"] = (passes[0].hidden_states, *steps)
+    if request.keeps("attentions"):
+        steps = [
+            tuple(_weights_of_step(layer, step, width + step + 1) for layer in passes[1].attentions)
+            for step in range(after)
+        ]
+        found["attentions"] = (passes[0].attentions, *steps)
+    return found
+
+
+def _weights_of_step(weights: torch.Tensor | None, step: int, columns: int) -> torch.Tensor | None:
+    return None if weights is None else weights[..., step : step + 1, :columns]
