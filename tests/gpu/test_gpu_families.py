@@ -22,7 +22,7 @@ CLASSES = {
     "Qwen3VLForConditionalGeneration": "static",  # the same, with norms of queries and keys
     "GPT2LMHeadModel": "static",  # learned positions, layers of another name
     "GPTNeoXForCausalLM": "static",  # layers of another name
-    "GPTJForCausalLM": "stock",  # attention of its own
+    "GPTJForCausalLM": "static",  # attention of its own, given a mask
 }
 
 # Classes of the static engine whose forward pass reads the device on the host, so that rounds run eagerly.

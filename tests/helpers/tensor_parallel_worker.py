@@ -289,7 +289,7 @@ def generate_with_gpu_policy(folder: Path) -> list:
                 part.data = part.clone()
         replay_on_cpu(patch)
         set_policy(patch, "cpu", compiler="eager")
-        patch.setattr(piecewise, "_LAST_OF_A_PIECE", {str(torch.nn.functional.scaled_dot_product_attention)})
+        patch.setattr(piecewise, "_ATTENTION", str(torch.nn.functional.scaled_dot_product_attention))
         set_policy(patch, "cpu", fused_linear=True)
         set_policy(patch, "cpu", transposed_linear=False)
         drafter = NoDrafter(target)
