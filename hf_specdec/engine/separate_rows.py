@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..patching.patch import caller
+from ..patching.support import SUPPORTED_LAYER_TYPES
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
 from .equivalence import why_not_separate_rows
@@ -86,7 +87,15 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
         )
     obstacles = (_why_not_split(name, value, prompts) for name, value in model_kwargs.items())
     obstacle = next(filter(None, obstacles), None)
-    return why_not_separate_rows(request.model) if obstacle is None and any(prompts.padding) else obstacle
+    if obstacle is not None or not any(prompts.padding):
+        return obstacle
+    kinds = set(getattr(request.model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    if kinds:
+        return (
+            f"the target has layers of type {', '.join(sorted(kinds))}, for which padding may change the text of plain "
+            "generate(); expected prompts of the same length, or one row"
+        )
+    return why_not_separate_rows(request.model)
 
 
 def _why_not_split(name: str, value: Any, prompts: Prompts) -> str | None:
