@@ -1,6 +1,7 @@
 """Batches on the stock engine: rows one after the other, put together as plain `generate()` returns them."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.generation.utils import GenerationMixin
 
 from hf_specdec.engine import equivalence
+from hf_specdec.engine.separate_rows import why_not_separate
 from hf_specdec.sampling.logits import RowTemperature
 
 LENGTHS = PROMPTS[3]
@@ -254,3 +256,14 @@ def test_padding_that_changes_the_text_is_refused(monkeypatch):
         greedy(target, padded_prompts(LENGTHS), drafter)
     inputs = padded_prompts([6, 6])
     assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+
+
+def test_padded_batches_of_unknown_layer_types_are_refused():
+    """A batch of UnlimitedOCR, whose windows count padding, had other tokens than plain `generate()`."""
+    text = SimpleNamespace(layer_types=["full_attention", "reference_sliding_attention"])
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    prompts = SimpleNamespace(cached=0, padding=[2, 0], input_ids=torch.zeros(2, 4, dtype=torch.int64))
+    reason = why_not_separate(SimpleNamespace(batch=2, prompts=prompts, model=model), {})
+    assert "layers of type reference_sliding_attention, for which padding may change the text" in reason
+    prompts.padding = [0, 0]
+    assert why_not_separate(SimpleNamespace(batch=2, prompts=prompts, model=model), {}) is None
