@@ -111,6 +111,11 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
 
 
 @_cached_by_settings
+def _why_not_recurrent(model: PreTrainedModel) -> str | None:
+    return why_not_replaced(model) if has_recurrent_layers(model) else None
+
+
+@_cached_by_settings
 def _takes_key_value_cache(model: PreTrainedModel) -> bool:
     return "past_key_values" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
@@ -157,7 +162,7 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role}'s layers run under accelerate hooks"
     if not _takes_key_value_cache(model):
         return f"{role} has no attention layers, and keeps its states in a cache of its own"
-    if has_recurrent_layers(model) and (reason := why_not_replaced(model)) is not None:
+    if (reason := _why_not_recurrent(model)) is not None:
         return f"{role}'s {reason}"
     others = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if others:
