@@ -108,6 +108,10 @@ def _op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[
     "float? softcap, Tensor? starts, Tensor? ends, int? num_splits) -> Tensor",
 )
 def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits):
+    if not _is_for_triton(query):
+        return attention_reference.attention(
+            query, key, value, positions, scaling, window, sinks, softcap, starts, ends
+        )
     from .kernels.attention import attention
 
     return attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits)
@@ -320,7 +324,8 @@ def attention(
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
-    if _is_for_triton(query):
+    # The reference for packed prompts reads the starts on the host; so it is called inside the op.
+    if _is_for_triton(query) or (starts is not None and starts.dim() == 2):
         return _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits)
     return attention_reference.attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
 

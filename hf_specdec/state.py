@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from .kernels.types import VerificationResult
-from .patching.cache import LayerKind, RaggedCache
+from .patching.cache import LayerKind, PackedCache, RaggedCache
 
 # Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
 NO_TOKEN = -1
@@ -36,6 +36,47 @@ class Shape(NamedTuple):
     draft_probs: bool
     num_ends: int
     verification: str = "token"
+
+
+class PromptSpan(NamedTuple):
+    """Positions of a row that a prefill computes.
+
+    Attributes:
+        row: of the state.
+        begin, end: the first position, and the one after the last.
+    """
+
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass
+class PackedPrompts:
+    """Positions to prefill, of several rows one behind the other.
+
+    Attributes:
+        state: the state whose rows they are, as one row; its drafter's memory, too.
+        slots: `[tokens]` int64 slots of it, of the positions to prefill; the dummy slot after them, and last.
+        last: `[B]` int64, where in `slots` the last position of each row is; -1 for rows without any.
+    """
+
+    state: DecodeState
+    slots: torch.Tensor
+    last: torch.Tensor
+
+    def fill(self, spans: Sequence[PromptSpan]) -> None:
+        """Set the positions to prefill; at most those of all rows."""
+        width, host = self.state.row_slots, torch.device("cpu")
+        self.slots.fill_(self.state.dummy_slot)
+        self.last.fill_(-1)
+        spans = [span for span in spans if span.end > span.begin]
+        if not spans:
+            return
+        parts = [torch.arange(one.begin, one.end, device=host) + one.row * width for one in spans]
+        slots, ends = torch.cat(parts), torch.tensor([len(part) for part in parts]).cumsum(0) - 1
+        self.slots[: len(slots)] = upload(slots, self.slots)
+        self.last[upload([one.row for one in spans], self.last)] = upload(ends, self.last)
 
 
 @dataclass
@@ -67,6 +108,9 @@ class DecodeState:
         block_width: how many columns of the two may be in use: tokens of the last block.
         cache: the target's cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
+        num_before: see `RaggedCache`; set for chunks of a prefill that are not captured.
+        row_slots: slots of a row of the call; fewer than `slots` where all rows are packed in one.
+        packed: of prefills; None before the first one, and where prompts are not packed.
         memory: buffers of the drafter; set from `Drafter.new_memory`.
     """
 
@@ -90,9 +134,12 @@ class DecodeState:
     cache: RaggedCache | None
     live: int
     result: VerificationResult
+    row_slots: int
     block_width: int = 1
     aux_hidden_states: torch.Tensor | None = None
     memory: Any = None
+    num_before: int | None = None
+    packed: PackedPrompts | None = None
 
     @classmethod
     def allocate(cls, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
@@ -125,6 +172,7 @@ class DecodeState:
             num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
             cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
             live=shape.slots,
+            row_slots=shape.slots,
             result=VerificationResult(
                 tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
                 accepted=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -155,20 +203,53 @@ class DecodeState:
             cached, draft_starts: of each prompt; 0 for all if None.
         """
         self.clear()
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = prompt
-        count = len(prompts)
-        self.lengths[:count] = upload(list(map(len, prompts)), self.lengths)
-        self.limits[:count] = self.lengths[:count] + upload(max_new_tokens, self.limits)
-        self.finished[:count] = False
         self.set_sampling(eos, temperature)
-        self.seeds[:count] = seeds
+        count = len(prompts)
+        self.admit(list(range(count)), prompts, max_new_tokens, seeds)
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures
         for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
             if values is not None:
                 buffer[:count] = upload(values, buffer)
         self.live = max(map(len, prompts))
+
+    def admit(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[torch.Tensor],
+        max_new_tokens: int | Sequence[int],
+        seeds: torch.Tensor,
+    ) -> None:
+        """Put prompts into `rows`, whatever was there before; arguments otherwise as of `begin`."""
+        for row, prompt in zip(rows, prompts, strict=True):
+            self.tokens[row, : len(prompt)] = prompt
+        at, lengths = upload(rows, self.lengths), upload(list(map(len, prompts)), self.lengths)
+        self.lengths[at] = lengths
+        self.limits[at] = lengths + upload(max_new_tokens, self.limits)
+        self.seeds[at] = seeds
+        for buffer, value in (
+            (self.finished, False),
+            (self.row_temperatures, 1.0),
+            (self.cached, 0),
+            (self.draft_starts, 0),
+        ):
+            buffer[at] = value
+
+    def as_one_row(self, memory: Any) -> DecodeState:
+        """This state with the rows of its buffers one behind the other, as the only row of another; for prefills.
+
+        Args:
+            memory: that of the drafter, likewise.
+        """
+        batch = len(self.tokens)
+        return replace(
+            self,
+            tokens=self.tokens.view(1, -1),
+            slots=batch * self.slots,
+            cache=PackedCache(self.cache, batch),
+            memory=memory,
+            packed=None,
+        )
 
     def clear(self) -> None:
         """Make all rows finished ones, of one token."""
@@ -239,7 +320,8 @@ class DecodeState:
 
     def position_ids(self, slots: torch.Tensor) -> torch.Tensor:
         """Position ids of `slots`; 0 for the dummy slot, whose number may exceed the model's position embedding."""
-        return torch.where(slots < self.dummy_slot, slots, 0)
+        positions = slots if self.row_slots == self.slots else slots % self.row_slots
+        return torch.where(slots < self.dummy_slot, positions, 0)
 
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
@@ -301,7 +383,11 @@ class DecodeState:
         return VerificationResult(result.tokens, result.accepted, committed)
 
 
-def upload(values: int | Sequence[int], like: torch.Tensor) -> torch.Tensor:
+def upload(values: int | Sequence[int] | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`values` in the dtype and on the device of `like`; a GPU is not waited for."""
-    host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+    if isinstance(values, torch.Tensor):
+        host = values.to(like.dtype)
+        host = host.pin_memory() if like.is_cuda else host
+    else:
+        host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
     return host.to(like.device, non_blocking=True)

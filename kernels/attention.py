@@ -6,11 +6,12 @@ result `[B, n, heads, Dv]`. With G = heads // kv_heads:
     result[b, n, h] = sum_s p[s] value[b, h // G, s]
     p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
 
-Slot s is visible iff starts[b] <= s <= ends[b, n], where ends is positions if not given, and, with a window,
-s > positions[b, n] - window.
+Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends is positions if not given, and, with a window,
+s > positions[b, n] - window. Starts are `[B]` or `[B, n]`.
 
 It is written for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
-needs no mask tensor.
+needs no mask tensor. With starts for each query, those of packed prompts, a block of queries goes through the slots of
+one prompt after the other.
 
 Split-KV ("flash decoding"): the slots that a row needs are divided among the programs of a grid that depends on shapes
 alone. Each split writes its normalised result o_i and the base-2 logarithm l_i of its sum of exponentials to a
@@ -56,6 +57,73 @@ def _split_range(
     return begin, tl.minimum(stop, end)
 
 
+@triton.jit
+def _attend_to_slots(
+    query,
+    key_ptr,
+    value_ptr,
+    key_stride_s,
+    value_stride_s,
+    position,
+    last,
+    begin,
+    stop,
+    window,
+    scaling,
+    softcap,
+    running_max,
+    running_sum,
+    acc,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
+
+    The pointers are those of the row and of the head. Returns the maxima, the sums and the sums of values.
+    """
+    dim = tl.arange(0, DIM_BLOCK)
+    value_dim = tl.arange(0, VALUE_BLOCK)
+    key_ptr += begin.to(tl.int64) * key_stride_s
+    value_ptr += begin.to(tl.int64) * value_stride_s
+    block = tl.arange(0, SLOT_BLOCK)
+    key_offset = block[:, None] * key_stride_s + dim[None, :]
+    value_offset = block[:, None] * value_stride_s + value_dim[None, :]
+    for first in range(begin, stop, SLOT_BLOCK):
+        slot = first + block
+        is_slot = slot < stop
+        at = (first - begin).to(tl.int64)
+        key = tl.load(key_ptr + at * key_stride_s + key_offset, mask=is_slot[:, None] & (dim < DIM)[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        # Scaled by log2(e), since exp2 is cheaper than exp; softcap * tanh(x / softcap) through the sigmoid.
+        if HAS_SOFTCAP:
+            scores = (softcap * _LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 * scaling / softcap)) - 1.0)
+        else:
+            scores = scores * (scaling * _LOG2E)
+        visible = (slot[None, :] <= last[:, None]) & is_slot[None, :]
+        if HAS_WINDOW:
+            visible = visible & (slot[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        # A query that has seen no slot yet has maximum -inf; 2^(-inf - -inf) would be NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - base[:, None])
+        rescale = tl.exp2(running_max - base)
+        value = tl.load(
+            value_ptr + at * value_stride_s + value_offset,
+            mask=is_slot[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        running_max = new_max
+    return running_max, running_sum, acc
+
+
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
 @triton.jit(
     do_not_specialize=["positions_stride_b", "starts_stride_b", "ends_stride_b", "num_queries", "num_slots", "window"]
@@ -95,6 +163,7 @@ def _attention_kernel(
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
+    IS_PACKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_ENDS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -104,9 +173,10 @@ def _attention_kernel(
     """One split of the attention of a block of queries, with an online softmax in float32.
 
     Grid: (kv_heads * blocks of queries, B, splits); a program has up to ROWS of the G * n queries of one key head.
-    Reads those queries, their positions and last slots, the start of the row, and the keys and values of the slots of
-    its split. With one split it writes `out` `[B, n, heads, Dv]`; with several, `out` `[B, n, heads, splits, Dv]`
-    float32 and `lse` `[B, n, heads, splits]` float32, or only lse = -inf where the split has no slot.
+    Reads those queries, their positions and last slots, the start of the row, or of each query (IS_PACKED), and the
+    keys and values of the slots of its split. With one split it writes `out` `[B, n, heads, Dv]`; with several, `out`
+    `[B, n, heads, splits, Dv]` float32 and `lse` `[B, n, heads, splits]` float32, or only lse = -inf where the split
+    has no slot.
     """
     # Short rows use only the first splits; the split is the slowest index of the grid, so these start first.
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
@@ -123,19 +193,24 @@ def _attention_kernel(
 
     position = tl.load(positions_ptr + batch * positions_stride_b + query_index, mask=is_row, other=-1)
     position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # padding
-    start = tl.load(starts_ptr + batch * starts_stride_b).to(tl.int32)
+    if IS_PACKED:
+        start = tl.load(starts_ptr + batch * starts_stride_b + query_index, mask=is_row, other=0).to(tl.int32)
+        start = tl.where(position >= 0, start, num_slots)  # no segment of its own for padding
+    else:
+        start = tl.load(starts_ptr + batch * starts_stride_b).to(tl.int32)
     last = position
     if HAS_ENDS:
         last = tl.load(ends_ptr + batch * ends_stride_b + query_index, mask=is_row, other=-1).to(tl.int32)
         last = tl.where(position >= start, last, -1)
-    begin, stop = _split_range(
-        position, last, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW
-    )
-    if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
-        if begin >= stop:
-            minus_inf = tl.full([ROWS], float("-inf"), tl.float32)
-            tl.store(lse_ptr + out_row * tl.num_programs(2) + split, minus_inf, mask=is_row)
-            return
+    if not IS_PACKED:
+        begin, stop = _split_range(
+            position, last, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW
+        )
+        if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
+            if begin >= stop:
+                minus_inf = tl.full([ROWS], float("-inf"), tl.float32)
+                tl.store(lse_ptr + out_row * tl.num_programs(2) + split, minus_inf, mask=is_row)
+                return
 
     query = tl.load(
         query_ptr
@@ -154,39 +229,67 @@ def _attention_kernel(
         running_sum = tl.where(split == 0, 1.0, running_sum)
     acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
 
-    key_ptr += batch * key_stride_b + kv_head * key_stride_h + begin.to(tl.int64) * key_stride_s
-    value_ptr += batch * value_stride_b + kv_head * value_stride_h + begin.to(tl.int64) * value_stride_s
-    block = tl.arange(0, SLOT_BLOCK)
-    key_offset = block[:, None] * key_stride_s + dim[None, :]
-    value_offset = block[:, None] * value_stride_s + value_dim[None, :]
-    for first in range(begin, stop, SLOT_BLOCK):
-        slot = first + block
-        is_slot = slot < stop
-        at = (first - begin).to(tl.int64)
-        key = tl.load(key_ptr + at * key_stride_s + key_offset, mask=is_slot[:, None] & (dim < DIM)[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-        # Scaled by log2(e), since exp2 is cheaper than exp; softcap * tanh(x / softcap) through the sigmoid.
-        if HAS_SOFTCAP:
-            scores = (softcap * _LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 * scaling / softcap)) - 1.0)
-        else:
-            scores = scores * (scaling * _LOG2E)
-        visible = (slot[None, :] <= last[:, None]) & is_slot[None, :]
-        if HAS_WINDOW:
-            visible = visible & (slot[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        # A query that has seen no slot yet has maximum -inf; 2^(-inf - -inf) would be NaN.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - base[:, None])
-        rescale = tl.exp2(running_max - base)
-        value = tl.load(
-            value_ptr + at * value_stride_s + value_offset,
-            mask=is_slot[:, None] & (value_dim < VALUE_DIM)[None, :],
-            other=0.0,
+    key_ptr += batch * key_stride_b + kv_head * key_stride_h
+    value_ptr += batch * value_stride_b + kv_head * value_stride_h
+    if IS_PACKED:
+        # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile.
+        segment = tl.min(start, axis=0)
+        while segment < num_slots:
+            own_position = tl.where(start == segment, position, -1)
+            own_last = tl.where(start == segment, last, -1)
+            begin, stop = _split_range(
+                own_position, own_last, segment, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW
+            )
+            running_max, running_sum, acc = _attend_to_slots(
+                query,
+                key_ptr,
+                value_ptr,
+                key_stride_s,
+                value_stride_s,
+                own_position,
+                own_last,
+                begin,
+                stop,
+                window,
+                scaling,
+                softcap,
+                running_max,
+                running_sum,
+                acc,
+                DIM,
+                VALUE_DIM,
+                DIM_BLOCK,
+                VALUE_BLOCK,
+                SLOT_BLOCK,
+                HAS_WINDOW,
+                HAS_SOFTCAP,
+            )
+            segment = tl.min(tl.where(start > segment, start, num_slots), axis=0)
+    else:
+        running_max, running_sum, acc = _attend_to_slots(
+            query,
+            key_ptr,
+            value_ptr,
+            key_stride_s,
+            value_stride_s,
+            position,
+            last,
+            begin,
+            stop,
+            window,
+            scaling,
+            softcap,
+            running_max,
+            running_sum,
+            acc,
+            DIM,
+            VALUE_DIM,
+            DIM_BLOCK,
+            VALUE_BLOCK,
+            SLOT_BLOCK,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
         )
-        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        running_max = new_max
 
     running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that saw no slot; its lse stays -inf
     out = acc / running_sum[:, None]
@@ -274,7 +377,10 @@ def attention(
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
     assert key.stride(3) == value.stride(3) == positions.stride(1) == 1, "rows must have unit stride"
-    assert ends is None or ends.stride(1) == 1, "rows must have unit stride"
+    is_packed = starts is not None and starts.dim() == 2
+    assert all(one is None or one.stride(-1) == 1 for one in (ends, starts if is_packed else None)), (
+        "rows must have unit stride"
+    )
     if query.stride(3) != 1:
         query = query.contiguous()
     groups = heads // kv_heads
@@ -321,6 +427,7 @@ def attention(
         DIM_BLOCK=dim_block,
         VALUE_BLOCK=value_block,
         SLOT_BLOCK=slot_block,
+        IS_PACKED=is_packed,
         HAS_WINDOW=window is not None,
         HAS_ENDS=ends is not None,
         HAS_SINKS=sinks is not None,

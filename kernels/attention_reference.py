@@ -7,8 +7,8 @@ f(x) = x without a softcap:
     result[b, n, h] = sum_s p[s] value[b, h // G, s]
     p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
 
-Slot s is visible iff starts[b] <= s <= ends[b, n], where ends[b, n] is t if not given, and, with a window,
-s > t - window. A sink adds exp(sinks[h]) to the denominator of the softmax.
+Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends[b, n] is t if not given, and, with a window,
+s > t - window. Starts are `[B]` or `[B, n]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def attention(
         window: sliding window; if given, slot s is visible only if t - s < window.
         sinks: `[heads]` logits that take part in the softmax and have no value (gpt-oss).
         softcap: if given, scores become softcap * tanh(scores / softcap).
-        starts: `[B]` int64; if given, slot s of row b is visible only if s >= starts[b]. A query before starts[b] is
-            padding.
+        starts: `[B]` or `[B, n]` int64; if given, slot s is visible to a query only if s >= starts[b], or starts[b, n]:
+            the latter are for prompts packed in one row. A query before its start is padding.
         ends: `[B, n]` int64, the last slot that each query sees, before the dummy slot; `positions` if None. Those of
             padding are not read.
 
@@ -56,6 +56,8 @@ def attention(
         `[B, n, heads, Dv]` in the query's dtype. Scores and softmax are in float32 with sinks or a softcap, and as in
         `scaled_dot_product_attention` otherwise.
     """
+    if starts is not None and starts.dim() == 2:
+        return _packed_attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     batch, heads, num_queries, _ = query.shape
     kv_heads, num_slots = key.shape[1:3]
     groups = heads // kv_heads
@@ -84,3 +86,39 @@ def attention(
             scores = torch.cat([scores, sink.reshape(batch, kv_heads, -1, 1)], dim=-1)
         out = scores.softmax(-1)[..., :num_slots].to(value.dtype) @ value
     return out.reshape(batch, heads, num_queries, -1).transpose(1, 2).masked_fill(is_padding[:, :, None, None], 0.0)
+
+
+def _packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    starts: torch.Tensor,
+    ends: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with starts `[B, n]`: that of each group of queries of one start, over its own slots."""
+    batch, heads, num_queries, _ = query.shape
+    num_slots = key.shape[2]
+    ends = positions if ends is None else ends
+    is_live = (positions < num_slots - 1) & (positions >= starts)
+    out = query.new_zeros(batch, num_queries, heads, value.shape[3])
+    for row in range(batch):
+        for start in starts[row, is_live[row]].unique().tolist():
+            mine = (is_live[row] & (starts[row] == start)).nonzero()[:, 0]
+            slots = slice(start, int(ends[row, mine].max()) + 2)  # one more than the live ones
+            out[row, mine] = attention(
+                query[row : row + 1, :, mine],
+                key[row : row + 1, :, slots],
+                value[row : row + 1, :, slots],
+                positions[row : row + 1, mine] - start,
+                scaling,
+                window,
+                sinks,
+                softcap,
+                ends=ends[row : row + 1, mine] - start,
+            )[0]
+    return out

@@ -336,6 +336,15 @@ class Drafter(PreTrainedModel):
                 f"{type(self).__name__} does not implement copy_rows(), which continuous batching needs."
             )
 
+    @property
+    def packs_prompts(self) -> bool:
+        """Whether `prefill` may be called with prompts of several rows packed in one, see `as_one_row`."""
+        return False
+
+    def as_one_row(self, memory: Any, batch: int) -> Any:
+        """`memory` of `batch` rows as that of `DecodeState.as_one_row`; called with `packs_prompts` only."""
+        return memory
+
     def start_prefill(self, state: DecodeState) -> None:
         """Called before the prompts that `state` holds are prefilled: forget what earlier ones have left."""
 

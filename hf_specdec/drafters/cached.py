@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from .. import ops
 from ..config import DrafterConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
-from ..patching.cache import LayerKind, RaggedCache, attention_layers
+from ..patching.cache import LayerKind, PackedCache, RaggedCache, attention_layers, packs_prompts
 from ..state import DecodeState
 from .base import Drafter, no_drafts
 
@@ -163,6 +163,13 @@ class CachedDrafter(Drafter):
         source_rows: torch.Tensor | None = None,
     ) -> None:
         state.memory.copy_rows(rows, source.memory, slots, source_rows)
+
+    @property
+    def packs_prompts(self) -> bool:
+        return packs_prompts(self.cached_layers)
+
+    def as_one_row(self, memory: DraftMemory, batch: int) -> DraftMemory:
+        return replace(memory, cache=PackedCache(memory.cache, batch))
 
     def start_prefill(self, state: DecodeState) -> None:
         state.memory.cache.restart()

@@ -195,6 +195,10 @@ class MtpDrafter(CachedDrafter):
         self._shared_weights = shared
         self._record_binding(target)
 
+    @property
+    def packs_prompts(self) -> bool:
+        return False  # hidden states of the last tokens are kept row by row
+
     def new_memory(self, state: DecodeState) -> MtpMemory:
         memory = super().new_memory(state)
         batch, width = memory.inputs.tokens.shape

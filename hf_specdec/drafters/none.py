@@ -26,6 +26,10 @@ class NoDrafter(Drafter):
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def packs_prompts(self) -> bool:
+        return True
+
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int:
         return 0
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-# A captured prefill has a power of two of columns, at least the first number; rows times columns are at most the
-# second. With so few tokens a GPU finishes before the host has launched the operations one by one (one H200, 128 tokens
-# of an 8B target: 15 of 52 ms); with more tokens the padding up to a power of two costs more than the launches.
+# A captured prefill has a power of two of columns, at least the first number; its tokens, rows times columns if prompts
+# are padded, are at most the second. With so few tokens a GPU finishes before the host has launched the operations one
+# by one (one H200, 128 tokens of an 8B target: 15 of 52 ms); with more tokens the padding up to a power of two costs
+# more than the launches.
 FEWEST_COLUMNS, MOST_CAPTURED_TOKENS = 16, 1024
 
-# Columns of the two kinds of chunks in which groups of requests are prefilled: more for most of a prompt, fewer for its
-# end, which are padded by less.
+# Columns of the two kinds of chunks in which groups of requests are prefilled, padded: more for most of a prompt, fewer
+# for its end, which are padded by less.
 GROUP_COLUMNS = (128, 32)
+
+# Tokens of the captured chunks in which packed prompts of requests are prefilled.
+PACKED_TOKENS = (2048, 1024, 512, 128, 32)
+# A chunk is padded to the next size if that makes it longer by this factor at most; else a smaller one is filled first.
+MOST_PADDING = 4 / 3
 
 # Buffers that are kept for other calls have a power of two of slots between these two, or a multiple of the second.
 FEWEST_SLOTS, SLOT_STEP = 512, 4096
@@ -51,14 +57,25 @@ def useful_drafts(asked: int, remaining: int, is_kept: bool) -> int:
     return min(asked, max(FEWEST_DRAFTS, next_power_of_two(remaining)) if is_kept else remaining)
 
 
-def group_chunks(longest: int) -> list[int]:
-    """Columns of the captured chunks in which a group of requests is prefilled, whose longest has `longest` tokens."""
-    columns = max(longest - 1, 1)
-    many, rest = divmod(columns, GROUP_COLUMNS[0])
+def group_chunks(columns: int) -> list[int]:
+    """Columns of the captured chunks in which a group of requests is prefilled, padded to `columns`."""
+    many, rest = divmod(max(columns, 1), GROUP_COLUMNS[0])
     return [GROUP_COLUMNS[0]] * many + [GROUP_COLUMNS[1]] * -(-rest // GROUP_COLUMNS[1])
 
 
-def captured_width(longest: int, batch: int, chunk_size: int) -> int | None:
-    """Columns of the captured prefill of `batch` rows of up to `longest` tokens; None if it is not to be captured."""
-    width = max(FEWEST_COLUMNS, next_power_of_two(max(longest - 1, 1)))
-    return width if batch * width <= MOST_CAPTURED_TOKENS and width <= chunk_size else None
+def packed_chunks(tokens: int) -> list[int]:
+    """Tokens of the captured chunks in which packed prompts of `tokens` tokens are prefilled."""
+    sizes, chunks = sorted(PACKED_TOKENS), []
+    while tokens > 0 or not chunks:
+        larger = next((size for size in sizes if size >= tokens), None)
+        smaller = max((size for size in sizes if size <= tokens), default=None)
+        fits = larger is not None and (smaller is None or larger <= MOST_PADDING * tokens)
+        chunks.append(larger if fits else smaller)
+        tokens -= chunks[-1]
+    return chunks
+
+
+def captured_width(columns: int, rows: int, chunk_size: int) -> int | None:
+    """Columns of the captured prefill of `rows` rows of up to `columns`; None if it is not to be captured."""
+    width = max(FEWEST_COLUMNS, next_power_of_two(max(columns, 1)))
+    return width if rows * width <= MOST_CAPTURED_TOKENS and width <= chunk_size else None

@@ -24,7 +24,8 @@ from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .cuda_graphs import Capture
 from .fingerprint import behaviour_of
-from .rounds import catch_up, draft_and_forward, prefill_chunk, run_round, verify_and_commit
+from .prefill import prefill_chunk
+from .rounds import catch_up, draft_and_forward, run_round, verify_and_commit
 from .sessions import Session
 from .target import Target
 

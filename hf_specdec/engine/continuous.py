@@ -1,7 +1,8 @@
 """Continuous batching: more requests than rows, where a request takes a row as soon as another has ended.
 
-Waiting requests are prefilled in groups, in sessions of their own, and copied into free rows of the session that rounds
-run on. A round does not know which of its rows are occupied: rows that no request occupies are finished ones.
+Waiting requests are prefilled in free rows of the session that rounds run on, their prompts packed in one row. Where
+prompts cannot be packed, such as those of recurrent layers, they are prefilled in groups, in sessions of their own, and
+copied. A round does not know which of its rows are occupied: rows that no request occupies are finished ones.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..sampling.processors import BlockProcessor
-from ..state import upload
+from ..state import PromptSpan, Shape, upload
 from ..stats import Counters, SpeculationStats
 from . import request_rows
 from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two
-from .lease import LazyTarget, SessionLease, first_k, shape_of
+from .lazy_target import LazyTarget
+from .lease import SessionLease, first_k, shape_of
 from .request import Request
 from .request_rows import ContinuousBatching, RequestRows, RowRequest, end
 from .rounds import RoundLoop, Stage
+from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
 from .transcript import DECIDED_BY_TOKENS
 
@@ -117,7 +120,8 @@ class ContinuousRun:
             RowRequest(index, prompt, request.remaining_after(len(prompt)), error=request.why_too_long(len(prompt)))
             for index, prompt in enumerate(request.prompts.rows(device))
         ]
-        # By size: where groups of requests are prefilled.
+        self._is_packed = can_pack(target)
+        # By size: where groups of requests are prefilled, unless they are packed.
         self._groups: dict[int, SessionLease] = {}
         self._acceptance = Acceptance(request.num_draft_tokens)
         # Whether rows stay where they are, since fewer are not worth their graphs, or there is no memory for them.
@@ -127,7 +131,7 @@ class ContinuousRun:
         """Generate for all requests."""
         request = self._request
         self._refuse_too_long()
-        if self._target.is_captured:  # before the rows, which may take all memory that is left
+        if self._target.is_captured and not self._is_packed:  # before the rows, which may take all memory that is left
             self._group_lease(min(request.batch, request_rows.GROUP_SIZES[-1]))
         self._lease = lease = self._open_most()
         ends = request.eos_token_ids
@@ -141,8 +145,8 @@ class ContinuousRun:
             set() if ends is None else set(ends.tolist()),
             request.max_new_tokens,
             counters,
-            self._prefill,
-            self._group_size,
+            self._prefill_packed if self._is_packed else self._prefill_group,
+            None if self._is_packed else self._group_size,
             self._settings,
             self._fits_fewer,
             self._move,
@@ -198,7 +202,7 @@ class ContinuousRun:
         longest = max((len(one.prompt) + one.remaining for one in self.requests if one.error is None), default=1)
         shape = shape_of(request, num_rows, longest, self._target.is_captured)
         num_drafts = first_k(request, shape)
-        lease = SessionLease(self._target, shape)
+        lease = self._lease_of(shape)
         with settled_on_error(lease.take()):
             if lease.lacks_round(self._process, num_drafts):
                 lease.start_compiler()
@@ -206,6 +210,10 @@ class ContinuousRun:
             if lease.lacks_round(self._process, num_drafts):
                 lease.capture_round(self._process, num_drafts)
         return lease
+
+    def _lease_of(self, shape: Shape) -> SessionLease:
+        """For a session that rounds run on."""
+        return SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_continuous=True)
 
     def _clear(self, lease: SessionLease) -> None:
         """Let all rows of the session of `lease` be free."""
@@ -231,7 +239,7 @@ class ContinuousRun:
         rows, fewer = shape.batch, fewer_rows(shape.batch, self._target.is_captured)
         while fewer is not None and num_occupied <= fewer:
             rows, fewer = fewer, fewer_rows(fewer, self._target.is_captured)
-        return None if rows == shape.batch else SessionLease(self._target, shape._replace(batch=rows))
+        return None if rows == shape.batch else self._lease_of(shape._replace(batch=rows))
 
     def _is_worth_moving(self, lease: SessionLease) -> bool:
         """Whether moving saves more time than capturing the graphs of the smaller session of `lease` takes.
@@ -271,7 +279,22 @@ class ContinuousRun:
         self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)
         return self._stage, lease.shape.batch
 
-    def _prefill(self, rows: list[int], group: list[RowRequest]) -> None:
+    def _prefill_packed(self, rows: list[int], group: list[RowRequest]) -> None:
+        """Prefill `group` in `rows` of the session of the rounds."""
+        lease = self._lease
+        with settled_on_error(lease.session):
+            lease.session.state.admit(
+                rows,
+                [one.prompt for one in group],
+                [one.remaining for one in group],
+                self._seeds[upload([one.index for one in group], self._seeds)],
+            )
+            spans = [PromptSpan(row, 0, len(one.prompt) - 1) for row, one in zip(rows, group, strict=True)]
+            if lease.prefill.lacks(spans):
+                lease.prefill.capture(spans)
+            lease.prefill.run_rows(spans, upload(rows, self._seeds))
+
+    def _prefill_group(self, rows: list[int], group: list[RowRequest]) -> None:
         """Prefill `group` and copy it into `rows` of the session of the rounds."""
         request, state = self._request, self._lease.session.state
         longest = max(len(one.prompt) for one in group)
@@ -285,9 +308,10 @@ class ContinuousRun:
                 self._seeds[upload([one.index for one in group], self._seeds)],
                 request.temperature,
             )
-            if lease.lacks_prefill(longest):
-                lease.capture_prefill(longest)
-            lease.prefill(longest)
+            spans = [PromptSpan(row, 0, len(one.prompt) - 1) for row, one in enumerate(group)]
+            if lease.prefill.lacks(spans):
+                lease.prefill.capture(spans)
+            lease.prefill.run(spans)
             to = upload(rows, self._seeds)
             state.copy_rows(to, session.state, longest)
             request.drafter.copy_rows(state, to, session.state, longest)
@@ -303,7 +327,7 @@ class ContinuousRun:
         if lease is None:
             longest = max((len(one.prompt) for one in self.requests if one.error is None), default=1)
             shape = shape_of(self._request, size, longest, is_captured)
-            lease = SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_for_groups=True)
+            lease = SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_continuous=True)
             with settled_on_error(lease.take()):
                 lease.allocate()
             if not is_captured:

@@ -22,10 +22,18 @@ logger = logging.getLogger(__name__)
 # Runs of a function before it is captured.
 WARM_UPS = 2
 
-# Options of torch's compiler. Padding the few rows of a round costs time; launching independent kernels together, such
+# Options of torch's compiler. By default it pads strides, those of kernels' inputs, too, which are launched with the
+# strides that tracing has seen. Padding the few rows of a round costs time; launching independent kernels together, such
 # as those of queries and keys, saves it (one H200, EAGLE-3 on an 8B target, K = 3: 5.50 ms a round with the defaults,
 # 5.45 without padding, 5.39 with combined kernels, too).
-_OPTIONS = {"inductor": {"shape_padding": False, "combo_kernels": True, "benchmark_combo_kernel": False}}
+_OPTIONS = {
+    "inductor": {
+        "comprehensive_padding": False,
+        "shape_padding": False,
+        "combo_kernels": True,
+        "benchmark_combo_kernel": False,
+    }
+}
 
 # Settings of the compiler, and filters of warnings, are shared by all threads.
 _COMPILING = threading.RLock()

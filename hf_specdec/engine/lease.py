@@ -1,35 +1,27 @@
-"""What a call uses of the engine: the patched target, and sessions with the graphs that it lacks captured."""
+"""What a call uses of the engine: a session, with the graphs that it lacks captured."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
 
-from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
-from ..patching.hidden_states import modules_of
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
 from .auto_drafts import Acceptance, AutoDrafts, first_drafts
-from .buckets import captured_width, group_chunks, next_power_of_two, slots_for, useful_drafts
-from .capture import CapturedRound, capture_catch_up, capture_prefill, capture_round, why_not_captured
+from .buckets import next_power_of_two, slots_for, useful_drafts
+from .capture import CapturedRound, capture_catch_up, capture_round
 from .cuda_graphs import start_compiler
-from .fingerprint import Fingerprint, fingerprint, weights_of
+from .lazy_target import LazyTarget
 from .request import Request
-from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, prefill_chunk, run_round, start_prefill
+from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, run_round
+from .session_prefill import SessionPrefill
 from .sessions import Session, SessionKey, sessions_of
-from .target import HiddenStates, Target, patched_target
-
-PREFILL_CHUNK_SIZE = 2048
-# Recurrent layers run the first pass over a text as one over several tokens, as transformers does.
-MIN_PREFILL_COLUMNS = 2
 
 # Rounds after which the processes that run one model together agree on times, by a broadcast that waits for the GPU.
 ROUNDS_TO_AGREE = 8
@@ -65,70 +57,6 @@ def first_k(request: Request, shape: Shape) -> int:
     if not request.is_auto:
         return shape.num_draft_tokens
     return first_drafts(min(request.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
-
-
-class LazyTarget:
-    """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
-
-    A context, outside of which it is not patched.
-
-    Args:
-        model: the target.
-        drafter: bound to it.
-        kept: names of what the caller gets of every step, such as scores.
-
-    Attributes:
-        eager_reason: why rounds are not captured; None if they are.
-    """
-
-    def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
-        self.model, self.drafter = model, drafter
-        self.modules = modules_of(model, drafter)
-        self.eager_reason = why_not_captured(model, self.modules, kept)
-        self._keeps_hidden_states = "hidden_states" in kept
-        self._contexts = ExitStack()
-        self._patched: Target | None = None
-        self._fingerprint: Fingerprint | None = None
-
-    def __enter__(self) -> LazyTarget:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._contexts.close()
-
-    def __call__(self) -> Target:
-        if self._patched is None:
-            before = self.fingerprint if self.is_captured else None
-            self._patched = self._contexts.enter_context(
-                patched_target(self.model, self.drafter, self._keeps_hidden_states)
-            )
-            if before is not None:  # patching may move weights
-                self._fingerprint = before._replace(weights=weights_of(self.modules))
-        return self._patched
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Of target and drafter as they are unpatched, with the weights where they are now."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.modules, self.model.device)
-        return self._fingerprint
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether rounds are to be captured; then sessions are kept for other calls."""
-        return self.eager_reason is None
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        """Whether the drafter reads hidden states of the target."""
-        return bool(self.drafter.aux_hidden_state_layer_ids) or self.drafter.reads_last_hidden_state
-
-    @property
-    def hidden_states(self) -> HiddenStates | None:
-        """All hidden states, where the caller asked for them."""
-        return None if self._patched is None else self._patched.hidden_states
 
 
 class SharedClock:
@@ -170,18 +98,21 @@ class SessionLease:
     Args:
         target: of the call.
         shape: of the session's buffers.
-        chunk_size: most columns of a prefill's forward pass.
-        is_for_groups: whether many groups of prompts are prefilled in it, of different lengths: then in captured chunks
-            of a few sizes.
+        chunk_size: see `SessionPrefill`.
+        is_continuous: see `SessionPrefill`.
+
+    Attributes:
+        session: once it is taken.
+        prefill: of the session.
     """
 
-    def __init__(self, target: LazyTarget, shape: Shape, chunk_size: int | None = None, is_for_groups: bool = False):
+    def __init__(self, target: LazyTarget, shape: Shape, chunk_size: int | None = None, is_continuous: bool = False):
         self._target = target
         self.shape = shape
-        self._chunk_size = chunk_size or PREFILL_CHUNK_SIZE
-        self._is_for_groups = is_for_groups
+        self._chunk_size, self._is_continuous = chunk_size, is_continuous
         self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
+        self.prefill: SessionPrefill | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -201,7 +132,12 @@ class SessionLease:
             session = Session(state)
         session.acquire()
         self.session = session
+        self.prefill = SessionPrefill(session, target, self._chunk_size, self._is_continuous)
         return session
+
+    def drop(self) -> None:
+        """Forget the session, so that its memory is freed."""
+        self.session = self.prefill = None
 
     def _key(self) -> SessionKey:
         return SessionKey(self.shape, self._target.drafter.compile_rounds, self._target.fingerprint)
@@ -304,59 +240,10 @@ class SessionLease:
             return captured.execution
         return f"eager: {self._target.eager_reason or 'a round cannot be captured'}"
 
-    def prefill(self, longest: int, bring_cached: Callable[[], None] | None = None) -> None:
-        """Prefill the session with the prompts that its state holds, by graphs as far as they are captured.
-
-        Args:
-            longest: uncached tokens of the longest prompt.
-            bring_cached: brings what is cached of the prompts into the session; None if nothing is.
-        """
-        session, drafter = self.session, self._target.drafter
-        start_prefill(session.state, drafter)
-        if bring_cached is not None:
-            bring_cached()
-        for chunk in self._chunks(longest):
-            replay = session.prefills.get(chunk)
-            if replay is not None:
-                replay()
-            else:
-                prefill_chunk(session.state, self._target(), drafter, chunk)
-
     def allocate(self) -> None:
         """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""
         if not self.session.is_allocated:
-            self.prefill(1)
-
-    def lacks_prefill(self, longest: int) -> bool:
-        """Whether chunks of such a prefill are to be captured and have not been."""
-        return any(chunk not in self.session.prefills for chunk in self._captured_chunks(longest))
-
-    def capture_prefill(self, longest: int) -> None:
-        """Capture what such a prefill lacks; the session must be prefilled before, and again afterwards."""
-        session = self.session
-        for chunk in dict.fromkeys(self._captured_chunks(longest)):
-            if chunk not in session.prefills:
-                # Warm-ups and the capture prefill other positions than those that are next, which does no harm.
-                start_prefill(session.state, self._target.drafter)
-                captured = capture_prefill(session, self._target(), self._target.drafter, chunk)
-                session.prefills.add(chunk, captured)
-
-    def _captured_chunks(self, longest: int) -> list[int]:
-        """Columns of the chunks of a prefill that is captured; none if it is not."""
-        if not self._target.is_captured:
-            return []
-        if self._is_for_groups:
-            return group_chunks(longest)
-        width = captured_width(longest, self.shape.batch, self._chunk_size)
-        return [] if width is None else [width]
-
-    def _chunks(self, longest: int) -> list[int]:
-        captured = self._captured_chunks(longest)
-        prefills = self.session.prefills
-        if captured and not any(chunk in prefills and prefills.get(chunk) is None for chunk in captured):
-            return captured
-        width = max(longest - 1, MIN_PREFILL_COLUMNS)
-        return [min(self._chunk_size, width - first) for first in range(0, width, self._chunk_size)]
+            self.prefill.run(())
 
     def keep(self) -> None:
         """Leave the session for other calls, where sessions are kept."""

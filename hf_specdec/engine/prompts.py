@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import Cache
 
+from ..state import PromptSpan
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -47,8 +49,10 @@ class Prompts:
         return [max(self.cached - pad, 0) for pad in self.padding]
 
     @property
-    def longest_uncached(self) -> int:
-        return max(length - held for length, held in zip(self.lengths, self.cached_lengths, strict=True))
+    def spans(self) -> list[PromptSpan]:
+        """What a prefill runs of each row: what the cache lacks, except for the last token."""
+        held = zip(self.lengths, self.cached_lengths, strict=True)
+        return [PromptSpan(row, cached, length - 1) for row, (length, cached) in enumerate(held)]
 
     def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
         """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads.

@@ -13,7 +13,7 @@ from ..patching.patch import caller
 from ..stats import Counters
 from .rounds import Stage
 
-# Sizes of groups that are prefilled by graphs: a group has the next larger size. Few sizes share buffers.
+# Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
 GROUP_SIZES = (1, 8, 32)
 
 # Most tokens of a group, padding included; a longer prompt is a group by itself.
@@ -75,7 +75,7 @@ class RequestRows:
         max_new_tokens: of every request; one that may add fewer and reaches that limit has failed.
         counters: of the requests, by their `index`.
         prefill: called with rows and with the requests that are to occupy them.
-        size_of: rows of the buffers in which so many requests are prefilled.
+        size_of: rows of the buffers in which so many requests are prefilled, padded; None if they are packed.
         settings: of continuous batching.
         fits_fewer: called when no request waits, with the number of rows that are occupied: whether their requests
             should move to a smaller session.
@@ -91,7 +91,7 @@ class RequestRows:
         max_new_tokens: int,
         counters: Counters,
         prefill: Callable[[list[int], list[RowRequest]], None],
-        size_of: Callable[[int], int],
+        size_of: Callable[[int], int] | None,
         settings: ContinuousBatching,
         fits_fewer: Callable[[int], bool] = lambda num_occupied: False,
         move: Callable[[list[int]], tuple[Stage, int] | None] = lambda rows: None,
@@ -152,12 +152,13 @@ class RequestRows:
         return True
 
     def _next_group(self) -> list[RowRequest]:
-        """The next waiting requests: at most the free rows, the largest group, and `MOST_GROUP_TOKENS`."""
+        """The next waiting requests: as many as rows are free, or if padded as a group may have."""
         group: list[RowRequest] = []
         longest = 0
-        while self._waiting and len(group) < min(len(self._free), GROUP_SIZES[-1]):
+        most = len(self._free) if self._size_of is None else min(len(self._free), GROUP_SIZES[-1])
+        while self._waiting and len(group) < most:
             longest = max(longest, len(self._waiting[0].prompt))
-            if group and longest * self._size_of(len(group) + 1) > MOST_GROUP_TOKENS:
+            if group and self._size_of is not None and longest * self._size_of(len(group) + 1) > MOST_GROUP_TOKENS:
                 break
             group.append(self._waiting.popleft())
             self._tokens_waiting -= group[-1].remaining

@@ -1,7 +1,6 @@
-"""Speculative decoding, in the order of the algorithm: prefill, then rounds that draft and verify.
+"""Rounds, which draft and verify, and the loop over them.
 
-`prefill_chunk`, `run_round` and `catch_up` are what is run eagerly, compiled and captured; nothing in them reads the
-device on the host.
+`run_round` and `catch_up` are what is run eagerly, compiled and captured; nothing in them reads the device on the host.
 """
 
 from __future__ import annotations
@@ -24,54 +23,6 @@ from ..stats import Counters
 from .auto_drafts import RoundTimes
 from .target import Target
 from .transcript import Transcript
-
-
-def start_prefill(state: DecodeState, drafter: Drafter) -> None:
-    """Begin the prefill of the prompts that `state` holds: `prefill_chunk` comes next."""
-    state.cache.restart()
-    drafter.start_prefill(state)
-    state.num_prefilled.zero_()
-    state.block_width = 1
-    state.result.tokens.zero_()
-    state.result.accepted.zero_()
-    state.result.committed.fill_(1)
-    if state.aux_hidden_states is not None:
-        state.aux_hidden_states.zero_()
-
-
-def prefill_chunk(state: DecodeState, target: Target, drafter: Drafter, columns: int) -> None:
-    """Prefill target and drafter with the next positions of the prompts, except for the prompts' last tokens.
-
-    After the last chunk the state is as if a round had just committed the last token of each prompt: that token has not
-    passed through the target, and the drafter has not seen it. Prefilling again changes nothing.
-
-    Args:
-        state: holds the prompts; positions below `state.cached` are in the target's cache already and are left out.
-        target, drafter: to run.
-        columns: positions of each row; those beyond its prompt are padding.
-    """
-    rows = torch.arange(state.tokens.shape[0], device=state.tokens.device)
-    steps = torch.arange(columns, device=state.tokens.device)
-    prompt_end = state.lengths - 1
-    positions = (state.cached + state.num_prefilled)[:, None] + steps
-    slots = torch.where(positions < prompt_end[:, None], positions, state.dummy_slot)
-    _, aux_hidden_states = target(state, state.tokens.gather(1, slots), slots, logits_to_keep=1)
-    drafter.prefill(state, aux_hidden_states, slots)
-    if aux_hidden_states is not None:
-        last = prompt_end - 1 - positions[:, 0]
-        here = aux_hidden_states[rows, last.clamp(0, columns - 1)]
-        is_here = ((last >= 0) & (last < columns))[:, None]
-        if state.aux_hidden_states is None:
-            state.aux_hidden_states = here.new_zeros(len(here), state.most_draft_tokens + 1, here.shape[-1])
-        first = state.aux_hidden_states[:, 0]
-        first.copy_(torch.where(is_here, here, first))
-    state.num_prefilled += columns
-
-
-def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size: int) -> None:
-    """Prefill a drafter that reads tokens only with the positions below `width` that the target has in its cache."""
-    for chunk in torch.arange(width, device=state.tokens.device).split(chunk_size):
-        drafter.prefill(state, None, torch.where(chunk < state.cached[:, None], chunk, state.dummy_slot))
 
 
 def run_round(

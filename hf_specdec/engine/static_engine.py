@@ -18,10 +18,12 @@ from ..stats import Counters
 from .auto_drafts import Acceptance
 from .buckets import next_power_of_two
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
-from .lease import PREFILL_CHUNK_SIZE, LazyTarget, SessionLease, first_k, shape_of
+from .lazy_target import LazyTarget
+from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
+from .prefill import prefill_drafter
 from .request import Request
-from .rounds import CallRows, RoundLoop, prefill_drafter
+from .rounds import CallRows, RoundLoop
 from .sessions import Session, sessions_of, settled_on_error
 from .transcript import Transcript
 
@@ -63,8 +65,7 @@ class StaticRun:
         # Rows beyond those of the call take no part in it.
         batch = next_power_of_two(request.batch) if is_captured and self._process.key is not None else request.batch
         shape = shape_of(request, batch, prompts.longest + request.max_new_tokens, is_captured)
-        self._chunk_size = request.config.prefill_chunk_size or PREFILL_CHUNK_SIZE
-        self._lease = SessionLease(self._target, shape, self._chunk_size)
+        self._lease = SessionLease(self._target, shape, request.config.prefill_chunk_size)
         self._transcript = Transcript(
             prompts.input_ids,
             request.criteria,
@@ -98,13 +99,13 @@ class StaticRun:
             if not len(pool):
                 raise
         # The error, which held what was allocated, is gone.
-        self._lease.session = None
+        self._lease.drop()
         pool.clear()
         torch.cuda.empty_cache()
         self._prepare_session()
 
     def _prepare_session(self) -> None:
-        lease, process, longest = self._lease, self._process, self._request.prompts.longest_uncached
+        lease, process, spans = self._lease, self._process, self._request.prompts.spans
         session = lease.take()
         with settled_on_error(session):
             self._begin(session)
@@ -116,8 +117,8 @@ class StaticRun:
             if lacks_round:
                 lease.capture_round(process, num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
-            if lease.captured_round(process, num_drafts) is not None and lease.lacks_prefill(longest):
-                lease.capture_prefill(longest)
+            if lease.captured_round(process, num_drafts) is not None and lease.prefill.lacks(spans):
+                lease.prefill.capture(spans)
                 self._prefill(session)
 
     def _begin(self, session: Session) -> None:
@@ -137,14 +138,14 @@ class StaticRun:
         """Bring the caller's cache and the prompts into the session."""
         prompts = self._request.prompts
         bring_cached = functools.partial(self._bring_cached, session) if prompts.cached else None
-        self._lease.prefill(prompts.longest_uncached, bring_cached)
+        self._lease.prefill.run(prompts.spans, bring_cached)
 
     def _bring_cached(self, session: Session) -> None:
         request, prompts, state = self._request, self._request.prompts, session.state
         read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.model.device)
         if not (self._target.reads_hidden_states or prompts.hidden):
             self._target()  # which patches the drafter, too
-            prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._chunk_size)
+            prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._lease.prefill.chunk_size)
 
     def run_rounds(self) -> None:
         """Run rounds until every row has ended; then fill the caller's cache, and keep the session for other calls."""

@@ -75,7 +75,7 @@ class Target:
             logits `[B, n, V]`, or the last `logits_to_keep` of them, and auxiliary hidden states `[B, n, width]` or
             None.
         """
-        state.cache.advance(slots, state.live)
+        state.cache.advance(slots, state.live, state.num_before)
         out = self.model(
             input_ids=tokens,
             attention_mask=state.cache.attention_mask(slots),

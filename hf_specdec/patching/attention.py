@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -41,7 +43,7 @@ def ragged_attention_forward(
         module: the attention layer.
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
-        attention_mask: `[B, 1, n, 1 or 2]` int64.
+        attention_mask: `[B, 1, n, 0, 1 or 2]` int64, or `[1, 2, n, 1]` of a `PackedCache`.
         options: `scaling`, `sliding_window`, `s_aux` (attention sinks), `softcap`; others are ignored.
 
     Returns:
@@ -49,16 +51,14 @@ def ragged_attention_forward(
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
-    starts = attention_mask[:, 0, 0, 1] if attention_mask.shape[3] > 1 else None
-    return _attend(query, key, value, attention_mask[:, 0, :, 0], starts, **options), None
+    return _attend(query, key, value, attention_mask, **options), None
 
 
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    positions: torch.Tensor,
-    starts: torch.Tensor | None,
+    mask: torch.Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
@@ -67,6 +67,18 @@ def _attend(
 ) -> torch.Tensor:
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
+    starts = None
+    if mask.shape[3] == 0:
+        num_queries, live = query.shape[2], key.shape[2] - 1
+        if s_aux is None and softcap is None and (sliding_window is None or sliding_window >= live):
+            return _causal_attention(query, key[:, :, :live], value[:, :, :live], scaling)
+        positions = torch.arange(live - num_queries, live, device=query.device).expand(len(query), -1)
+    elif mask.shape[1] == 2:
+        positions, starts = mask[..., 0].unbind(1)
+    else:
+        positions = mask[:, 0, :, 0]
+        if mask.shape[3] == 2:
+            starts = mask[:, 0, 0, 1]
     return ops.attention(
         query,
         key,
@@ -78,6 +90,14 @@ def _attend(
         softcap=softcap,
         starts=starts,
     )
+
+
+def _causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention of `[B, heads, n, D]` queries at the last n of the slots: torch's, which is made for long prompts."""
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    groups = query.shape[1] // key.shape[1]
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
+    return out.transpose(1, 2)
 
 
 class _Original:
@@ -175,8 +195,9 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
     def attend(layer_idx, query, key, value, window):
         keys, values = cache.update(key, value, layer_idx)
         positions, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
+        starts = cache.starts_of(positions)
         last = None if ends is None else ends[layer_idx]
-        return ops.attention(query, keys, values, positions, scaling, window=window, starts=cache.starts, ends=last)
+        return ops.attention(query, keys, values, positions, scaling, window=window, starts=starts, ends=last)
 
     return attend
 

@@ -32,6 +32,11 @@ def attention_layers(count: int) -> tuple[LayerKind, ...]:
     return (LayerKind(),) * count
 
 
+def packs_prompts(kinds: Sequence[LayerKind]) -> bool:
+    """Whether prompts of several rows may be prefilled as one row, see `PackedCache`."""
+    return not any(kind.num_states or kind.takes_mask for kind in kinds)
+
+
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, `[B, slots, kv_heads, head_dim]`, allocated at the first write."""
 
@@ -103,6 +108,26 @@ class RaggedLayer(CacheLayerMixin):
         return self._cache.slots
 
 
+class PackedLayer(RaggedLayer):
+    """Keys and values of a layer of another cache as those of one row, `[1, B * slots, kv_heads, head_dim]`.
+
+    Args:
+        cache: of this layer.
+        layer: of the other cache.
+        batch: rows of the other cache.
+    """
+
+    def __init__(self, cache: PackedCache, layer: RaggedLayer, batch: int):
+        super().__init__(cache)
+        self._layer, self._batch = layer, batch
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if not self._layer.is_initialized:
+            self._layer.allocate(key_states, value_states, self._batch)
+        self.keys, self.values = (one.flatten(0, 1)[None] for one in (self._layer.keys, self._layer.values))
+        self.is_initialized = True
+
+
 class RaggedRecurrentLayer(RecurrentLayer, RaggedLayer):
     """A layer with keys and values as well as recurrent states."""
 
@@ -138,6 +163,8 @@ class RaggedCache(Cache):
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
+        num_before: how many slots are before those of the next forward pass, where these follow each other without
+            padding, in all rows from the same one on; None where that is not known. Set by `advance`.
         recurrence: positions of the recurrent states; None if there are none.
         starts: `[B]` int64, the first slot of each row that queries attend to; None for slot 0 in all rows.
         takes_mask: whether attention is that of the modeling file, see `LayerKind`.
@@ -161,6 +188,7 @@ class RaggedCache(Cache):
         self.span = slots - self.takes_mask
         self.starts = starts
         self.positions: torch.Tensor | None = None
+        self.num_before: int | None = None
         # Of tokens whose inputs are in rings instead of recurrent states.
         self._most_uncertain = num_draft_tokens + num_again
         has_states = any(kind.num_states for kind in kinds)
@@ -204,18 +232,25 @@ class RaggedCache(Cache):
         """The `attention_mask` of a forward pass whose queries are at `slots` `[B, n]` int64.
 
         Returns:
-            `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 1, n, 2]`, the slots and the first slot of each row. For
-            attention that takes a mask `[B, span]` int64, 1 from the first slot of each row on; `slot_mask` hides the
-            slots after a query.
+            `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 1, n, 2]`, the slots and the first slot of each row;
+            with `num_before` `[B, 1, n, 0]`: the queries are at the last n slots but one of those that attention is
+            given. For attention that takes a mask `[B, span]` int64, 1 from the first slot of each row on; `slot_mask`
+            hides the slots after a query.
         """
         if self.takes_mask:
             if self.starts is None:
                 return slots.new_ones(len(slots), self.span)
             return (torch.arange(self.span, device=slots.device) >= self.starts[:, None]).long()
+        if self.num_before is not None:
+            return slots.new_empty(*slots.shape, 0)[:, None]
         if self.starts is None:
             return slots[:, None, :, None]
         # Stacked in front: kernels take slots that are adjacent in memory.
         return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1).transpose(1, 2)[:, None]
+
+    def starts_of(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """The first slot that queries at `slots` `[B, n]` attend to: `[B]` int64, `starts`; or `[B, n]` if packed."""
+        return self.starts
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """What transformers passes to its mask interface: for `slot_mask` the queries' slots, `[B, n]` int64."""
@@ -238,15 +273,52 @@ class RaggedCache(Cache):
         if self.recurrence is not None:
             self.recurrence.copy_rows(rows, source.recurrence, taken)
 
-    def advance(self, positions: torch.Tensor, live: int) -> None:
+    def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.
 
         Args:
             positions: `[B, n]` int64 slots.
             live: upper bound of the slots in use, known without synchronizing with the device.
+            num_before: see the attribute; used where no layer has a recurrent state, a mask or starts.
         """
         self.positions = positions
+        if self.recurrence is not None or self.takes_mask or self.starts is not None:
+            num_before = None
+        self.num_before = num_before
+        if num_before is not None:
+            self.span = num_before + positions.shape[1] + 1
+            return
         if self.recurrence is not None:
             self.recurrence.advance(positions, self.dummy_slot)
         span = self.slots if ops.has_kernels(positions.device) else min(live + 1, self.slots)
         self.span = span - self.takes_mask
+
+
+class PackedCache(RaggedCache):
+    """All rows of a `RaggedCache` as one, in which that of row b begins at slot b * slots: for packed prompts.
+
+    It has the buffers of the other cache, whose layers store keys and values only, and whose attention takes no mask.
+    Its dummy slot is that of the last row. A query attends to slots of its own row only.
+
+    Args:
+        cache: the other one.
+        batch: rows of it.
+    """
+
+    def __init__(self, cache: RaggedCache, batch: int):
+        super().__init__((), batch * cache.slots)
+        self.layers = [PackedLayer(self, layer, batch) for layer in cache.layers]
+        self._row_slots, self._row_starts = cache.slots, cache.starts
+
+    def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:
+        """`[1, 2, n, 1]` int64: the slots, and the first slot that each query attends to."""
+        return torch.stack((slots, self.starts_of(slots)), dim=1)[..., None]
+
+    def starts_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The first slot that queries at `slots` `[1, n]` int64 attend to, likewise."""
+        rows = slots // self._row_slots
+        starts = rows * self._row_slots
+        return starts if self._row_starts is None else starts + self._row_starts[rows]
+
+    def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
+        self.positions, self.span = positions, self.slots

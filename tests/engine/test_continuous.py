@@ -148,9 +148,10 @@ def test_rows_are_taken_as_others_end(monkeypatch):
     ids=str,
 )
 def test_sessions_and_graphs_are_kept_for_the_next_call(monkeypatch, kind, columns):
-    """A graph of the round, and for each size of groups one of every kind of chunk that prompts are cut into."""
+    """A graph of the round, and one of every kind of chunk that prompts are cut into; padded, for each size of groups."""
     capture = replay_on_cpu(monkeypatch)
     monkeypatch.setattr(buckets, "GROUP_COLUMNS", columns)
+    monkeypatch.setattr(buckets, "PACKED_TOKENS", (*columns, 2))
     target = tiny_target("llama")
     drafter = KINDS[kind](target)
     counts = []
@@ -164,8 +165,7 @@ def test_sessions_and_graphs_are_kept_for_the_next_call(monkeypatch, kind, colum
 
 def test_chunks_of_groups(monkeypatch):
     monkeypatch.setattr(buckets, "GROUP_COLUMNS", (8, 4))
-    # The last token of a prompt is not prefilled.
-    assert [buckets.group_chunks(length) for length in (1, 2, 5, 6, 9, 10, 29)] == [
+    assert [buckets.group_chunks(columns) for columns in (0, 1, 4, 5, 8, 9, 28)] == [
         [4],
         [4],
         [4],
@@ -174,6 +174,23 @@ def test_chunks_of_groups(monkeypatch):
         [8, 4],
         [8, 8, 8, 4],
     ]
+
+
+def test_chunks_of_packed_prompts(monkeypatch):
+    monkeypatch.setattr(buckets, "PACKED_TOKENS", (64, 16, 4))
+    assert {tokens: buckets.packed_chunks(tokens) for tokens in (0, 3, 4, 5, 12, 13, 40, 48, 64, 100, 150)} == {
+        0: [4],
+        3: [4],
+        4: [4],
+        5: [4, 4],
+        12: [16],
+        13: [16],
+        40: [16, 16, 4, 4],
+        48: [64],
+        64: [64],
+        100: [64, 16, 16, 4],
+        150: [64, 64, 16, 4, 4],
+    }
 
 
 @pytest.mark.core

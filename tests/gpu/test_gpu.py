@@ -14,7 +14,7 @@ from targets import STATIC_FAMILIES, on_gpu, padded_prompts, set_policy
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from hf_specdec import AutoDrafter, ops
-from hf_specdec.engine import cuda_graphs
+from hf_specdec.engine import buckets, cuda_graphs
 from hf_specdec.engine.capture import capture_prefill, capture_round
 from hf_specdec.engine.sessions import MAX_SESSIONS
 
@@ -54,14 +54,15 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
     """Prompts of several lengths in one session, in one bucket and in others; the longest are not captured."""
+    monkeypatch.setattr(buckets, "MOST_CAPTURED_TOKENS", 256)
     target, widths = on_gpu("llama"), []
     lengths = [[9, 1, 5], [17, 3, 1], [1, 1, 1], [40, 2, 30], [300, 200, 9], [12, 33, 8], [9, 1, 5]]
 
-    def counted(session, target, drafter, width, is_last):
+    def counted(session, target, drafter, width):
         widths.append(width)
-        return capture_prefill(session, target, drafter, width, is_last)
+        return capture_prefill(session, target, drafter, width)
 
-    monkeypatch.setattr("hf_specdec.engine.lease.capture_prefill", counted)
+    monkeypatch.setattr("hf_specdec.engine.session_prefill.capture_prefill", counted)
     generated = []
     for captures in (True, False):
         set_policy(monkeypatch, "cuda", cuda_graphs=captures)
@@ -78,7 +79,8 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
             generated.append((out.tolist(), drafter.stats.rows))
         assert len(drafter.sessions) == int(captures)
     assert generated[: len(lengths)] == generated[len(lengths) :]
-    assert widths == [16, 64, 32]
+    # Tokens of all prompts; or columns, if those of several rows are not packed in one.
+    assert widths == ([16, 32, 128, 64] if drafter.packs_prompts else [16, 64, 32])
 
 
 @pytest.mark.parametrize("family", STATIC_FAMILIES)

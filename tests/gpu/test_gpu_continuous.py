@@ -136,7 +136,7 @@ def test_rows_that_do_not_fit_into_memory_become_fewer(monkeypatch):
         return capture_round(session, *args)
 
     monkeypatch.setattr(lease, "capture_round", short_of_memory)
-    assert generate_batch(target, drafter, None) == alone("llama")
+    assert generate_batch(target, drafter, None, num_assistant_tokens=5) == alone("llama")
     assert rows == [16, 8, 4]
 
 
@@ -145,7 +145,7 @@ def test_many_calls_leak_no_memory():
     drafter = KINDS["eagle3"](target).configure(compile_rounds=False)
     used = []
     for _ in range(6):
-        generate_batch(target, drafter, 4)
+        generate_batch(target, drafter, 4, num_assistant_tokens=5)
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated())
     assert used[2] == used[-1]

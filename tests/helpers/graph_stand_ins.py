@@ -8,11 +8,11 @@ from targets import set_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specdec.engine import cuda_graphs, lease
+from hf_specdec.engine import cuda_graphs, lazy_target
 from hf_specdec.patching.attention import submodel_configs
 from hf_specdec.patching.cache import RaggedCache
 
-_hosted = lease.patched_target
+_hosted = lazy_target.patched_target
 
 
 def in_place(result, new):
@@ -134,7 +134,7 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
     """Let calls on a CPU capture and replay; returns `Replay`, whose counts begin anew."""
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", stand_in)
-    monkeypatch.setattr(lease, "patched_target", _watched)
+    monkeypatch.setattr(lazy_target, "patched_target", _watched)
     monkeypatch.setattr(Replay, "count", 0)
     monkeypatch.setattr(Replay, "hostings", 0)
     return Replay
@@ -143,7 +143,8 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
 def tape_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Tape]:
     """Let calls on a CPU capture and replay what was captured; returns `Tape`, whose count begins anew."""
 
-    def advance(cache, positions, live):  # Where kernels run, what is launched does not depend on the host's bound.
+    def advance(cache, positions, live, num_before=None):
+        # Where kernels run, what is launched does not depend on the host's bound.
         cache.positions, cache.span = positions, cache.slots
 
     monkeypatch.setattr(RaggedCache, "advance", advance)

@@ -174,6 +174,56 @@ def test_slots_before_the_start_of_a_row_are_not_read(dtype, options, num_splits
 
 @every_dtype
 @pytest.mark.parametrize(
+    ("options", "num_splits"),
+    cases(
+        every := list(product([(), ("window",), ("sinks", "softcap")], [1, 3])),
+        [one for one in every if one[1] == (3 if "window" in one[0] else 1)],
+    ),
+    ids=str,
+)
+def test_packed_prompts(dtype, options, num_splits):
+    """Prompts packed in one row, each with a start of its own, equal to prompts in rows of their own."""
+    slots, generator = 90, torch.Generator().manual_seed(0)
+    # Row, first and last position: chunks in any order of rows, one query long and longer than a block of queries.
+    packed = [(2, 0, 40), (0, 88, 88), (4, 3, 3), (3, 30, 35), (1, 0, 0), (5, 60, 75)]
+    kv_heads, groups, dim = 2, 3, 24
+    key, value = (torch.randn(6, slots, kv_heads, dim, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    rows = torch.tensor([row for row, first, last in packed for _ in range(first, last + 1)], device=DEVICE)
+    own = torch.tensor([at for _, first, last in packed for at in range(first, last + 1)], device=DEVICE)
+    query = torch.randn(1, len(rows), kv_heads * groups, dim, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    starts, positions = rows * slots, rows * slots + own
+    positions[[5, 60]], starts[7] = 6 * slots - 1, positions[7] + 2  # padding
+    is_live = torch.ones(len(rows), dtype=torch.bool)
+    is_live[[5, 7, 60]] = False
+    keywords = Case([0], slots, kv_heads=kv_heads, groups=groups, dim=dim, options=options).keywords
+    expected = torch.cat(
+        [
+            attention_reference.attention(
+                query[:, :, place : place + 1].double(),
+                key[row : row + 1].double().transpose(1, 2),
+                value[row : row + 1].double().transpose(1, 2),
+                at[None, None],
+                **keywords,
+            )
+            for place, (row, at) in enumerate(zip(rows, own, strict=True))
+        ],
+        dim=1,
+    )[0]
+    for states in (key, value):  # what no query may see
+        for row, _, last in packed:
+            states[row, last + 1 :] = NAN
+    flat = [states.view(1, -1, kv_heads, dim).transpose(1, 2) for states in (key, value)]
+    for run in (attention, attention_reference.attention):
+        extra = {"num_splits": num_splits} if run is attention else {}
+        given = [one.nan_to_num() if extra == {} else one for one in flat]
+        got = run(query, *given, positions[None], **keywords, starts=starts[None], **extra)[0]
+        assert (got[~is_live] == 0.0).all()
+        error = (got[is_live].double() - expected[is_live]).norm() / expected[is_live].norm()
+        assert error < TOLERANCES[dtype]
+
+
+@every_dtype
+@pytest.mark.parametrize(
     ("dim", "value_dim"),
     [(16, 16), (24, 24), (64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (16, 40)],
 )

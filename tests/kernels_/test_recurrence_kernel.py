@@ -294,7 +294,7 @@ SMALL = [
     Form(delta=True, normalize=True, heads=1, dim=128, value_dim=32),
     Form(heads=6, key_heads=2, dim=24, value_dim=40),
     Form(delta=True, heads=3, key_heads=3, dim=1, value_dim=1),
-    Form(delta=True, has_beta=False, decay="key", heads=3, dim=65, value_dim=33),
+    Form(delta=True, normalize=True, has_beta=False, decay="key", heads=3, dim=65, value_dim=33),
     Form(decay="rates", heads=2, dim=5, value_dim=70),
 ]
 
@@ -361,7 +361,7 @@ def test_disturbances_are_seen(run):
     for form in cases([FORMS["gated DeltaNet"], FORMS["Mamba2"]], [FORMS["gated DeltaNet"]]):
         rounds = list(verification_rounds(3, 4, [4, 2], seed=2))
         assert max(errors_against_text(run, form, rounds, 8)) < 1e-5
-        assert max(errors_against_text(run, form, rounds, 4), key=poisoned) > 1e-2
+        assert max(errors_against_text(run, form, rounds, 2), key=poisoned) > 1e-2
         assert max(errors_against_text(run, form, rounds, 8, disturb_at=2)) > 1e-4
 
 

@@ -1,0 +1,80 @@
+"""The target of a call, patched from the first use on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from transformers import PreTrainedModel
+
+from ..drafters.base import Drafter
+from ..patching.hidden_states import modules_of
+from .capture import why_not_captured
+from .fingerprint import Fingerprint, fingerprint, weights_of
+from .target import HiddenStates, Target, patched_target
+
+
+class LazyTarget:
+    """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
+
+    A context, outside of which it is not patched.
+
+    Args:
+        model: the target.
+        drafter: bound to it.
+        kept: names of what the caller gets of every step, such as scores.
+
+    Attributes:
+        eager_reason: why rounds are not captured; None if they are.
+        keeps_hidden_states: whether the caller gets all hidden states.
+    """
+
+    def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
+        self.model, self.drafter = model, drafter
+        self.modules = modules_of(model, drafter)
+        self.eager_reason = why_not_captured(model, self.modules, kept)
+        self.keeps_hidden_states = "hidden_states" in kept
+        self._contexts = ExitStack()
+        self._patched: Target | None = None
+        self._fingerprint: Fingerprint | None = None
+
+    def __enter__(self) -> LazyTarget:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.close()
+
+    def __call__(self) -> Target:
+        if self._patched is None:
+            before = self.fingerprint if self.is_captured else None
+            self._patched = self._contexts.enter_context(
+                patched_target(self.model, self.drafter, self.keeps_hidden_states)
+            )
+            if before is not None:  # patching may move weights
+                self._fingerprint = before._replace(weights=weights_of(self.modules))
+        return self._patched
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of target and drafter as they are unpatched, with the weights where they are now."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.modules, self.model.device)
+        return self._fingerprint
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether rounds are to be captured; then sessions are kept for other calls."""
+        return self.eager_reason is None
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether the drafter reads hidden states of the target."""
+        return bool(self.drafter.aux_hidden_state_layer_ids) or self.drafter.reads_last_hidden_state
+
+    @property
+    def hidden_states(self) -> HiddenStates | None:
+        """All hidden states, where the caller asked for them."""
+        return None if self._patched is None else self._patched.hidden_states

@@ -1,0 +1,134 @@
+"""The prefill of a session: which positions are run in which chunks, eagerly or captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..patching.cache import packs_prompts
+from ..patching.support import cache_layers
+from ..state import PackedPrompts, PromptSpan
+from .buckets import captured_width, group_chunks, packed_chunks
+from .capture import capture_prefill
+from .lazy_target import LazyTarget
+from .prefill import prefill_chunk, reset_rows, start_prefill
+from .sessions import Session
+
+# Tokens of a forward pass that is not captured: of a single row, which plain `generate()` runs at once; of rows packed
+# in one; and columns of padded rows.
+ROW_TOKENS, PACKED_TOKENS, PADDED_COLUMNS = 32768, 8192, 2048
+# Recurrent layers run the first pass over a text as one over several tokens, as transformers does.
+FEWEST_PADDED_COLUMNS = 2
+
+
+def can_pack(target: LazyTarget) -> bool:
+    """Whether prompts of several rows are prefilled as one row."""
+    layers = cache_layers(target.model)
+    return packs_prompts(layers) and target.drafter.packs_prompts and not target.keeps_hidden_states
+
+
+class SessionPrefill:
+    """The prefill of a session.
+
+    Args:
+        session: to prefill.
+        target: of the call.
+        chunk_size: most columns of a forward pass, of each row.
+        is_continuous: whether many groups of prompts are prefilled, of different lengths: then in captured chunks of a
+            few sizes.
+    """
+
+    def __init__(self, session: Session, target: LazyTarget, chunk_size: int | None, is_continuous: bool):
+        self._session, self._target, self._is_continuous = session, target, is_continuous
+        self._batch = len(session.state.tokens)
+        self._is_packed = self._batch > 1 and can_pack(target)
+        if self._is_packed:
+            self.chunk_size = PACKED_TOKENS if chunk_size is None else self._batch * chunk_size
+        else:
+            self.chunk_size = chunk_size or (ROW_TOKENS if self._batch == 1 else PADDED_COLUMNS)
+
+    def run(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None] | None = None) -> None:
+        """Prefill all rows, by graphs as far as they are captured.
+
+        Args:
+            spans: positions to run of the prompts that the state holds: the last token of none, and what is cached of
+                none.
+            bring_cached: brings what is cached of the prompts into the session; None if nothing is.
+        """
+        start_prefill(self._session.state, self._target.drafter)
+        if bring_cached is not None:
+            bring_cached()
+        self._pack(spans)
+        self._run_chunks(spans)
+
+    def run_rows(self, spans: Sequence[PromptSpan], rows: torch.Tensor) -> None:
+        """Prefill `rows` `[n]` int64 only, packed; others may be between two rounds."""
+        state = self._session.state
+        reset_rows(state, rows)
+        state.num_prefilled.zero_()
+        self._pack(spans)
+        self._run_chunks(spans)
+
+    def _pack(self, spans: Sequence[PromptSpan]) -> None:
+        if not self._is_packed:
+            return
+        state = self._session.state
+        if state.packed is None:
+            view = state.as_one_row(self._target.drafter.as_one_row(state.memory, self._batch))
+            slots = torch.empty(self._batch * state.slots + 1, dtype=torch.int64, device=state.tokens.device)
+            state.packed = PackedPrompts(view, slots, torch.empty_like(state.lengths))
+        state.packed.fill(spans)
+
+    def _run_chunks(self, spans: Sequence[PromptSpan]) -> None:
+        session, state, done = self._session, self._session.state, 0
+        for chunk in self._chunks(spans):
+            replay = session.prefills.get(chunk)
+            if replay is not None:
+                replay()
+                continue
+            if self._batch == 1 and spans and done + chunk <= spans[0].end - spans[0].begin:
+                state.num_before = spans[0].begin + done
+            try:
+                prefill_chunk(state, self._target(), self._target.drafter, chunk)
+            finally:
+                state.num_before = None
+            done += chunk
+
+    def lacks(self, spans: Sequence[PromptSpan]) -> bool:
+        """Whether chunks of such a prefill are to be captured and have not been."""
+        return any(chunk not in self._session.prefills for chunk in self._captured_chunks(spans))
+
+    def capture(self, spans: Sequence[PromptSpan]) -> None:
+        """Capture what such a prefill lacks; `run` or `run_rows` must come before, and again afterwards."""
+        session, drafter = self._session, self._target.drafter
+        for chunk in dict.fromkeys(self._captured_chunks(spans)):
+            if chunk not in session.prefills:
+                # Warm-ups and the capture prefill no position, or others than those that are next, which does no harm.
+                if self._is_packed:
+                    self._pack(())
+                else:
+                    start_prefill(session.state, drafter)
+                session.prefills.add(chunk, capture_prefill(session, self._target(), drafter, chunk))
+
+    def _columns(self, spans: Sequence[PromptSpan]) -> int:
+        """Columns of the prefill: tokens of all prompts together if they are packed, else of the longest."""
+        lengths = [span.end - span.begin for span in spans]
+        return sum(lengths) if self._is_packed else max(lengths, default=0)
+
+    def _captured_chunks(self, spans: Sequence[PromptSpan]) -> list[int]:
+        """Columns of the chunks of a prefill that is captured; none if it is not."""
+        if not self._target.is_captured:
+            return []
+        columns = self._columns(spans)
+        if self._is_continuous:
+            return packed_chunks(columns) if self._is_packed else group_chunks(columns)
+        width = captured_width(columns, 1 if self._is_packed else self._batch, self.chunk_size)
+        return [] if width is None else [width]
+
+    def _chunks(self, spans: Sequence[PromptSpan]) -> list[int]:
+        captured, prefills = self._captured_chunks(spans), self._session.prefills
+        if captured and not any(chunk in prefills and prefills.get(chunk) is None for chunk in captured):
+            return captured
+        width = max(self._columns(spans), 1 if self._is_packed else FEWEST_PADDED_COLUMNS)
+        return [min(self.chunk_size, width - first) for first in range(0, width, self.chunk_size)]
