@@ -226,7 +226,7 @@ class DecodeState:
         at, lengths = upload(rows, self.lengths), upload(list(map(len, prompts)), self.lengths)
         self.lengths[at] = lengths
         self.limits[at] = lengths + upload(max_new_tokens, self.limits)
-        self.seeds[at] = seeds
+        self.seeds[at] = seeds.to(self.seeds.device)
         for buffer, value in (
             (self.finished, False),
             (self.row_temperatures, 1.0),
