@@ -121,8 +121,7 @@ class ContinuousRun:
         self._acceptance = Acceptance(request.num_draft_tokens)
         # Whether rows stay where they are, since fewer are not worth their graphs, or there is no memory for them.
         self._stays = False
-        # Occupied rows when there was no memory for a larger session; tokens of a text for which there was none at all.
-        self._blocked_at: int | None = None
+        # Tokens of a text for which there was no memory.
         self._too_long: int | None = None
 
     def _requests_of_call(self) -> list[RowRequest]:
@@ -211,11 +210,18 @@ class ContinuousRun:
                 return self._open(num_rows, longest)
             except torch.OutOfMemoryError:
                 # Processes that run one model together need the same rows.
-                if num_rows == 1 or tensor_parallel_group(request.model) is not None:
+                if tensor_parallel_group(request.model) is not None:
+                    raise
+                # Requests that arrive are refused one by one, where there is no memory for them.
+                is_last = self._settings.arrivals is None or longest == self._settings.longest
+                if num_rows == 1 and is_last:
                     raise
             # The error, which held what was allocated, is gone.
             self._free_kept()
-            num_rows //= 2
+            if num_rows > 1:
+                num_rows //= 2
+            else:
+                num_rows, longest = self._rows_for(len(first)), self._settings.longest
 
     def _free_kept(self) -> None:
         """Free what is kept for other calls."""
@@ -260,7 +266,7 @@ class ContinuousRun:
 
         Only where requests arrive; else there is room for all texts from the start.
         """
-        if self._settings.arrivals is None or (self._blocked_at is not None and num_occupied >= self._blocked_at):
+        if self._settings.arrivals is None:
             return []
         texts = [one.longest for one in waiting if self._too_long is None or one.longest < self._too_long]
         longest = max([*texts, self.capacity])
@@ -281,14 +287,14 @@ class ContinuousRun:
             except torch.OutOfMemoryError:
                 lease = None
             if lease is not None:
-                self._blocked_at, self._stays = None, False
+                self._stays = False
                 return self._switch(lease, rows)
             # The error, which held what was allocated, is gone.
             self._free_kept()
-        if rows:
-            self._blocked_at = len(rows)
+        if longest > self.capacity:
+            self._too_long = longest
         else:
-            self._too_long = sizes[0][1]
+            self._most = self.num_rows
         return None
 
     def why_refused(self, request: RowRequest) -> str | None:

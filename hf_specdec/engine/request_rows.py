@@ -52,7 +52,7 @@ class RowRequest:
     is_cut: bool = False
     ends: frozenset[int] = frozenset()
     seed: int = 0
-    sampling: SamplingSettings = SamplingSettings()
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     criteria: StoppingCriteriaList | None = None
     records_timestamps: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -92,11 +92,13 @@ class Arrived(NamedTuple):
         requests: that have arrived, in the order in which they are admitted.
         withdrawn: requests that end at once, with an error for each.
         is_open: whether more may arrive.
+        has_waited: whether time was spent on waiting.
     """
 
     requests: Sequence[RowRequest] = ()
     withdrawn: Sequence[tuple[RowRequest, str]] = ()
     is_open: bool = True
+    has_waited: bool = False
 
 
 class Arrivals(Protocol):
@@ -118,6 +120,8 @@ class ContinuousBatching:
         arrivals: requests that arrive while rounds run; the call's prompts, of which only the settings are taken, are
             no requests then. None if the call's prompts are the requests.
         longest: tokens of the texts that the first buffers are made for, if requests arrive.
+        drops_processors: whether logits processors that continuous batching does not run are left out, with a warning;
+            they are an error otherwise.
     """
 
     max_rows: int | None = None
@@ -126,6 +130,7 @@ class ContinuousBatching:
     on_tokens: Callable[[list[RowRequest]], None] | None = None
     arrivals: Arrivals | None = None
     longest: int = 1
+    drops_processors: bool = False
 
 
 class Place(Protocol):
@@ -155,7 +160,7 @@ class Place(Protocol):
         """Let the requests of `rows` go on in the first rows of another session; None if they stay."""
 
     def why_refused(self, request: RowRequest) -> str | None:
-        """Why `request` does not fit, though no other is there; None if it may fit."""
+        """Why there is no room for `request`; None if there may be."""
 
 
 class RequestRows:
@@ -168,9 +173,7 @@ class RequestRows:
         settings: of continuous batching.
     """
 
-    def __init__(
-        self, place: Place, requests: Sequence[RowRequest], counters: Counters, settings: ContinuousBatching
-    ):
+    def __init__(self, place: Place, requests: Sequence[RowRequest], counters: Counters, settings: ContinuousBatching):
         self._place = place
         self._occupants: list[RowRequest | None] = [None] * place.num_rows
         self._free = list(range(place.num_rows))
@@ -210,14 +213,15 @@ class RequestRows:
         return (sum(running) + self._tokens_waiting) / max(len(running), 1)
 
     def admit(self) -> bool:
-        """Put waiting requests into free rows: all that fit at first, then whenever enough rows are free."""
-        if self._settings.arrivals is not None:
-            self._receive(self._settings.arrivals)
+        """Put waiting requests into free rows: all that fit at first, then whenever enough rows are free.
+
+        Returns whether it has taken time.
+        """
+        has_waited = self._settings.arrivals is not None and self._receive(self._settings.arrivals)
         num_admitted = min(len(self._free), len(self._waiting))
         enough = max(1, round(len(self._occupants) * SHARE_TO_ADMIT))
         if not num_admitted or (not self._is_empty and num_admitted < min(enough, len(self._waiting))):
-            return False
-        has_admitted = False
+            return has_waited
         while self._free and self._waiting:
             group = self._next_group()
             if not group:
@@ -228,22 +232,22 @@ class RequestRows:
             for row, request in zip(rows, group, strict=True):
                 request.lifespan = (now, -1.0)
                 self._occupants[row] = request
-            has_admitted = True
-        return has_admitted
+            has_waited = True
+        return has_waited
 
-    def _receive(self, arrivals: Arrivals) -> None:
-        """Take what has arrived; wait for it if there is nothing to do."""
+    def _receive(self, arrivals: Arrivals) -> bool:
+        """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
+        has_waited = False
         while True:
             arrived = arrivals.next(is_idle=self._is_empty and not self._waiting)
-            self._is_open = arrived.is_open
+            self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
             self._waiting.extend(arrived.requests)
             self._tokens_waiting += sum(one.remaining for one in arrived.requests)
             for request, error in arrived.withdrawn:
                 self._withdraw(request, error)
-            if self._waiting and self._is_empty:
-                self._refuse()
+            self._refuse()
             if self._waiting or not self._is_empty or not self._is_open:
-                return
+                return has_waited
 
     def _withdraw(self, request: RowRequest, error: str) -> None:
         """End `request`, wherever it is."""
@@ -261,7 +265,7 @@ class RequestRows:
             self._retire(row, request, now)
 
     def _refuse(self) -> None:
-        """End waiting requests that will not fit."""
+        """End waiting requests for which there is no room."""
         for request in list(self._waiting):
             error = self._place.why_refused(request)
             if error is not None:

@@ -169,7 +169,7 @@ class Rows(Protocol):
         """Whether no row needs another round."""
 
     def admit(self) -> bool:
-        """Called before every round: put waiting requests into free rows. Returns whether any were.
+        """Called before every round: put waiting requests into free rows. Returns whether that took time.
 
         It may wait for requests where no row needs another round; `is_complete` is read afterwards.
         """

@@ -139,4 +139,6 @@ class RowSampling(LogitsProcessor):
         return scores.masked_fill((top_k == 0) & ~is_best, float("-inf"))
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("RowSampling reads the rows of a continuous batch; generate() has temperature, top_k, top_p.")
+        raise RuntimeError(
+            "RowSampling reads the rows of a continuous batch; generate() has temperature, top_k, top_p."
+        )
