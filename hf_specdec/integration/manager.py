@@ -333,12 +333,23 @@ class SpeculativeBatchingManager:
         ]
         return [self._add(requests) for requests in groups]
 
-    def why_refused(self, num_tokens: int) -> str | None:
-        """Why a prompt of `num_tokens` tokens would fail, or a request while the queue is full; None if neither."""
+    def check_room(self, num_tokens: int) -> None:
+        """Check that a prompt of `num_tokens` tokens may be added.
+
+        Raises:
+            ValueError: the target has no positions for it.
+            queue.Full: `max_queue_size` requests wait.
+        """
+        error = why_too_long(self.model, num_tokens, self._num_positions)
+        if error is not None:
+            raise ValueError(error)
         with self._changed:
             if self._is_full:
-                return self._about_full_queue()
-        return why_too_long(self.model, num_tokens, self._num_positions)
+                raise queue.Full(self._about_full_queue())
+
+    def is_active(self, request_id: str) -> bool:
+        """Whether a request of this id has been added and is not over."""
+        return request_id in self._active
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; its result has failed, with the tokens so far. Nothing happens if it is over."""
