@@ -122,7 +122,9 @@ def test_requests_of_managers_refuse_drafters():
         "add_requests": lambda **options: ContinuousBatchingManager.add_requests(None, prompts, **options),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError, match=rf"{name}\(\) was given assistant_model=Eagle3Drafter, but the drafter is"):
+        with pytest.raises(
+            ValueError, match=rf"{name}\(\) was given assistant_model=Eagle3Drafter, but the drafter is"
+        ):
             call(assistant_model=drafter)
         with pytest.raises(ValueError, match="assistant_model is the class AutoDrafter"):
             call(assistant_model=AutoDrafter)

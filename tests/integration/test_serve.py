@@ -12,6 +12,7 @@ from transformers.utils.import_utils import is_serve_available
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import cli, serve
+from hf_specdec.engine.rounds import RoundLoop
 from hf_specdec.integration.manager import SpeculativeBatchingManager
 
 needs_server = pytest.mark.skipif(
@@ -44,7 +45,7 @@ class Client:
         import openai
 
         self.target, self.tokenizer, self.model = target, tokenizer, str(folder / "target")
-        self.openai = openai
+        self.openai, self.port = openai, port
         self.api = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
 
     def ask(self, prompt, **options):
@@ -200,6 +201,27 @@ def test_a_full_queue_and_clients_that_leave(monkeypatch, folders):
         assert time.perf_counter() - begin < 10, "those that have left take no rows"
 
     served(monkeypatch, folders, work, "--max-requests", "1", "--max-queue-size", "1")
+
+
+@needs_server
+def test_a_round_that_fails(monkeypatch, folders):
+    """Everybody who waits gets the error, and who comes later, too; so does who asks for the server's health."""
+    import urllib.error
+    import urllib.request
+
+    def fail(self):
+        raise ZeroDivisionError("a round fails, in a test")
+
+    def work(client):
+        monkeypatch.setattr(RoundLoop, "_launch", fail)
+        for _ in range(2):
+            with pytest.raises(client.openai.InternalServerError) as refused:
+                client.ask([5, 6], max_tokens=5)
+            assert refused.value.status_code == 503 and "a round fails, in a test" in refused.value.response.text
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://localhost:{client.port}/health")
+
+    served(monkeypatch, folders, work)
 
 
 @needs_server
