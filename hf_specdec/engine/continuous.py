@@ -6,6 +6,7 @@ run on. A round does not know which of its rows are occupied: rows that no reque
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,9 +151,8 @@ class ContinuousRun:
                 return ContinuousOutput([], request.drafter.stats)
         if self._row_sampling is not None:
             self._row_sampling.filters = any(one.sampling.filters for one in first)
-        self._longest_prompt = max((len(one.prompt) for one in first), default=1)
         if self._target.is_captured:  # before the rows, which may take all memory that is left
-            self._group_lease(min(max(len(first), 1), request_rows.GROUP_SIZES[-1]))
+            self._open_group(first)
         self._lease = lease = self._open_most(first)
         counters = Counters(
             max(len(self.requests), 1),
@@ -268,7 +268,8 @@ class ContinuousRun:
         """
         if self._settings.arrivals is None:
             return []
-        texts = [one.longest for one in waiting if self._too_long is None or one.longest < self._too_long]
+        next_ones = itertools.islice(waiting, self._most)
+        texts = [one.longest for one in next_ones if self._too_long is None or one.longest < self._too_long]
         longest = max([*texts, self.capacity])
         most = max(self._rows_for(num_occupied + len(texts)), self.num_rows)
         is_longer = longest > self.capacity
@@ -288,6 +289,8 @@ class ContinuousRun:
                 lease = None
             if lease is not None:
                 self._stays = False
+                if num_rows < sizes[0][0]:
+                    self._most = num_rows
                 return self._switch(lease, rows)
             # The error, which held what was allocated, is gone.
             self._free_kept()
@@ -377,8 +380,7 @@ class ContinuousRun:
         """Prefill a group of requests and copy it into `rows` of the session of the rounds."""
         request, group, state = self._request, requests, self._lease.session.state
         longest = max(len(one.prompt) for one in group)
-        self._longest_prompt = max(longest, self._longest_prompt)
-        lease = self._group_lease(len(group))
+        lease = self._group_lease(len(group), longest)
         session = lease.session
         with settled_on_error(session):
             session.state.begin(
@@ -411,12 +413,18 @@ class ContinuousRun:
         """Rows of the buffers in which `count` requests are prefilled: a few sizes, where they are kept."""
         return next(size for size in request_rows.GROUP_SIZES if size >= count) if self._target.is_captured else count
 
-    def _group_lease(self, count: int) -> SessionLease:
-        """Where `count` requests are prefilled."""
+    def _open_group(self, requests: Sequence[RowRequest]) -> None:
+        """Open the session of the largest group of `requests`, of which some wait."""
+        count = min(max(len(requests), 1), request_rows.GROUP_SIZES[-1])
+        longest = max((len(one.prompt) for one in requests), default=1)
+        self._group_lease(count, min(longest, request_rows.MOST_GROUP_TOKENS // self.group_size(count)))
+
+    def _group_lease(self, count: int, longest: int) -> SessionLease:
+        """Where `count` requests are prefilled, whose prompts have at most `longest` tokens."""
         size, is_captured = self.group_size(count), self._target.is_captured
         lease = self._groups.get(size)
-        if lease is None or lease.shape.slots <= self._longest_prompt:
-            shape = shape_of(self._request, size, self._longest_prompt, is_captured)
+        if lease is None or lease.shape.slots <= longest:
+            shape = shape_of(self._request, size, longest, is_captured)
             lease = SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_for_groups=True)
             with settled_on_error(lease.take()):
                 lease.allocate()

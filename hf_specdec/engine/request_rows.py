@@ -265,11 +265,9 @@ class RequestRows:
             self._retire(row, request, now)
 
     def _refuse(self) -> None:
-        """End waiting requests for which there is no room."""
-        for request in list(self._waiting):
-            error = self._place.why_refused(request)
-            if error is not None:
-                self._withdraw(request, error)
+        """End the next waiting requests if there is no room for them."""
+        while self._waiting and (error := self._place.why_refused(self._waiting[0])) is not None:
+            self._withdraw(self._waiting[0], error)
 
     def _next_group(self) -> list[RowRequest]:
         """The next waiting requests: at most the free rows, the largest group, and `MOST_GROUP_TOKENS`."""

@@ -56,6 +56,9 @@ _WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2
 # The temperature of drafts for rows that are decoded greedily beside others that are sampled: nearly always the best.
 _GREEDY = SamplingSettings(1e-4, 0, 1.0)
 
+# Rounds in which scores are sorted are others than those in which they are not.
+_FILTERED = SamplingSettings(1.0, 50, 0.9)
+
 # Sampling settings that a request may have of its own if `per_request_processors` is set.
 SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
 
@@ -246,11 +249,12 @@ class SpeculativeBatchingManager:
         if policy.cuda_graphs:
             most = self.continuous_batching_config.max_requests_per_batch or policy.max_rows
             counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
-            prompt, sampling = torch.zeros(_WARMUP_PROMPT, dtype=torch.int64), self._sampling({})
+            prompt = torch.zeros(_WARMUP_PROMPT, dtype=torch.int64)
             self._generate(
                 _Script(
                     [
                         [RowRequest(0, prompt, _WARMUP_ANSWER, sampling=sampling) for _ in range(count)]
+                        for sampling in ((_GREEDY, _FILTERED) if self._samples_each else (SamplingSettings(),))
                         for count in sorted(counts)
                     ]
                 )
