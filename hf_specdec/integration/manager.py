@@ -69,11 +69,13 @@ class ManagedRequest(RowRequest):
 
     Attributes:
         request_id: its name.
+        prompt_ids: its prompt, which all of its results share.
         streaming: whether a result is delivered after every round.
         created_time: `time.perf_counter()` when it was added.
     """
 
     request_id: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
     streaming: bool = False
     created_time: float = field(default_factory=time.perf_counter)
 
@@ -88,7 +90,7 @@ class ManagedRequest(RowRequest):
             status = RequestStatus.FINISHED if self.error is None else RequestStatus.FAILED
         return GenerationOutput(
             request_id=self.request_id,
-            prompt_ids=self.prompt.tolist(),
+            prompt_ids=self.prompt_ids,
             generated_tokens=list(self.tokens),
             error=self.error,
             status=status,
@@ -317,10 +319,16 @@ class SpeculativeBatchingManager:
             RuntimeError: the manager is stopping, or has ended by an error.
             queue.Full: `max_queue_size` requests wait, and none got a row for some seconds; at once in an event loop.
         """
-        requests = self._requests_of(
-            input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, options
-        )
-        return self._add(requests)
+        try:
+            requests = self._requests_of(
+                input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, options
+            )
+            return self._add(requests)
+        except BaseException:
+            with self._changed:
+                if request_id not in self._active:
+                    self._handlers.pop(request_id, None)
+            raise
 
     def add_requests(
         self,
@@ -444,7 +452,7 @@ class SpeculativeBatchingManager:
         limit = self._limit(max_new_tokens, len(prompt))
         remaining = fitting_tokens(len(prompt), limit, self._num_positions)
         count = self.generation_config.num_return_sequences or 1
-        seeds = self._seeds_of(seed, count)
+        seeds, prompt_ids = self._seeds_of(seed, count), prompt.tolist()
         with self._changed:
             if request_id is None:
                 request_id, self._num_named = f"req_{self._num_named}", self._num_named + 1
@@ -461,6 +469,7 @@ class SpeculativeBatchingManager:
                 records_timestamps=record_timestamps,
                 error=why_too_long(self.model, len(prompt), self._num_positions),
                 request_id=request_id if number == count - 1 else f"{request_id}__child#{number}",
+                prompt_ids=prompt_ids,
                 streaming=streaming,
             )
             for number in range(count)

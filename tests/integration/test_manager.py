@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from case_counts import cases, num_cases
-from graph_stand_ins import replay_on_cpu
+from graph_stand_ins import replay_on_cpu, tape_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_state import traces
@@ -388,10 +388,13 @@ def test_requests_without_positions_fail_alone(running):
 
 
 @pytest.mark.core
-def test_a_request_has_its_own_sampling(running):
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_request_has_its_own_sampling(running, monkeypatch, is_captured):
     """Sampled with a seed or greedy, beside others, it says what it says alone."""
-    target = tiny_target("llama")
-    drafter = copy_of(target, noise=0.01).configure(3, draft_probs=True)
+    target = copy.deepcopy(tiny_target("llama"))
+    if is_captured:
+        tape_on_cpu(monkeypatch)
+    drafter = copy_of(target, noise=0.01).configure(3, draft_probs=True, compile_rounds=False)
     manager = running(target, drafter, rows=3, config={"per_request_processors": True})
     every = [
         {"do_sample": True, "temperature": 1.5, "seed": 3},
@@ -556,6 +559,12 @@ def test_handlers_of_an_event_loop(running):
     async def ask_all():
         return await asyncio.gather(*(ask(index, index % 2 == 0) for index in range(6)))
 
+    async def ask_wrongly():
+        manager.register_result_handler("wrong", print)
+        with pytest.raises(ValueError, match="max_new_tokens is 0"):
+            manager.add_request(prompts()[0], "wrong", max_new_tokens=0)
+
+    asyncio.run(ask_wrongly())
     for index, texts in enumerate(asyncio.run(ask_all())):
         assert texts[-1] == alone(index) and texts == sorted(texts, key=len)
     assert not manager._handlers and not manager._results
