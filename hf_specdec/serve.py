@@ -48,6 +48,9 @@ _NOT_COMPARED = frozenset(
     }
 )
 
+# Tokens of a text that the first buffers are made for; with the dummy slot they have a power of two of slots.
+LONGEST = 2047
+
 # Of the request that the current task handles: its seed, and the keywords of `add_request`.
 _SEED: ContextVar[int | None] = ContextVar("seed", default=None)
 _OPTIONS: ContextVar[dict[str, Any] | None] = ContextVar("options", default=None)
@@ -69,7 +72,7 @@ class ServeSettings:
     load_drafter: Callable[[PreTrainedModel], Drafter]
     max_rows: int | None = None
     max_queue_size: int = 0
-    longest: int = 0
+    longest: int = LONGEST
     warmup: bool = True
     managers: list[SpeculativeBatchingManager] = field(default_factory=list)
 
@@ -274,7 +277,12 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
     add("--num-assistant-tokens", "-k", help='draft tokens a round, or "auto", the default: chosen round by round')
     add("--max-requests", type=int, help="most requests that run at once; by default 256 on a GPU, 16 on a CPU")
     add("--max-queue-size", type=int, default=0, help="most requests that wait, 0 for any number; others are refused")
-    add("--longest", type=int, default=0, help="tokens of a text, prompt included, that the first buffers are made for")
+    add(
+        "--longest",
+        type=int,
+        default=LONGEST,
+        help=f"tokens of a text, prompt included, that the first buffers are made for; {LONGEST} by default",
+    )
     add(
         "--warmup",
         action=argparse.BooleanOptionalAction,

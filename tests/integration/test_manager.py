@@ -484,7 +484,7 @@ def test_wrong_requests_are_refused(running):
 
 
 @pytest.mark.core
-def test_what_is_not_supported_is_refused_at_once():
+def test_what_is_not_supported_is_refused_at_once(monkeypatch):
     target = tiny_target("llama")
     drafter = random_eagle3(target)
     wrong = [
@@ -501,6 +501,9 @@ def test_what_is_not_supported_is_refused_at_once():
     stock = tiny_target(STOCK_FAMILY)
     with pytest.raises(ValueError, match=r"runs on the static engine, but LlamaForCausalLM .* runs on the stock"):
         manager_of(stock, random_eagle3(stock))
+    monkeypatch.setattr(managers, "tensor_parallel_group", lambda model: "ranks")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is split over several processes, which would have to admit"):
+        manager_of(target, drafter)
 
 
 def test_processors_that_read_the_text_are_dropped(running):
