@@ -70,12 +70,21 @@ class RowRequest:
         return len(self.prompt) + self.remaining
 
     def add(self, tokens: Sequence[int], now: float) -> bool:
-        """Add generated tokens; returns whether it ends by `ends` or `criteria`, which may be before the last one."""
+        """Add what a round has committed, up to a token of `ends`; `criteria` may end it before that.
+
+        Returns:
+            whether it ends by either.
+        """
+        if self.criteria is None:
+            self.tokens += tokens
+            if self.records_timestamps:
+                self.timestamps += [now] * len(tokens)
+            return self.tokens[-1] in self.ends
         for token in tokens:
             self.tokens.append(token)
             if self.records_timestamps:
                 self.timestamps.append(now)
-            if token in self.ends or (self.criteria is not None and self._meets_criteria()):
+            if token in self.ends or self._meets_criteria():
                 return True
         return False
 

@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import queue
+import random
 import threading
 import time
 
@@ -24,7 +25,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, continuous
+from hf_specdec.engine import buckets, continuous, request_rows
 from hf_specdec.engine.continuous import ContinuousRun
 from hf_specdec.engine.rounds import RoundLoop
 from hf_specdec.integration import manager as managers
@@ -145,6 +146,51 @@ def test_random_schedules(data):
         finally:
             manager.stop(timeout=60)
     assert not manager.is_running() and not manager._active and not manager._results
+
+
+@pytest.mark.slow
+def test_many_requests_lose_nothing(monkeypatch):
+    """Thousands from several threads, a part of them cancelled: every one ends once, and nothing is left."""
+    rows = []
+    made = request_rows.RequestRows.__init__
+
+    def noted(self, *args):
+        rows.append(self)
+        made(self, *args)
+
+    monkeypatch.setattr(request_rows.RequestRows, "__init__", noted)
+    target = tiny_target("llama")
+    manager = manager_of(target, copy_of(target, noise=0.05), rows=16)
+    manager.start()
+    failures, ended = [], []
+
+    def ask(seed):
+        draw = random.Random(seed)
+        names = {}
+        for _ in range(500):
+            index, new = draw.randrange(12), draw.randint(1, 12)
+            names[manager.add_request(prompts()[index], max_new_tokens=new)] = index, new
+            if draw.random() < 0.2:
+                manager.cancel_request(draw.choice(list(names)))
+            if draw.random() < 0.05:
+                time.sleep(0.02)
+        for name, (index, new) in names.items():
+            result, expected = manager.get_result(name, timeout=120), alone(index, new=new)
+            if result.generated_tokens != (
+                expected if result.error is None else expected[: len(result.generated_tokens)]
+            ):
+                failures.append(result)
+            ended.append(name)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    manager.stop()
+    assert not failures and len(set(ended)) == len(ended) == 2000
+    assert not (manager._active or manager._results or manager._arrived or manager._withdrawn)
+    assert all(one.is_complete and sorted(one._free) == list(range(len(one._occupants))) for one in rows)
 
 
 @pytest.mark.core
