@@ -1,4 +1,4 @@
-"""The command line: `hf-specdec inspect` and `hf-specdec bench`."""
+"""The command line: `hf-specdec inspect`, `hf-specdec bench` and `hf-specdec serve`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 from .bench import add_bench
 from .inspection.report import add_inspect
+from .serve import add_serve
 
-# Each adds the parser of one subcommand and sets its default `run`, a function of the parsed arguments.
-SUBCOMMANDS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (add_inspect, add_bench)
+# Each adds the parser of one subcommand and sets its default `run`, a function of the parsed arguments. One that sets
+# `passes_on` gets arguments that it does not know in `others`.
+SUBCOMMANDS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (add_inspect, add_bench, add_serve)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         exit status: 0 on success, 1 after an `OSError` or `ValueError`, whose message is printed on stderr as one line.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, others = parser.parse_known_args(argv)
+    if others and not getattr(arguments, "passes_on", False):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.others = others
     try:
         arguments.run(arguments)
     except (OSError, ValueError) as error:

@@ -431,7 +431,7 @@ def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> tor
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """`values` of any shape divided by `by`, `[]` of the same dtype.
+    """`values` of any shape divided by `by`, `[]` or for broadcasting, of the same dtype.
 
     Equal bit for bit to `values / float(by)` of torch, which on a GPU multiplies by the reciprocal of a Python number
     (`div_true_kernel_cuda`).

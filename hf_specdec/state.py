@@ -15,6 +15,32 @@ from .patching.cache import LayerKind, PackedCache, RaggedCache
 # Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
 NO_TOKEN = -1
 
+# In `DecodeState.row_top_k`: more than any vocabulary has.
+NO_TOP_K = 2**31 - 1
+
+# Buffers of `DecodeState` with an entry for each row, apart from tokens and caches.
+_OF_ROWS = (
+    "lengths",
+    "limits",
+    "finished",
+    "eos",
+    "seeds",
+    "row_temperatures",
+    "row_top_k",
+    "row_tail",
+    "cached",
+    "draft_starts",
+)
+# What those of a row are, unless a call or a request says otherwise.
+_NEW_ROW = {
+    "eos": NO_TOKEN,
+    "row_temperatures": 1.0,
+    "row_top_k": NO_TOP_K,
+    "row_tail": 0.0,
+    "cached": 0,
+    "draft_starts": 0,
+}
+
 
 class Shape(NamedTuple):
     """What determines the sizes of the buffers of a generation and the operations of its rounds.
@@ -79,6 +105,25 @@ class PackedPrompts:
         self.last[upload([one.row for one in spans], self.last)] = upload(ends, self.last)
 
 
+class SamplingSettings(NamedTuple):
+    """How a row is sampled.
+
+    Attributes:
+        temperature: above 0.
+        top_k: from how many of the most likely tokens it is drawn; 0 for greedy decoding, `NO_TOP_K` for all.
+        top_p: in (0, 1], the share of probability of the most likely tokens that it is drawn from.
+    """
+
+    temperature: float = 1.0
+    top_k: int = NO_TOP_K
+    top_p: float = 1.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether it leaves tokens out, apart from greedy decoding."""
+        return 0 < self.top_k < NO_TOP_K or self.top_p < 1
+
+
 @dataclass
 class DecodeState:
     """Device buffers and settings of one `generate()` call over B rows; slot == position throughout.
@@ -88,10 +133,12 @@ class DecodeState:
         lengths: `[B]` int64, committed tokens of each row. The target has processed all of them but the last.
         limits: `[B]` int64, length at which a row ends.
         finished: `[B]` bool; a finished row computes on the dummy slot and commits nothing.
-        eos: `[E]` int64, tokens that end a row, filled up with `NO_TOKEN`.
+        eos: `[B, E]` int64, tokens that end each row, filled up with `NO_TOKEN`.
         seeds: `[B]` int64, keys of the rows' random numbers.
         temperature: `[]` float32, of sampling, for all rows; 1 when decoding is greedy.
-        row_temperatures: `[B]` float32, factors on `temperature`; 1 without a `RowTemperature` processor.
+        row_temperatures: `[B]` float32, factors on `temperature`; 1 without a `RowTemperature` or `RowSampling`.
+        row_top_k: `[B]` int64, of `RowSampling`: from how many tokens each row is drawn; 0 for greedy decoding.
+        row_tail: `[B]` float32, of `RowSampling`: 1 - `top_p`, the share of probability that is left out.
         slots: slots of every cache, the dummy slot, which is the last one, included.
         most_draft_tokens: the largest K of a round, for which buffers are made.
         num_draft_tokens: K of the next round.
@@ -122,6 +169,8 @@ class DecodeState:
     seeds: torch.Tensor
     temperature: torch.Tensor
     row_temperatures: torch.Tensor
+    row_top_k: torch.Tensor
+    row_tail: torch.Tensor
     slots: int
     most_draft_tokens: int
     num_draft_tokens: int
@@ -157,10 +206,12 @@ class DecodeState:
             lengths=lengths,
             limits=torch.ones(batch, dtype=torch.int64, device=device),
             finished=torch.ones(batch, dtype=torch.bool, device=device),
-            eos=torch.full((shape.num_ends,), NO_TOKEN, dtype=torch.int64, device=device),
+            eos=torch.full((batch, shape.num_ends), NO_TOKEN, dtype=torch.int64, device=device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),
             temperature=torch.ones((), dtype=torch.float32, device=device),
             row_temperatures=torch.ones(batch, dtype=torch.float32, device=device),
+            row_top_k=torch.full((batch,), NO_TOP_K, dtype=torch.int64, device=device),
+            row_tail=torch.zeros(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
             most_draft_tokens=shape.num_draft_tokens,
             num_draft_tokens=shape.num_draft_tokens,
@@ -196,16 +247,16 @@ class DecodeState:
         Args:
             prompts: `[length]` int64 each, without padding; rows of the buffers beyond them are finished.
             max_new_tokens: of all rows, or one number for each.
-            eos: `[E]` int64 or None.
+            eos: `[E]` int64, or `[len(prompts), E]` with those of each row; None for no such tokens.
             seeds: `[len(prompts)]` int64.
             temperature: of sampling; None when decoding is greedy.
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
             cached, draft_starts: of each prompt; 0 for all if None.
         """
         self.clear()
-        self.set_sampling(eos, temperature)
+        self.set_temperature(temperature)
         count = len(prompts)
-        self.admit(list(range(count)), prompts, max_new_tokens, seeds)
+        self.admit(list(range(count)), prompts, max_new_tokens, seeds, eos)
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures
         for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
@@ -219,6 +270,7 @@ class DecodeState:
         prompts: Sequence[torch.Tensor],
         max_new_tokens: int | Sequence[int],
         seeds: torch.Tensor,
+        eos: torch.Tensor | None,
     ) -> None:
         """Put prompts into `rows`, whatever was there before; arguments otherwise as of `begin`."""
         for row, prompt in zip(rows, prompts, strict=True):
@@ -227,13 +279,11 @@ class DecodeState:
         self.lengths[at] = lengths
         self.limits[at] = lengths + upload(max_new_tokens, self.limits)
         self.seeds[at] = seeds.to(self.seeds.device)
-        for buffer, value in (
-            (self.finished, False),
-            (self.row_temperatures, 1.0),
-            (self.cached, 0),
-            (self.draft_starts, 0),
-        ):
-            buffer[at] = value
+        for name, value in _NEW_ROW.items():
+            getattr(self, name)[at] = value
+        self.finished[at] = False
+        if eos is not None:
+            self.eos[at, : eos.shape[-1]] = eos.to(self.eos.device)
 
     def as_one_row(self, memory: Any) -> DecodeState:
         """This state with the rows of its buffers one behind the other, as the only row of another; for prefills.
@@ -253,19 +303,24 @@ class DecodeState:
 
     def clear(self) -> None:
         """Make all rows finished ones, of one token."""
-        for buffer in (self.tokens, self.cached, self.draft_starts):
-            buffer.zero_()
-        for buffer in (self.lengths, self.limits, self.row_temperatures):
+        self.tokens.zero_()
+        for buffer in (self.lengths, self.limits):
             buffer.fill_(1)
+        for name, value in _NEW_ROW.items():
+            getattr(self, name).fill_(value)
         self.finished.fill_(True)
         self.block_width = 1
 
-    def set_sampling(self, eos: torch.Tensor | None, temperature: float | None) -> None:
-        """Set what all rows share: tokens that end them, `[E]` int64 or None; the temperature, None if greedy."""
-        self.eos.fill_(NO_TOKEN)
-        if eos is not None:
-            self.eos[: len(eos)] = eos
+    def set_temperature(self, temperature: float | None) -> None:
+        """Set the temperature that all rows share; None if decoding is greedy."""
         self.temperature.fill_(1.0 if temperature is None else temperature)
+
+    def set_row_sampling(self, rows: Sequence[int], settings: Sequence[SamplingSettings]) -> None:
+        """Set how each of `rows` is sampled where `RowSampling` processes the scores."""
+        at = upload(rows, self.lengths)
+        self.row_temperatures[at] = upload([one.temperature for one in settings], self.row_temperatures)
+        self.row_top_k[at] = upload([one.top_k for one in settings], self.row_top_k)
+        self.row_tail[at] = upload([1 - one.top_p for one in settings], self.row_tail)
 
     def copy_rows(
         self, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor | None = None
@@ -282,7 +337,7 @@ class DecodeState:
         """
         taken = slice(len(rows)) if source_rows is None else source_rows
         self.tokens[rows, :slots] = source.tokens[taken, :slots]
-        for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts", "finished"):
+        for name in _OF_ROWS:
             getattr(self, name)[rows] = getattr(source, name)[taken]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):
@@ -372,7 +427,7 @@ class DecodeState:
         steps = torch.arange(result.tokens.shape[1], device=result.tokens.device)
         remaining = torch.where(self.finished, 0, self.limits - self.lengths)
         committed = torch.minimum(result.committed, remaining)
-        ends = (result.tokens[..., None] == self.eos).any(dim=-1) & (steps < committed[:, None])
+        ends = (result.tokens[..., None] == self.eos[:, None]).any(dim=-1) & (steps < committed[:, None])
         has_ended = ends.any(dim=1)
         committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
 

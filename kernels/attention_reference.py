@@ -120,5 +120,5 @@ def _packed_attention(
                 sinks,
                 softcap,
                 ends=ends[row : row + 1, mine] - start,
-            )[0]
+            )[0].to(out.dtype)  # autocast may have chosen another
     return out

@@ -32,6 +32,7 @@ ORDER = [
     "prompt_sources",
     "loading",
     "bench",
+    "serve",
     "cli",
 ]
 

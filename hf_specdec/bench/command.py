@@ -86,6 +86,11 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="drafters and the engine run all prompts in one generate_batch() on --batch-size rows",
     )
+    add(
+        "--serve",
+        action="store_true",
+        help="drafters and the engine run the prompts by a manager, --batch-size of them at once; latencies",
+    )
     add("--gpu-time", action="store_true", help="also record how long the GPU itself computes, in calls of their own")
     add("--random-weights", action="store_true", help="read config.json files only; prompts are random tokens")
     add("--prompt-length", type=int, nargs="+", default=[128], help="tokens of the prompts of --random-weights")
@@ -141,6 +146,7 @@ def measure(arguments: argparse.Namespace) -> None:
             bandwidth=bandwidth,
             gpu_time=arguments.gpu_time,
             continuous=arguments.continuous,
+            serve=arguments.serve,
             is_scripted=arguments.synthetic_acceptance is not None,
             progress=progress,
         )
@@ -202,8 +208,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_acceptance(arguments.synthetic_acceptance)
     if arguments.plots is not None:
         check_matplotlib()
-    if arguments.continuous and arguments.gpu_time:
-        raise ValueError("--gpu-time times rounds of one batch; drop it, or --continuous.")
+    for name in ("continuous", "serve"):
+        if getattr(arguments, name) and arguments.gpu_time:
+            raise ValueError(f"--gpu-time times rounds of one batch; drop it, or --{name}.")
+    if arguments.continuous and arguments.serve:
+        raise ValueError("--continuous and --serve are two ways to run the prompts; drop one of them.")
+    if arguments.serve and arguments.tensor_parallel:
+        raise ValueError("--serve runs in one process; drop it, or --tensor-parallel.")
     check_processes(arguments)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import AUTO
-from .measure import Case, Setting, Spread
+from .measure import Case, Latency, Setting, Spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +48,10 @@ def _spread(value: Spread | None, digits: int = 2) -> str:
     return f"{value.median:.{digits}f}{half}"
 
 
+def _latency(value: Latency | None, digits: int = 1) -> str:
+    return MISSING if value is None else f"{value.median:.{digits}f} / {value.p99:.{digits}f}"
+
+
 def _share(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:.0f} %"
 
@@ -79,6 +83,9 @@ COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("tokens/s", lambda case: _spread(case.tokens_per_second, 1)),
     ("speedup", lambda case: _number(case.speedup)),
     ("first ms", lambda case: _spread(case.ms_to_first_token, 1)),
+    ("first ms p50 / p99", lambda case: _latency(case.request_to_first_token)),
+    ("ms/token p50 / p99", lambda case: _latency(case.request_per_token, 2)),
+    ("gap ms p50 / p99", lambda case: _latency(case.request_gap, 2)),
     ("peak GB", lambda case: _gigabytes(case.peak_memory_bytes)),
     ("bandwidth", lambda case: _share(case.bandwidth_share)),
     ("per position", lambda case: " ".join(f"{share:.2f}" for share in case.acceptance_per_position) or MISSING),

@@ -39,6 +39,14 @@ def fewer_rows(rows: int, is_captured: bool) -> int | None:
     return fewer if fewer >= (FEWEST_CAPTURED_ROWS if is_captured else 1) else None
 
 
+def row_sizes(most: int, is_captured: bool) -> list[int]:
+    """Numbers of rows that continuous batching has, the fewest first; `most` is the last."""
+    sizes = [most]
+    while (fewer := fewer_rows(sizes[-1], is_captured)) is not None:
+        sizes.append(fewer)
+    return sizes[::-1]
+
+
 def slots_for(tokens: int, is_kept: bool) -> int:
     """Slots for rows of up to `tokens` tokens and the dummy slot; rounded up to a bucket if kept for other calls."""
     slots = tokens + 1

@@ -7,7 +7,10 @@ copied. A round does not know which of its rows are occupied: rows that no reque
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +18,13 @@ import torch
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
+from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
-from ..state import PromptSpan, Shape, upload
+from ..state import NO_TOKEN, DecodeState, PromptSpan, Shape, upload
 from ..stats import Counters, SpeculationStats
-from . import request_rows
 from .auto_drafts import Acceptance
-from .buckets import fewer_rows, next_power_of_two
+from .buckets import fewer_rows, next_power_of_two, row_sizes
+from .groups import PaddedGroups
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .request import Request
@@ -103,10 +107,10 @@ def decode_continuously(request: Request, settings: ContinuousBatching) -> Conti
 
 
 class ContinuousRun:
-    """A call by continuous batching.
+    """A call by continuous batching; also where its requests are, the `Place` of `RequestRows`.
 
     Args:
-        request: whose prompts are the requests.
+        request: whose prompts are the requests, unless requests arrive.
         settings: of continuous batching.
         target: of the call.
     """
@@ -114,43 +118,52 @@ class ContinuousRun:
     def __init__(self, request: Request, settings: ContinuousBatching, target: LazyTarget):
         self._request, self._settings, self._target = request, settings, target
         self._process = _processor_of(request)
-        device = request.model.device
-        self._seeds = request.seeds.to(device)
-        self.requests = [
-            RowRequest(index, prompt, request.remaining_after(len(prompt)), error=request.why_too_long(len(prompt)))
-            for index, prompt in enumerate(request.prompts.rows(device))
-        ]
-        self._is_packed = can_pack(target)
-        # By size: where groups of requests are prefilled, unless they are packed.
-        self._groups: dict[int, SessionLease] = {}
+        self._row_sampling = next((one for one in request.processors if type(one) is RowSampling), None)
+        self._most = settings.max_rows or policy_of(request.model.device).max_rows
+        self.requests = self._requests_of_call() if settings.arrivals is None else []
+        # Where requests are prefilled; None if their prompts are packed.
+        self._groups = None if can_pack(target) else PaddedGroups(request, target)
         self._acceptance = Acceptance(request.num_draft_tokens)
         # Whether rows stay where they are, since fewer are not worth their graphs, or there is no memory for them.
         self._stays = False
+        # Tokens of a text for which there was no memory.
+        self._too_long: int | None = None
+
+    def _requests_of_call(self) -> list[RowRequest]:
+        request, ends = self._request, self._request.eos_token_ids
+        ends = frozenset() if ends is None else frozenset(ends.tolist())
+        prompts = request.prompts.rows(request.model.device)
+        found = []
+        for index, (prompt, seed) in enumerate(zip(prompts, request.seeds.tolist(), strict=True)):
+            remaining = request.remaining_after(len(prompt))
+            one = RowRequest(index, prompt, remaining, remaining < request.max_new_tokens, ends, seed)
+            one.error = request.why_too_long(len(prompt))
+            one.records_timestamps = self._settings.record_timestamps
+            found.append(one)
+        return found
 
     def run(self) -> ContinuousOutput:
         """Generate for all requests."""
-        request = self._request
+        request, arrivals = self._request, self._settings.arrivals
         self._refuse_too_long()
-        if self._target.is_captured and not self._is_packed:  # before the rows, which may take all memory that is left
-            self._group_lease(min(request.batch, request_rows.GROUP_SIZES[-1]))
-        self._lease = lease = self._open_most()
-        ends = request.eos_token_ids
+        # The longest first: prompts of a group have similar lengths.
+        first = sorted((one for one in self.requests if one.error is None), key=lambda one: -len(one.prompt))
+        if arrivals is not None:
+            arrived = arrivals.next(is_idle=False)
+            first = list(arrived.requests)
+            if not first and not arrived.is_open:
+                return ContinuousOutput([], request.drafter.stats)
+        if self._row_sampling is not None:
+            self._row_sampling.filters = any(one.sampling.filters for one in first)
+        if self._target.is_captured and self._groups is not None:
+            self._groups.open(first)  # before the rows, which may take all memory that is left
+        self._lease = lease = self._open_most(first)
         counters = Counters(
-            request.batch, request.num_draft_tokens, self._acceptance.observe if request.is_auto else None
+            max(len(self.requests), 1),
+            request.num_draft_tokens,
+            self._acceptance.observe if request.is_auto else None,
         )
-        self._rows = rows = RequestRows(
-            lease.shape.batch,
-            # The longest first: prompts of a group have similar lengths.
-            sorted((one for one in self.requests if one.error is None), key=lambda one: -len(one.prompt)),
-            set() if ends is None else set(ends.tolist()),
-            request.max_new_tokens,
-            counters,
-            self._prefill_packed if self._is_packed else self._prefill_group,
-            None if self._is_packed else self._group_size,
-            self._settings,
-            self._fits_fewer,
-            self._move,
-        )
+        self._rows = rows = RequestRows(self, first, counters, self._settings)
         execution = lease.execution(self._process, first_k(request, lease.shape))
         start = time.perf_counter()
         self._stage = lease.stage(self._process, request, self._acceptance, rows.tokens_left)
@@ -160,8 +173,9 @@ class ContinuousRun:
             with settled_on_error(self._lease.session):
                 raise
         seconds = time.perf_counter() - start
-        for one in (*self._groups.values(), self._lease):
-            one.keep()
+        if self._groups is not None:
+            self._groups.keep()
+        self._lease.keep()
         request.drafter._last_stats = counters.summary(
             num_assistant_tokens=request.num_draft_tokens,
             engine="static",
@@ -180,26 +194,47 @@ class ContinuousRun:
             if one.error is not None:
                 end(one, now, self._settings)
 
-    def _open_most(self) -> SessionLease:
-        """A session with as many rows as were asked for, or as fit into memory; all of them are free."""
+    @property
+    def num_rows(self) -> int:
+        return self._lease.shape.batch
+
+    @property
+    def capacity(self) -> int:
+        return self._lease.shape.slots - 1
+
+    def _open_most(self, first: Sequence[RowRequest]) -> SessionLease:
+        """A session for the requests `first`, with as many rows as fit into memory; all of them are free."""
         request = self._request
-        most = self._settings.max_rows or policy_of(request.model.device).max_rows
-        num_rows = min(next_power_of_two(request.batch), most)
+        longest = max([one.longest for one in first], default=1)
+        if self._settings.arrivals is not None:
+            num_rows, longest = self._rows_for(len(first)), max(longest, self._settings.longest)
+        else:
+            num_rows = min(next_power_of_two(request.batch), self._most)
         while True:
             try:
-                return self._open(num_rows)
+                return self._open(num_rows, longest)
             except torch.OutOfMemoryError:
                 # Processes that run one model together need the same rows.
-                if num_rows == 1 or tensor_parallel_group(request.model) is not None:
+                if tensor_parallel_group(request.model) is not None:
+                    raise
+                # Requests that arrive are refused one by one, where there is no memory for them.
+                is_last = self._settings.arrivals is None or longest == self._settings.longest
+                if num_rows == 1 and is_last:
                     raise
             # The error, which held what was allocated, is gone.
-            sessions_of(request.drafter).clear()
-            torch.cuda.empty_cache()
-            num_rows //= 2
+            self._free_kept()
+            if num_rows > 1:
+                num_rows //= 2
+            else:
+                num_rows, longest = self._rows_for(len(first)), self._settings.longest
 
-    def _open(self, num_rows: int) -> SessionLease:
+    def _free_kept(self) -> None:
+        """Free what is kept for other calls."""
+        sessions_of(self._request.drafter).clear()
+        torch.cuda.empty_cache()
+
+    def _open(self, num_rows: int, longest: int) -> SessionLease:
         request = self._request
-        longest = max((len(one.prompt) + one.remaining for one in self.requests if one.error is None), default=1)
         shape = shape_of(request, num_rows, longest, self._target.is_captured)
         num_drafts = first_k(request, shape)
         lease = self._lease_of(shape)
@@ -220,8 +255,67 @@ class ContinuousRun:
         session = lease.session or lease.take()
         with settled_on_error(session):
             session.state.clear()
-            session.state.set_sampling(self._request.eos_token_ids, self._request.temperature)
+            session.state.set_temperature(self._request.temperature)
             lease.allocate()
+
+    def is_to_move(self, num_occupied: int, waiting: Sequence[RowRequest]) -> bool:
+        if waiting:
+            return bool(self._larger_sizes(num_occupied, waiting))
+        return self._fits_fewer(num_occupied)
+
+    def move(self, rows: list[int], waiting: Sequence[RowRequest]) -> Stage | None:
+        return self._move_to_larger(rows, waiting) if waiting else self._move_to_fewer(rows)
+
+    def _rows_for(self, count: int) -> int:
+        """The fewest rows, of a few numbers, that `count` requests fit into, or else the most."""
+        return next((size for size in row_sizes(self._most, self._target.is_captured) if size >= count), self._most)
+
+    def _larger_sizes(self, num_occupied: int, waiting: Sequence[RowRequest]) -> list[tuple[int, int]]:
+        """Rows, and tokens of a text, of sessions that have room for more of `waiting`, the best first; none if not.
+
+        Only where requests arrive; else there is room for all texts from the start.
+        """
+        if self._settings.arrivals is None:
+            return []
+        next_ones = itertools.islice(waiting, self._most)
+        texts = [one.longest for one in next_ones if self._too_long is None or one.longest < self._too_long]
+        longest = max([*texts, self.capacity])
+        most = max(self._rows_for(num_occupied + len(texts)), self.num_rows)
+        is_longer = longest > self.capacity
+        if not is_longer and most == self.num_rows:
+            return []
+        fewest = num_occupied + 1 if is_longer else self.num_rows + 1
+        sizes = {*row_sizes(self._most, self._target.is_captured), self.num_rows}
+        return [(size, longest) for size in sorted(sizes, reverse=True) if min(fewest, most) <= size <= most]
+
+    def _move_to_larger(self, rows: list[int], waiting: Sequence[RowRequest]) -> Stage | None:
+        """Let the requests of `rows` go on where more, or longer ones, fit, if there is memory for it."""
+        sizes = self._larger_sizes(len(rows), waiting)
+        for num_rows, longest in sizes:
+            try:
+                lease = self._open(num_rows, longest)
+            except torch.OutOfMemoryError:
+                lease = None
+            if lease is not None:
+                self._stays = False
+                if num_rows < sizes[0][0]:
+                    self._most = num_rows
+                return self._switch(lease, rows)
+            # The error, which held what was allocated, is gone.
+            self._free_kept()
+        if longest > self.capacity:
+            self._too_long = longest
+        else:
+            self._most = self.num_rows
+        return None
+
+    def why_refused(self, request: RowRequest) -> str | None:
+        if self._too_long is None or request.longest < self._too_long:
+            return None
+        return (
+            f"There is no memory for a text of {len(request.prompt)} tokens and {request.remaining} new ones; expected "
+            f"fewer than {self._too_long} together. Shorten the prompt, or lower max_new_tokens."
+        )
 
     def _fits_fewer(self, num_occupied: int) -> bool:
         """Whether `num_occupied` rows should go on in a smaller session; asked when no request waits."""
@@ -236,8 +330,10 @@ class ContinuousRun:
     def _smaller_lease(self, num_occupied: int) -> SessionLease | None:
         """For a session with the fewest rows to which so many move; None if they stay."""
         shape = self._lease.shape
+        # Where requests arrive, half of the rows stay free for them, so that they do not move at every arrival.
+        count = num_occupied if self._settings.arrivals is None or num_occupied == 1 else 2 * num_occupied
         rows, fewer = shape.batch, fewer_rows(shape.batch, self._target.is_captured)
-        while fewer is not None and num_occupied <= fewer:
+        while fewer is not None and count <= fewer:
             rows, fewer = fewer, fewer_rows(fewer, self._target.is_captured)
         return None if rows == shape.batch else self._lease_of(shape._replace(batch=rows))
 
@@ -256,81 +352,74 @@ class ContinuousRun:
         is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * session.capture_seconds
         return bool(from_first_rank(torch.tensor(is_worth), self._request.model))
 
-    def _move(self, rows: list[int]) -> tuple[Stage, int] | None:
+    def _move_to_fewer(self, rows: list[int]) -> Stage | None:
         """Let the requests of `rows` go on in the first rows of a smaller session, if there is memory for it."""
-        request, before, num_drafts = self._request, self._lease, self._stage.drafts.current
+        before = self._lease
         lease = self._smaller_lease(len(rows))
         try:
             self._clear(lease)
         except torch.OutOfMemoryError:
             # Processes that run one model together need the same rows.
-            if tensor_parallel_group(request.model) is not None:
+            if tensor_parallel_group(self._request.model) is not None:
                 raise
             self._stays = True
             return None
-        state, source = lease.session.state, before.session.state
-        to, taken = upload(list(range(len(rows))), self._seeds), upload(rows, self._seeds)
-        state.copy_rows(to, source, self._rows.longest(), taken)
-        request.drafter.copy_rows(state, to, source, self._rows.longest(), taken)
         # Its graphs are expected to take as long as those of the session before.
         lease.session.capture_seconds = lease.session.capture_seconds or before.session.capture_seconds
+        return self._switch(lease, rows)
+
+    def _switch(self, lease: SessionLease, rows: list[int]) -> Stage:
+        """Let the requests of `rows` go on in the first rows of the session of `lease`, which are free."""
+        request, before, num_drafts = self._request, self._lease, self._stage.drafts.current
+        if rows:
+            state, source = lease.session.state, before.session.state
+            to, taken = upload(list(range(len(rows))), source.lengths), upload(rows, source.lengths)
+            state.copy_rows(to, source, self._rows.longest(), taken)
+            request.drafter.copy_rows(state, to, source, self._rows.longest(), taken)
         before.keep()
         self._lease = lease
         self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)
-        return self._stage, lease.shape.batch
+        return self._stage
 
-    def _prefill_packed(self, rows: list[int], group: list[RowRequest]) -> None:
-        """Prefill `group` in `rows` of the session of the rounds."""
-        lease = self._lease
+    def finish(self, rows: list[int]) -> None:
+        finished = self._lease.session.state.finished
+        finished[upload(rows, self._lease.session.state.lengths)] = True
+
+    def prefill(self, rows: list[int], requests: list[RowRequest]) -> None:
+        lease, fill = self._lease, functools.partial(self._fill, requests)
+        state = lease.session.state
+        if self._row_sampling is not None:
+            running = [one for one in self._rows.occupants() if one is not None]
+            self._row_sampling.filters = any(one.sampling.filters for one in (*running, *requests))
+        if self._groups is not None:
+            self._groups.prefill(state, rows, requests, fill)
+            return
         with settled_on_error(lease.session):
-            lease.session.state.admit(
-                rows,
-                [one.prompt for one in group],
-                [one.remaining for one in group],
-                self._seeds[upload([one.index for one in group], self._seeds)],
-            )
-            spans = [PromptSpan(row, 0, len(one.prompt) - 1) for row, one in zip(rows, group, strict=True)]
+            fill(state, rows)
+            spans = [PromptSpan(row, 0, len(one.prompt) - 1) for row, one in zip(rows, requests, strict=True)]
             if lease.prefill.lacks(spans):
                 lease.prefill.capture(spans)
-            lease.prefill.run_rows(spans, upload(rows, self._seeds))
+            lease.prefill.run_rows(spans, upload(rows, state.lengths))
 
-    def _prefill_group(self, rows: list[int], group: list[RowRequest]) -> None:
-        """Prefill `group` and copy it into `rows` of the session of the rounds."""
-        request, state = self._request, self._lease.session.state
-        longest = max(len(one.prompt) for one in group)
-        lease = self._group_lease(len(group))
-        session = lease.session
-        with settled_on_error(session):
-            session.state.begin(
-                [one.prompt for one in group],
-                [one.remaining for one in group],
-                request.eos_token_ids,
-                self._seeds[upload([one.index for one in group], self._seeds)],
-                request.temperature,
-            )
-            spans = [PromptSpan(row, 0, len(one.prompt) - 1) for row, one in enumerate(group)]
-            if lease.prefill.lacks(spans):
-                lease.prefill.capture(spans)
-            lease.prefill.run(spans)
-            to = upload(rows, self._seeds)
-            state.copy_rows(to, session.state, longest)
-            request.drafter.copy_rows(state, to, session.state, longest)
+    def _fill(self, requests: Sequence[RowRequest], state: DecodeState, rows: Sequence[int]) -> None:
+        """Put `requests` into `rows` of `state`, not prefilled."""
+        state.admit(
+            rows,
+            [one.prompt.to(state.tokens.device) for one in requests],
+            [one.remaining for one in requests],
+            upload([one.seed for one in requests], state.seeds),
+            self._ends_of(requests),
+        )
+        if self._row_sampling is not None:
+            state.set_row_sampling(rows, [one.sampling for one in requests])
 
-    def _group_size(self, count: int) -> int:
-        """Rows of the buffers in which `count` requests are prefilled: a few sizes, where they are kept."""
-        return next(size for size in request_rows.GROUP_SIZES if size >= count) if self._target.is_captured else count
+    def _ends_of(self, group: Sequence[RowRequest]) -> torch.Tensor | None:
+        """`[len(group), E]` int64: the tokens that end each request, filled up with `NO_TOKEN`; None without any."""
+        width = max(len(one.ends) for one in group)
+        if width == 0:
+            return None
+        rows = [[*one.ends, *[NO_TOKEN] * (width - len(one.ends))] for one in group]
+        return upload(rows, self._lease.session.state.eos)
 
-    def _group_lease(self, count: int) -> SessionLease:
-        """Where `count` requests are prefilled."""
-        size, is_captured = self._group_size(count), self._target.is_captured
-        lease = self._groups.get(size)
-        if lease is None:
-            longest = max((len(one.prompt) for one in self.requests if one.error is None), default=1)
-            shape = shape_of(self._request, size, longest, is_captured)
-            lease = SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_continuous=True)
-            with settled_on_error(lease.take()):
-                lease.allocate()
-            if not is_captured:
-                self._groups.clear()
-            self._groups[size] = lease
-        return lease
+    def group_size(self, count: int) -> int | None:
+        return None if self._groups is None else self._groups.size(count)

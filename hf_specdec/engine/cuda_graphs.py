@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 WARM_UPS = 2
 
 # Options of torch's compiler. By default it pads strides, those of kernels' inputs, too, which are launched with the
-# strides that tracing has seen. Padding the few rows of a round costs time; launching independent kernels together, such
-# as those of queries and keys, saves it (one H200, EAGLE-3 on an 8B target, K = 3: 5.50 ms a round with the defaults,
-# 5.45 without padding, 5.39 with combined kernels, too).
+# strides that tracing has seen. Padding the few rows of a round costs time; launching independent kernels together,
+# such as those of queries and keys, saves it (one H200, EAGLE-3 on an 8B target, K = 3: 5.50 ms a round with the
+# defaults, 5.45 without padding, 5.39 with combined kernels, too).
 _OPTIONS = {
     "inductor": {
         "comprehensive_padding": False,

@@ -126,19 +126,28 @@ class Request:
 
     def why_too_long(self, length: int) -> str | None:
         """What is wrong with a prompt of `length` tokens, if the target has no positions for them; None otherwise."""
-        count = self._num_positions
-        if count is None or length <= count:
-            return None
-        return (
-            f"A prompt has {length} tokens, but {type(self.model).__name__} has {count} positions "
-            "(max_position_embeddings); expected no more tokens than that."
-        )
+        return why_too_long(self.model, length, self._num_positions)
 
     def remaining_after(self, length: int) -> int:
         """How many tokens a prompt of `length` tokens may add; the last token of a text is not embedded."""
         count = self._num_positions
-        return self.max_new_tokens if count is None else min(self.max_new_tokens, count + 1 - length)
+        return fitting_tokens(length, self.max_new_tokens, count)
 
     def keeps(self, name: str) -> bool:
         """Whether the caller gets the `"scores"`, `"logits"` or `"hidden_states"` of every step."""
         return bool(self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"))
+
+
+def why_too_long(model: PreTrainedModel, length: int, count: int | None) -> str | None:
+    """What is wrong with a prompt of `length` tokens, if `model` has `count` positions; None if nothing is."""
+    if count is None or length <= count:
+        return None
+    return (
+        f"A prompt has {length} tokens, but {type(model).__name__} has {count} positions "
+        "(max_position_embeddings); expected no more tokens than that."
+    )
+
+
+def fitting_tokens(length: int, max_new_tokens: int, count: int | None) -> int:
+    """How many of `max_new_tokens` a prompt of `length` tokens may add, if there are `count` positions."""
+    return max_new_tokens if count is None else min(max_new_tokens, count + 1 - length)

@@ -6,10 +6,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
+from transformers import StoppingCriteriaList
 
 from ..patching.patch import caller
+from ..state import SamplingSettings
 from ..stats import Counters
 from .rounds import Stage
 
@@ -23,16 +26,22 @@ MOST_GROUP_TOKENS = 16384
 SHARE_TO_ADMIT = 1 / 8
 
 
-@dataclass
+@dataclass(eq=False)
 class RowRequest:
-    """A request of a call: one row of its prompts.
+    """A request: one row of the prompts of a call, or one that has arrived since.
 
     Attributes:
-        index: row of the prompts.
+        index: row of the prompts; 0 for one that has arrived.
         prompt: `[length]` int64.
         remaining: tokens that it may add.
+        is_cut: whether these are fewer than were asked for, since the target has no positions for more.
+        ends: tokens that end it.
+        seed: key of its random numbers.
+        sampling: how it is sampled, where requests have settings of their own.
+        criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
+        records_timestamps: whether `timestamps` are recorded.
         tokens: generated so far.
-        timestamps: `time.perf_counter()` when each of them reached the host; empty unless they are recorded.
+        timestamps: `time.perf_counter()` when each of them reached the host.
         error: why it ended without an end-of-sequence token and before its limit; None if it did not.
         lifespan: when it was admitted and when it ended.
     """
@@ -40,6 +49,12 @@ class RowRequest:
     index: int
     prompt: torch.Tensor
     remaining: int
+    is_cut: bool = False
+    ends: frozenset[int] = frozenset()
+    seed: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    criteria: StoppingCriteriaList | None = None
+    records_timestamps: bool = False
     tokens: list[int] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     error: str | None = None
@@ -49,6 +64,58 @@ class RowRequest:
     def is_over(self) -> bool:
         return self.lifespan[1] >= 0
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of its text, prompt included."""
+        return len(self.prompt) + self.remaining
+
+    def add(self, tokens: Sequence[int], now: float) -> bool:
+        """Add what a round has committed, up to a token of `ends`; `criteria` may end it before that.
+
+        Returns:
+            whether it ends by either.
+        """
+        if self.criteria is None:
+            self.tokens += tokens
+            if self.records_timestamps:
+                self.timestamps += [now] * len(tokens)
+            return self.tokens[-1] in self.ends
+        for token in tokens:
+            self.tokens.append(token)
+            if self.records_timestamps:
+                self.timestamps.append(now)
+            if token in self.ends or self._meets_criteria():
+                return True
+        return False
+
+    def _meets_criteria(self) -> bool:
+        text = torch.cat([self.prompt.cpu(), torch.tensor(self.tokens)])[None]
+        with caller():
+            return bool(self.criteria(text, None).all())
+
+
+class Arrived(NamedTuple):
+    """What has happened to requests since the last round.
+
+    Attributes:
+        requests: that have arrived, in the order in which they are admitted.
+        withdrawn: requests that end at once, with an error for each.
+        is_open: whether more may arrive.
+        has_waited: whether time was spent on waiting.
+    """
+
+    requests: Sequence[RowRequest] = ()
+    withdrawn: Sequence[tuple[RowRequest, str]] = ()
+    is_open: bool = True
+    has_waited: bool = False
+
+
+class Arrivals(Protocol):
+    """Requests that arrive while rounds run."""
+
+    def next(self, is_idle: bool) -> Arrived:
+        """What has arrived; called before every round. It may wait, for long only if `is_idle`: no round is due."""
+
 
 @dataclass(frozen=True)
 class ContinuousBatching:
@@ -56,78 +123,97 @@ class ContinuousBatching:
 
     Attributes:
         max_rows: most rows that rounds run on; None for the device's `DevicePolicy.max_rows`.
-        record_timestamps: whether to record when each token reached the host.
+        record_timestamps: whether to record when each token of the call's requests reached the host.
         on_finished: called with every request that has ended, in the order in which they end.
+        on_tokens: called after a round with the requests that it has given tokens and not ended.
+        arrivals: requests that arrive while rounds run; the call's prompts, of which only the settings are taken, are
+            no requests then. None if the call's prompts are the requests.
+        longest: tokens of the texts that the first buffers are made for, if requests arrive.
+        drops_processors: whether logits processors that continuous batching does not run are left out, with a warning;
+            they are an error otherwise.
     """
 
     max_rows: int | None = None
     record_timestamps: bool = False
     on_finished: Callable[[RowRequest], None] | None = None
+    on_tokens: Callable[[list[RowRequest]], None] | None = None
+    arrivals: Arrivals | None = None
+    longest: int = 1
+    drops_processors: bool = False
+
+
+class Place(Protocol):
+    """Where the requests of `RequestRows` are: a session, and what it can do."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the session."""
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a text, prompt included."""
+
+    def prefill(self, rows: list[int], requests: list[RowRequest]) -> None:
+        """Let `requests` occupy `rows`."""
+
+    def group_size(self, count: int) -> int | None:
+        """Rows of the buffers in which so many requests are prefilled, padded; None if prompts are packed."""
+
+    def finish(self, rows: list[int]) -> None:
+        """Let `rows` be finished ones, which no later round gives tokens."""
+
+    def is_to_move(self, num_occupied: int, waiting: Sequence[RowRequest]) -> bool:
+        """Whether the requests of the occupied rows should go on in another session."""
+
+    def move(self, rows: list[int], waiting: Sequence[RowRequest]) -> Stage | None:
+        """Let the requests of `rows` go on in the first rows of another session; None if they stay."""
+
+    def why_refused(self, request: RowRequest) -> str | None:
+        """Why there is no room for `request`; None if there may be."""
 
 
 class RequestRows:
     """The rows of a session, and the requests that occupy them or wait for one; the `Rows` of a round loop.
 
     Args:
-        num_rows: of the session.
+        place: where the requests are.
         requests: that wait, in the order in which they are admitted.
-        ends: tokens that end a request.
-        max_new_tokens: of every request; one that may add fewer and reaches that limit has failed.
         counters: of the requests, by their `index`.
-        prefill: called with rows and with the requests that are to occupy them.
-        size_of: rows of the buffers in which so many requests are prefilled, padded; None if they are packed.
         settings: of continuous batching.
-        fits_fewer: called when no request waits, with the number of rows that are occupied: whether their requests
-            should move to a smaller session.
-        move: called with these rows: the first of the smaller session take their requests. Returns where rounds run
-            from then on, and the number of its rows; None if they stay.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        requests: Sequence[RowRequest],
-        ends: set[int],
-        max_new_tokens: int,
-        counters: Counters,
-        prefill: Callable[[list[int], list[RowRequest]], None],
-        size_of: Callable[[int], int] | None,
-        settings: ContinuousBatching,
-        fits_fewer: Callable[[int], bool] = lambda num_occupied: False,
-        move: Callable[[list[int]], tuple[Stage, int] | None] = lambda rows: None,
-    ):
-        self._occupants: list[RowRequest | None] = [None] * num_rows
-        self._free = list(range(num_rows))
+    def __init__(self, place: Place, requests: Sequence[RowRequest], counters: Counters, settings: ContinuousBatching):
+        self._place = place
+        self._occupants: list[RowRequest | None] = [None] * place.num_rows
+        self._free = list(range(place.num_rows))
         self._waiting = deque(requests)
         self._tokens_waiting = sum(one.remaining for one in requests)
-        self._ends = ends
-        self._max_new_tokens = max_new_tokens
         self._counters = counters
-        self._prefill = prefill
-        self._size_of = size_of
         self._settings = settings
-        self._fits_fewer, self._move = fits_fewer, move
-        self._enough_to_admit = max(1, round(num_rows * SHARE_TO_ADMIT))
+        self._is_open = settings.arrivals is not None
         self.rounds_by_k: Counter[int] = Counter()
 
     @property
     def is_complete(self) -> bool:
-        return not self._waiting and len(self._free) == len(self._occupants)
+        return not self._is_open and not self._waiting and self._is_empty
 
     @property
-    def fits_fewer(self) -> bool:
-        if self._waiting or self.is_complete:
+    def _is_empty(self) -> bool:
+        return len(self._free) == len(self._occupants)
+
+    @property
+    def is_to_move(self) -> bool:
+        if self._is_empty and not self._waiting:
             return False
-        return self._fits_fewer(len(self._occupants) - len(self._free))
+        return self._place.is_to_move(len(self._occupants) - len(self._free), self._waiting)
 
     def move(self) -> Stage | None:
         rows = [row for row, one in enumerate(self._occupants) if one is not None]
-        moved = self._move(rows)
-        if moved is None:
-            return None
-        stage, num_rows = moved
-        self._occupants = [self._occupants[row] for row in rows] + [None] * (num_rows - len(rows))
-        self._free = list(range(len(rows), num_rows))
+        stage = self._place.move(rows, self._waiting)
+        if stage is not None:
+            num_rows = self._place.num_rows
+            self._occupants = [self._occupants[row] for row in rows] + [None] * (num_rows - len(rows))
+            self._free = list(range(len(rows), num_rows))
         return stage
 
     def tokens_left(self) -> float:
@@ -136,29 +222,72 @@ class RequestRows:
         return (sum(running) + self._tokens_waiting) / max(len(running), 1)
 
     def admit(self) -> bool:
-        """Put waiting requests into free rows: all that fit at first, then whenever enough rows are free."""
+        """Put waiting requests into free rows: all that fit at first, then whenever enough rows are free.
+
+        Returns whether it has taken time.
+        """
+        has_waited = self._settings.arrivals is not None and self._receive(self._settings.arrivals)
         num_admitted = min(len(self._free), len(self._waiting))
-        is_idle = len(self._free) == len(self._occupants)
-        if not num_admitted or (not is_idle and num_admitted < min(self._enough_to_admit, len(self._waiting))):
-            return False
+        enough = max(1, round(len(self._occupants) * SHARE_TO_ADMIT))
+        if not num_admitted or (not self._is_empty and num_admitted < min(enough, len(self._waiting))):
+            return has_waited
         while self._free and self._waiting:
             group = self._next_group()
+            if not group:
+                break
             rows = [self._free.pop() for _ in group]
-            self._prefill(rows, group)
+            self._place.prefill(rows, group)
             now = time.perf_counter()
             for row, request in zip(rows, group, strict=True):
                 request.lifespan = (now, -1.0)
                 self._occupants[row] = request
-        return True
+            has_waited = True
+        return has_waited
+
+    def _receive(self, arrivals: Arrivals) -> bool:
+        """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
+        has_waited = False
+        while True:
+            arrived = arrivals.next(is_idle=self._is_empty and not self._waiting)
+            self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
+            self._waiting.extend(arrived.requests)
+            self._tokens_waiting += sum(one.remaining for one in arrived.requests)
+            for request, error in arrived.withdrawn:
+                self._withdraw(request, error)
+            self._refuse()
+            if self._waiting or not self._is_empty or not self._is_open:
+                return has_waited
+
+    def _withdraw(self, request: RowRequest, error: str) -> None:
+        """End `request`, wherever it is."""
+        if request.is_over:
+            return
+        request.error = error
+        now = time.perf_counter()
+        if request in self._waiting:
+            self._waiting.remove(request)
+            self._tokens_waiting -= request.remaining
+            end(request, now, self._settings)
+        elif request in self._occupants:
+            row = self._occupants.index(request)
+            self._place.finish([row])
+            self._retire(row, request, now)
+
+    def _refuse(self) -> None:
+        """End the next waiting requests if there is no room for them."""
+        while self._waiting and (error := self._place.why_refused(self._waiting[0])) is not None:
+            self._withdraw(self._waiting[0], error)
 
     def _next_group(self) -> list[RowRequest]:
         """The next waiting requests: as many as rows are free, or if padded as a group may have."""
         group: list[RowRequest] = []
-        longest = 0
-        most = len(self._free) if self._size_of is None else min(len(self._free), GROUP_SIZES[-1])
+        longest, is_padded = 0, self._place.group_size(1) is not None
+        most = min(len(self._free), GROUP_SIZES[-1]) if is_padded else len(self._free)
         while self._waiting and len(group) < most:
+            if self._waiting[0].longest > self._place.capacity:
+                break
             longest = max(longest, len(self._waiting[0].prompt))
-            if group and self._size_of is not None and longest * self._size_of(len(group) + 1) > MOST_GROUP_TOKENS:
+            if group and is_padded and longest * self._place.group_size(len(group) + 1) > MOST_GROUP_TOKENS:
                 break
             group.append(self._waiting.popleft())
             self._tokens_waiting -= group[-1].remaining
@@ -180,25 +309,32 @@ class RequestRows:
     ) -> None:
         self.rounds_by_k[len(tokens[0]) - 1] += 1
         now = time.perf_counter()
+        going_on, stopped = [], []
         for row, request in enumerate(occupants):
             if request is None or request.is_over:
                 continue
             count = committed[row]
             drafted = min(request.remaining - len(request.tokens), len(tokens[row]) - 1)
             self._counters.count(request.index, accepted[row], count, drafted)
-            request.tokens += tokens[row][:count]
-            if self._settings.record_timestamps:
-                request.timestamps += [now] * count
-            if request.tokens[-1] in self._ends:
+            if request.add(tokens[row][:count], now):
+                if request.criteria is not None:  # the device knows of tokens only
+                    stopped.append(row)
                 self._retire(row, request, now)
             elif len(request.tokens) >= request.remaining:
-                if request.remaining < self._max_new_tokens:
+                if request.is_cut:
                     request.error = (
                         f"The request has {len(request.prompt)} tokens and has not ended after {request.remaining} new "
                         "ones, but the target has no positions for more; expected a limit (max_new_tokens) that fits "
                         "max_position_embeddings."
                     )
                 self._retire(row, request, now)
+            else:
+                going_on.append(request)
+        if stopped:
+            self._place.finish(stopped)
+        if going_on and self._settings.on_tokens is not None:
+            with caller():
+                self._settings.on_tokens(going_on)
 
     def _retire(self, row: int, request: RowRequest, now: float) -> None:
         self._occupants[row] = None

@@ -120,11 +120,14 @@ class Rows(Protocol):
         """Whether no row needs another round."""
 
     def admit(self) -> bool:
-        """Called before every round: put waiting requests into free rows. Returns whether any were."""
+        """Called before every round: put waiting requests into free rows. Returns whether that took time.
+
+        It may wait for requests where no row needs another round; `is_complete` is read afterwards.
+        """
 
     @property
-    def fits_fewer(self) -> bool:
-        """Whether rounds should run on a state with fewer rows."""
+    def is_to_move(self) -> bool:
+        """Whether rounds should run on a state with another number of rows, or of slots."""
 
     def move(self) -> Stage | None:
         """Move to such a state; the results of all rounds have been taken. None if there is no memory for it."""
@@ -257,12 +260,14 @@ class RoundLoop:
 
     def run(self) -> None:
         """Run rounds until the rows are complete. Rounds that the device began after that are ignored."""
-        while not self._rows.is_complete:
+        while True:
             if self._rows.admit():
                 self._last = None
-            if self._rows.fits_fewer:
+            if self._rows.is_complete:
+                return
+            if self._rows.is_to_move:
                 self._read_results(0)
-                if self._rows.fits_fewer:
+                if self._rows.is_to_move:
                     self._stage, self._last = self._rows.move() or self._stage, None
             else:
                 self._launch()
@@ -323,7 +328,7 @@ class CallRows:
     def is_complete(self) -> bool:
         return self.transcript.is_complete
 
-    fits_fewer = False
+    is_to_move = False
 
     def admit(self) -> bool:
         return False

@@ -59,15 +59,10 @@ def generate_batch(
     """
     if len(inputs) == 0:
         return {}
-    prompts = [_tokens_of(prompt, index) for index, prompt in enumerate(inputs)]
-    _check_length(model, generation_config, kwargs)
+    prompts = [tokens_of(prompt, index) for index, prompt in enumerate(inputs)]
+    check_length(model, generation_config, kwargs)
     settings = continuous_batching_config or ContinuousBatchingConfig()
-    asked = [name for name in _UNSUPPORTED if getattr(settings, name, None)]
-    if asked:
-        raise ValueError(f"{', '.join(asked)} is set, but generate_batch() with a drafter returns texts only; drop it.")
-    rows = settings.max_requests_per_batch
-    if rows is not None and rows < 1:
-        raise ValueError(f"max_requests_per_batch is {rows}; expected at least 1, or None.")
+    check_config(settings)
     width = max(map(len, prompts))
     input_ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -77,7 +72,7 @@ def generate_batch(
         def on_finished(request: RowRequest) -> None:
             bar.update(1)
 
-        run = ContinuousBatching(rows, record_timestamps, on_finished)
+        run = ContinuousBatching(settings.max_requests_per_batch, record_timestamps, on_finished)
         with continuous_batching(run):
             output = model.generate(
                 input_ids=input_ids.to(model.device),
@@ -94,7 +89,19 @@ def generate_batch(
     return {result.request_id: result for result in results}
 
 
-def _tokens_of(prompt: Any, index: int) -> torch.Tensor:
+def check_config(settings: ContinuousBatchingConfig) -> None:
+    """Raise `ValueError` if `settings` ask for what continuous batching with a drafter does not have."""
+    asked = [name for name in _UNSUPPORTED if getattr(settings, name, None)]
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)} is set, but continuous batching with a drafter returns texts only; drop it."
+        )
+    rows = settings.max_requests_per_batch
+    if rows is not None and rows < 1:
+        raise ValueError(f"max_requests_per_batch is {rows}; expected at least 1, or None.")
+
+
+def tokens_of(prompt: Any, index: int) -> torch.Tensor:
     """`prompt`, which is `inputs[index]`, as `[length]` int64 on the host.
 
     Raises:
@@ -112,7 +119,7 @@ def _tokens_of(prompt: Any, index: int) -> torch.Tensor:
     return tokens.long().cpu()
 
 
-def _check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+def check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if a call states how long texts may be with their prompts, whose lengths differ."""
     places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
     asked = {name: next((one[name] for one in places if one.get(name) is not None), None) for name in _LENGTHS}

@@ -27,7 +27,7 @@ from ..engine.request_rows import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
-from ..sampling.processors import check_processors
+from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
 from .eligibility import empty_attentions, why_not_static
 from .validation import check_prompts, check_same_device, check_tokens
@@ -157,6 +157,8 @@ def generate_with_drafter(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     check_prompts(input_ids, mask, model_kwargs)
+    if continuous is not None and continuous.drops_processors:
+        logits_processor = _pointwise(logits_processor)
     check_processors(logits_processor)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
@@ -201,6 +203,17 @@ def generate_with_drafter(
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def _pointwise(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Those of `processors` that continuous batching runs; a warning names the others."""
+    dropped = sorted({type(one).__name__ for one in processors if type(one) not in POINTWISE_PROCESSORS})
+    if dropped:
+        _warn(
+            f"{', '.join(dropped)} of the generation config reads the text and is dropped, as by transformers' own "
+            "continuous batching; ContinuousBatchingConfig(drop_unsupported_processors=False) makes it an error."
+        )
+    return LogitsProcessorList(one for one in processors if type(one) in POINTWISE_PROCESSORS)
 
 
 def _for_engine(request: Request, engine: str) -> Request:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation import ContinuousBatchingManager, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
@@ -23,6 +22,8 @@ from ..patching.patch import engine
 from ..sampling.randomness import Randomness
 from .continuous import generate_batch
 from .dispatch import UNUSED_SETTINGS, generate_with_drafter
+from .locks import lock_of
+from .manager import SpeculativeBatchingManager
 from .validation import check_call
 
 logger = logging.getLogger(__name__)
@@ -39,17 +40,6 @@ _EXTRACT_GENERATION_MODE_KWARGS = GenerationMixin._extract_generation_mode_kwarg
 _GET_CANDIDATE_GENERATOR = GenerationMixin._get_candidate_generator
 _PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
 _VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
-
-
-# Locks of targets: a call with a drafter patches modules, so one thread at a time generates with a target.
-_LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
-_LOCKS_LOCK = threading.Lock()
-
-
-def lock_of(model: PreTrainedModel) -> threading.RLock:
-    """The lock of `model`."""
-    with _LOCKS_LOCK:
-        return _LOCKS.setdefault(model, threading.RLock())
 
 
 def _refuse_class(assistant: Any) -> None:
@@ -135,7 +125,7 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
 
 
 def _without_drafters(method: Callable) -> Callable:
-    """`method` of continuous batching, refusing drafters, which it would ignore."""
+    """`method` of a manager without a drafter, refusing drafters, which it would ignore."""
 
     @functools.wraps(method)
     def refuse(self, *args, **kwargs):
@@ -143,9 +133,8 @@ def _without_drafters(method: Callable) -> Callable:
             _refuse_class(value)
             if isinstance(value, Drafter):
                 raise ValueError(
-                    f"{method.__name__}() was given {name}={type(value).__name__}, but continuous batching by a "
-                    f"manager does not run drafters; expected a call without one. Use "
-                    f"generate_batch(assistant_model=...), or drop {name}."
+                    f"{method.__name__}() was given {name}={type(value).__name__}, but the drafter is the manager's; "
+                    "expected a request without one. Pass it to init_continuous_batching(assistant_model=...)."
                 )
         return method(self, *args, **kwargs)
 
@@ -164,6 +153,54 @@ def _generate_batch(self, inputs, *args, assistant_model=None, **kwargs):
     return _GENERATE_BATCH(self, inputs, *args, **others, **kwargs)
 
 
+_INIT_CONTINUOUS_BATCHING = ContinuousMixin.init_continuous_batching
+_CONTINUOUS_BATCHING_CONTEXT_MANAGER = ContinuousMixin.continuous_batching_context_manager
+
+
+@functools.wraps(_INIT_CONTINUOUS_BATCHING)
+def _init_continuous_batching(self, *args, assistant_model=None, **kwargs):
+    _refuse_class(assistant_model)
+    if isinstance(assistant_model, Drafter):
+        return SpeculativeBatchingManager(self, assistant_model, *args, **kwargs)
+    others = {} if assistant_model is None else {"assistant_model": assistant_model}
+    return _INIT_CONTINUOUS_BATCHING(self, *args, **others, **kwargs)
+
+
+@functools.wraps(_CONTINUOUS_BATCHING_CONTEXT_MANAGER)
+def _continuous_batching_context_manager(self, *args, assistant_model=None, **kwargs):
+    _refuse_class(assistant_model)
+    if isinstance(assistant_model, Drafter):
+        return _running_manager(self, assistant_model, *args, **kwargs)
+    others = {} if assistant_model is None else {"assistant_model": assistant_model}
+    return _CONTINUOUS_BATCHING_CONTEXT_MANAGER(self, *args, **others, **kwargs)
+
+
+@contextmanager
+def _running_manager(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: Any = None,
+    **kwargs: Any,
+) -> Iterator[SpeculativeBatchingManager]:
+    """`ContinuousMixin.continuous_batching_context_manager` with a drafter, with its arguments."""
+    manager = SpeculativeBatchingManager(
+        model, drafter, generation_config, continuous_batching_config, workload_hints, **kwargs
+    )
+    if warmup:
+        manager.warmup()
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+
+
 # By owner and name: transformers' method and ours.
 _METHODS: dict[tuple[type, str], tuple[Callable, Callable]] = {
     (GenerationMixin, "_assisted_decoding"): (_ASSISTED_DECODING, _assisted_decoding),
@@ -175,13 +212,17 @@ _METHODS: dict[tuple[type, str], tuple[Callable, Callable]] = {
     (GenerationMixin, "_prepare_generation_config"): (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
     (GenerationMixin, "_validate_generation_mode"): (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
     (ContinuousMixin, "generate_batch"): (_GENERATE_BATCH, _generate_batch),
+    (ContinuousMixin, "init_continuous_batching"): (_INIT_CONTINUOUS_BATCHING, _init_continuous_batching),
+    (ContinuousMixin, "continuous_batching_context_manager"): (
+        _CONTINUOUS_BATCHING_CONTEXT_MANAGER,
+        _continuous_batching_context_manager,
+    ),
     **{
-        (owner, name): (vars(owner)[name], _without_drafters(vars(owner)[name]))
-        for owner, names in (
-            (ContinuousMixin, ("continuous_batching_context_manager", "init_continuous_batching")),
-            (ContinuousBatchingManager, ("add_request", "add_requests")),
+        (ContinuousBatchingManager, name): (
+            vars(ContinuousBatchingManager)[name],
+            _without_drafters(vars(ContinuousBatchingManager)[name]),
         )
-        for name in names
+        for name in ("add_request", "add_requests")
     },
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessor
 
-from ..ops import invert_draft_vocabulary, over_vocabulary
+from ..ops import divide, invert_draft_vocabulary, over_vocabulary
 
 __all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "RowTemperature"]
 
@@ -107,3 +107,38 @@ class RowTemperature(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         """`scores` `[B, V]`, divided; `input_ids` is not read."""
         return scores / self.check_rows(len(scores)).to(scores.device)[:, None]
+
+
+class RowSampling(LogitsProcessor):
+    """`temperature`, `top_k` and `top_p` of each row, in the order of `generate()`; greedy decoding where `top_k` is 0.
+
+    They are in the state of a generation (`DecodeState.row_temperatures` and others), since requests come and go.
+
+    Attributes:
+        filters: whether a row has a `top_k` or `top_p`, for which scores are sorted; without, neither is applied.
+    """
+
+    def __init__(self) -> None:
+        self.filters = True
+
+    def of_rows(
+        self, scores: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, tail: torch.Tensor
+    ) -> torch.Tensor:
+        """`scores` `[B, n, V]` float32 with the settings of each row, `[B]` each; `tail` is 1 - `top_p`."""
+        temperatures, top_k, tail = (one[:, None, None] for one in (temperatures, top_k, tail))
+        is_best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
+        scores = divide(scores, temperatures)
+        if self.filters:
+            ordered, order = scores.sort(dim=-1)
+            place = (scores.shape[-1] - top_k.clamp(1, scores.shape[-1])).expand(*scores.shape[:-1], 1)
+            lowest = ordered.gather(-1, place)
+            scores = scores.masked_fill(scores < lowest, float("-inf"))
+            left_out = ordered.masked_fill(ordered < lowest, float("-inf")).softmax(-1).cumsum(-1) <= tail
+            left_out[..., -1] = False
+            scores = scores.masked_fill(torch.zeros_like(left_out).scatter(-1, order, left_out), float("-inf"))
+        return scores.masked_fill((top_k == 0) & ~is_best, float("-inf"))
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "RowSampling reads the rows of a continuous batch; generate() has temperature, top_k, top_p."
+        )

@@ -26,7 +26,7 @@ from transformers.generation.logits_process import (
 from ..ops import divide
 from ..patching.patch import caller
 from ..state import DecodeState
-from .logits import MaskTokenLogitsProcessor, RowTemperature
+from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature
 
 # Processors that do not read `input_ids`, so that all K + 1 positions of a block can be processed as independent rows.
 # Exact types are compared, since a subclass may read them.
@@ -38,6 +38,7 @@ POINTWISE_PROCESSORS = frozenset(
         LogitNormalization,
         MaskTokenLogitsProcessor,
         MinPLogitsWarper,
+        RowSampling,
         RowTemperature,
         SuppressTokensLogitsProcessor,
         TemperatureLogitsWarper,
@@ -183,6 +184,8 @@ class BlockProcessor:
             for processor, is_in_state in zip(self._processors, self._are_in_state, strict=True):
                 if type(processor) is RowTemperature:
                     scores = scores / state.row_temperatures[:, None, None]
+                elif type(processor) is RowSampling:
+                    scores = processor.of_rows(scores, state.row_temperatures, state.row_top_k, state.row_tail)
                 elif is_in_state:
                     scores = divide(scores, state.temperature)
                 else:
@@ -227,7 +230,7 @@ class BlockProcessor:
             scores[rows, at] = processed[rows]
 
             draft = block[rows, (at + 1).clamp(max=width - 1)]
-            is_over = torch.isin(draft, state.eos) | scores[rows, at, draft].isneginf()
+            is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | scores[rows, at, draft].isneginf()
             is_over |= self._padding[rows] + state.limits[rows] <= length + 1
             for row in rows[is_over].tolist():
                 del lengths[row]

@@ -150,6 +150,28 @@ def test_continuous_batching(folders, capsys):
     assert "--gpu-time times rounds of one batch" in capsys.readouterr().err
 
 
+def test_latencies_of_requests(folders, capsys):
+    """By a manager, two at once; the texts are those of batch after batch."""
+    options = ["--serve", "--batch-size", 2, "--max-new-tokens", 8, "--runs", 2, "-k", 3]
+    options += ["--prompts", folders / "prompts.jsonl", "--baselines", "dynamic", "engine"]
+    assert bench(folders, "--drafter", folders / "eagle3", *options, "--output", folders / "served.json") == 0
+    assert "first ms p50 / p99" in capsys.readouterr().out
+    report = json.loads((folders / "served.json").read_text())
+    cases = {case["name"].rpartition("/")[2]: case for case in report["cases"]}
+    for name in ("engine", "eagle3"):
+        case = cases[name]
+        assert case["error"] is None and case["same_texts"] == 1.0 and case["tokens"] == cases["dynamic"]["tokens"]
+        for figure in ("request_to_first_token", "request_per_token", "request_gap"):
+            assert 0 < case[figure]["median"] <= case[figure]["p99"], figure
+    assert cases["dynamic"]["request_gap"] is None and cases["dynamic"]["ms_to_first_token"] is not None
+    for others, words in (
+        (["--gpu-time"], "drop it, or --serve"),
+        (["--continuous"], "--continuous and --serve are two ways"),
+    ):
+        assert bench(folders, *options, *others) == 1
+        assert words in capsys.readouterr().err
+
+
 def test_synthetic_acceptance(folders, tmp_path):
     """From config.json alone: no weights, no tokenizer; and what was asked for is what comes out."""
     for name in ("target", *FAMILIES):

@@ -148,7 +148,7 @@ def test_rows_are_taken_as_others_end(monkeypatch):
     ids=str,
 )
 def test_sessions_and_graphs_are_kept_for_the_next_call(monkeypatch, kind, columns):
-    """A graph of the round, and one of every kind of chunk that prompts are cut into; padded, for each size of groups."""
+    """A graph of the round, and one of every kind of chunk that prompts are cut into, for each size of groups."""
     capture = replay_on_cpu(monkeypatch)
     monkeypatch.setattr(buckets, "GROUP_COLUMNS", columns)
     monkeypatch.setattr(buckets, "PACKED_TOKENS", (*columns, 2))
@@ -342,18 +342,19 @@ def test_an_interrupted_call_leaves_nothing_behind(monkeypatch):
 def test_admission():
     """All rows at first; then only when enough are free; the longest group is bounded in rows and in tokens."""
     groups = []
-    requests = [RowRequest(index, torch.zeros(length), 4) for index, length in enumerate((9, 8, 7, 3, 2, 2, 2, 1))]
-    rows = RequestRows(
-        4,
-        requests,
-        set(END),
-        4,
-        Counters(8, 1),
-        lambda at, group: groups.append((at, group)),
-        lambda count: 1 if count == 1 else 3,
-        ContinuousBatching(),
-    )
-    rows._enough_to_admit = 2
+
+    class Place:
+        num_rows, capacity = 4, 100
+
+        def prefill(self, at, group):
+            groups.append((at, group))
+
+        def group_size(self, count):
+            return 1 if count == 1 else 3
+
+    lengths = (9, 8, 7, 3, 2, 2, 2, 1)
+    requests = [RowRequest(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
+    rows = RequestRows(Place(), requests, Counters(8, 1), ContinuousBatching())
 
     def finish(*which):
         committed = [1 if row in which else 0 for row in range(4)]
@@ -365,6 +366,7 @@ def test_admission():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_rows, "GROUP_SIZES", (1, 3))
         patch.setattr(request_rows, "MOST_GROUP_TOKENS", 24)
+        patch.setattr(request_rows, "SHARE_TO_ADMIT", 0.5)
         rows.admit()
         assert [[one.index for one in group] for _, group in groups] == [[0], [1, 2, 3]]
         assert rows.longest() == 9

@@ -46,14 +46,14 @@ def in_rows(drafter, rows, **options):
 @pytest.fixture
 def moves(monkeypatch):
     """Numbers of rows that requests have moved to, with how many."""
-    made, move = [], ContinuousRun._move
+    made, move = [], ContinuousRun.move
 
-    def noting(self, rows):
-        moved = move(self, rows)
-        made.append((None if moved is None else moved[1], len(rows)))
-        return moved
+    def noting(self, rows, waiting):
+        stage = move(self, rows, waiting)
+        made.append((None if stage is None else self.num_rows, len(rows)))
+        return stage
 
-    monkeypatch.setattr(ContinuousRun, "_move", noting)
+    monkeypatch.setattr(ContinuousRun, "move", noting)
     return made
 
 

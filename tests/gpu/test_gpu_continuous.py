@@ -1,12 +1,14 @@
 """Continuous batching on a GPU: captured rounds, groups and rows of many sizes."""
 
 import functools
+import time
 
 import pytest
 import torch
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import on_gpu, tiny_target
 from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter
@@ -151,3 +153,71 @@ def test_many_calls_leak_no_memory():
     assert used[2] == used[-1]
     drafter.release()
     assert torch.cuda.memory_allocated() < used[-1]
+
+
+def manager_of(target, drafter, rows=16, config=None, **options):
+    config = ContinuousBatchingConfig(max_requests_per_batch=rows, **(config or {}))
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END, **options}
+    return target.continuous_batching_context_manager(
+        continuous_batching_config=config,
+        workload_hints=WorkloadHints(100, NEW),
+        assistant_model=drafter,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_that_arrive(monkeypatch, kind):
+    """After the warmup nothing is captured; other calls run between rounds."""
+    target = on_gpu("llama")
+    drafter = KINDS[kind](target).configure(compile_rounds=False)
+    if kind != "none":
+        drafter.num_assistant_tokens = 3
+    captured, capture_round = [], lease.capture_round
+    monkeypatch.setattr(lease, "capture_round", lambda *args: captured.append(args) or capture_round(*args))
+    with manager_of(target, drafter) as manager:
+        count = len(captured)
+        names = []
+        for prompt in prompts():
+            names.append(manager.add_request(prompt))
+            time.sleep(0.003)
+        assert [manager.get_result(name, timeout=60).generated_tokens for name in names] == alone("llama")
+        assert len(captured) == count >= 1
+        long = manager.add_request(prompts()[0], max_new_tokens=300, eos_token_id=-1)
+        given = torch.tensor([prompts()[3]], device="cuda")
+        options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
+        for other in (drafter, None):
+            out = target.generate(given, assistant_model=other, **options)
+            assert out[0, given.shape[1] :].tolist() == alone("llama")[3]
+        assert len(manager.get_result(long, timeout=60).generated_tokens) == 300
+
+
+def test_requests_with_their_own_sampling():
+    target = on_gpu("llama")
+    drafter = KINDS["noisy-copy"](target).configure(3, draft_probs=True, compile_rounds=False)
+    every = [
+        {},
+        {"do_sample": True, "temperature": 1.4},
+        {"do_sample": True, "top_k": 6},
+        {"do_sample": True, "top_p": 0.7},
+    ]
+    with manager_of(target, drafter, config={"per_request_processors": True}) as manager:
+        names = [
+            manager.add_request(prompt, seed=number, **every[number % 4]) for number, prompt in enumerate(prompts())
+        ]
+        texts = [manager.get_result(name, timeout=60).generated_tokens for name in names]
+    for number, (prompt, text) in enumerate(zip(prompts(), texts, strict=True)):
+        if not every[number % 4]:
+            assert text == alone("llama")[number]
+            continue
+        options = {"max_new_tokens": NEW, "eos_token_id": END, "seeds": [number], **every[number % 4]}
+        out = target.generate(torch.tensor([prompt], device="cuda"), assistant_model=drafter, **options)
+        assert out[0, len(prompt) :].tolist() == text, options
+
+
+def test_stop_frees_the_memory():
+    target = on_gpu("llama")
+    drafter = KINDS["eagle3"](target).configure(compile_rounds=False)
+    with manager_of(target, drafter) as manager:
+        manager.get_result(manager.add_request(prompts()[0]), timeout=60)
+    assert len(drafter.sessions) == 0

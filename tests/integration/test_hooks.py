@@ -114,22 +114,23 @@ def test_install_twice_and_uninstall(owner):
 
 
 @pytest.mark.core
-def test_managers_of_continuous_batching_refuse_drafters():
+def test_requests_of_managers_refuse_drafters():
     target = tiny_target("llama")
     drafter, prompts = random_eagle3(target), [[5, 6, 7]]
     calls = {
-        "init_continuous_batching": target.init_continuous_batching,
-        "continuous_batching_context_manager": target.continuous_batching_context_manager,
         "add_request": lambda **options: ContinuousBatchingManager.add_request(None, prompts[0], **options),
         "add_requests": lambda **options: ContinuousBatchingManager.add_requests(None, prompts, **options),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError, match=rf"{name}\(\) was given assistant_model=Eagle3Drafter, but continuous"):
+        with pytest.raises(
+            ValueError, match=rf"{name}\(\) was given assistant_model=Eagle3Drafter, but the drafter is"
+        ):
             call(assistant_model=drafter)
         with pytest.raises(ValueError, match="assistant_model is the class AutoDrafter"):
             call(assistant_model=AutoDrafter)
-    with pytest.raises(ValueError, match="assistant_model is the class AutoDrafter"):
-        target.generate_batch(prompts, assistant_model=AutoDrafter)
+    for call in (target.generate_batch, target.init_continuous_batching, target.continuous_batching_context_manager):
+        with pytest.raises(ValueError, match="assistant_model is the class AutoDrafter"):
+            call(prompts, assistant_model=AutoDrafter)
     assert target.generate_batch([], assistant_model=None) == {}
 
 

@@ -11,8 +11,14 @@ from targets import VOCAB, padded_prompts, tiny_target
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_specdec.sampling.logits import DraftVocabularyLogitsProcessor, MaskTokenLogitsProcessor, RowTemperature
+from hf_specdec.sampling.logits import (
+    DraftVocabularyLogitsProcessor,
+    MaskTokenLogitsProcessor,
+    RowSampling,
+    RowTemperature,
+)
 from hf_specdec.sampling.processors import POINTWISE_PROCESSORS, STATEFUL_PROCESSORS
+from hf_specdec.state import NO_TOP_K, SamplingSettings
 
 # Made for decoders of audio, or for batches of pairs of rows; a text decoder's generate() makes none of them.
 OF_OTHER_MODELS = {
@@ -83,7 +89,49 @@ def test_every_processor_of_transformers_is_classified():
     tested = set(standard_processors(torch.zeros(1, 1).long(), list(range(16))))
     refused = {one.__name__ for one in STATEFUL_PROCESSORS}
     assert found == tested | refused | OF_OTHER_MODELS
-    assert {one.__name__ for one in POINTWISE_PROCESSORS} <= set(NAMES)
+    assert {one.__name__ for one in POINTWISE_PROCESSORS} - {"RowSampling"} <= set(NAMES)
+
+
+@pytest.mark.core
+def test_rows_with_settings_of_their_own():
+    """`RowSampling` gives each row the scores of transformers' warpers, bit for bit; greedy ones their best token."""
+    settings = [
+        SamplingSettings(),
+        SamplingSettings(0.7),
+        SamplingSettings(1.0, 5),
+        SamplingSettings(1.0, 200),
+        SamplingSettings(1.0, NO_TOP_K, 0.6),
+        SamplingSettings(1.7, 20, 0.9),
+        SamplingSettings(1e-4, 0),
+        SamplingSettings(1.3, 1, 0.1),
+    ]
+    scores = 3 * torch.randn(len(settings), 4, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores[6, 1, [7, 50]] = scores.max() + 1  # a tie: the first is taken, as by argmax
+    temperatures, top_k = (
+        torch.tensor([one.temperature for one in settings]),
+        torch.tensor([one.top_k for one in settings]),
+    )
+    tail = torch.tensor([1 - one.top_p for one in settings])
+    processor, blank = RowSampling(), torch.zeros(4, 1, dtype=torch.int64)
+    found = processor.of_rows(scores, temperatures, top_k, tail)
+    for row, one in enumerate(settings):
+        expected = scores[row] / one.temperature
+        if one.top_k == 0:
+            assert found[row].isfinite().sum(-1).tolist() == [1] * 4
+            assert torch.equal(found[row].argmax(-1), scores[row].argmax(-1)) and found[row, 1, 50].isneginf()
+            continue
+        if one.top_k < NO_TOP_K:
+            expected = logits_process.TopKLogitsWarper(one.top_k)(blank, expected)
+        if one.top_p < 1:
+            expected = logits_process.TopPLogitsWarper(one.top_p)(blank, expected)
+        assert torch.equal(found[row], expected), one
+    processor.filters = False
+    rows = [0, 1, 6]
+    assert not any(settings[row].filters for row in rows)
+    plain = processor.of_rows(scores[rows], temperatures[rows], top_k[rows], tail[rows])
+    assert torch.equal(plain, found[rows])
+    with pytest.raises(RuntimeError, match="RowSampling reads the rows of a continuous batch"):
+        processor(blank, scores[0])
 
 
 @pytest.mark.core_for(batch=[3])

@@ -1,0 +1,73 @@
+"""Locks of targets: a call with a drafter patches modules, so one thread at a time generates with a target."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+
+class TargetLock:
+    """A reentrant lock that threads get in the order in which they ask for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another thread waits for it."""
+        return bool(self._waiting)
+
+    def __enter__(self) -> TargetLock:
+        self._acquire(1)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._release(1)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Context in which the owner lets others have it; afterwards it waits for its turn."""
+        depth = self._depth
+        self._release(depth)
+        try:
+            yield
+        finally:
+            self._acquire(depth)
+
+    def _acquire(self, depth: int) -> None:
+        me, ticket = threading.get_ident(), object()
+        with self._changed:
+            if self._owner != me:
+                self._waiting.append(ticket)
+                try:
+                    self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is ticket)
+                finally:
+                    self._waiting.remove(ticket)
+                    self._changed.notify_all()
+                self._owner = me
+            self._depth += depth
+
+    def _release(self, depth: int) -> None:
+        with self._changed:
+            self._depth -= depth
+            if self._depth == 0:
+                self._owner = None
+                self._changed.notify_all()
+
+
+_LOCKS: WeakKeyDictionary[PreTrainedModel, TargetLock] = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
+
+
+def lock_of(model: PreTrainedModel) -> TargetLock:
+    """The lock of `model`."""
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model, TargetLock())

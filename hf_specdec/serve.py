@@ -1,0 +1,319 @@
+"""`hf-specdec serve`: transformers' own server, with a drafter behind its continuous batching.
+
+The server is `transformers serve --continuous-batching`, unchanged. It creates its manager of continuous batching in a
+`CBGenerateManager`; while `serving` is entered, that name is a subclass which asks the model for a manager with a
+drafter, and gives every request its own settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils.import_utils import is_serve_available
+
+from .auto import AutoDrafter
+from .config import check_num_or_auto
+from .drafters import Drafter, NoDrafter
+from .integration.manager import SAMPLING_OPTIONS, SpeculativeBatchingManager
+
+# What the server's modules have, that is replaced or called.
+_NAMES = {
+    "utils": ("CBGenerateManager", "CBWorkerDeadError", "set_torch_seed", "split_model_id"),
+    "server": ("build_server",),
+}
+
+# Settings of a request's generation config that are passed on in another way, or have no effect on a text.
+_NOT_COMPARED = frozenset(
+    {
+        *SAMPLING_OPTIONS,
+        "bos_token_id",
+        "cache_implementation",
+        "compile_config",
+        "eos_token_id",
+        "max_length",
+        "max_new_tokens",
+        "pad_token_id",
+        "stop_strings",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+# Tokens of a text that the first buffers are made for; with the dummy slot they have a power of two of slots.
+LONGEST = 2047
+
+# Of the request that the current task handles: its seed, and the keywords of `add_request`.
+_SEED: ContextVar[int | None] = ContextVar("seed", default=None)
+_OPTIONS: ContextVar[dict[str, Any] | None] = ContextVar("options", default=None)
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How requests are run.
+
+    Attributes:
+        load_drafter: loads the drafter for the target.
+        max_rows: most rows of a round; None for the device's default.
+        max_queue_size: most requests that wait for a row; 0 for any number.
+        longest: tokens of the texts that the first buffers are made for, prompt included.
+        warmup: whether to capture all sizes of rounds before the server takes requests.
+        managers: that were made.
+    """
+
+    load_drafter: Callable[[PreTrainedModel], Drafter]
+    max_rows: int | None = None
+    max_queue_size: int = 0
+    longest: int = LONGEST
+    warmup: bool = True
+    managers: list[SpeculativeBatchingManager] = field(default_factory=list)
+
+    def manager_for(
+        self, model: PreTrainedModel, config: GenerationConfig, settings: ContinuousBatchingConfig | None
+    ) -> SpeculativeBatchingManager:
+        """A manager that runs."""
+        manager = model.init_continuous_batching(
+            generation_config=config,
+            continuous_batching_config=replace(
+                settings or ContinuousBatchingConfig(),
+                per_request_processors=True,
+                max_requests_per_batch=self.max_rows,
+                max_queue_size=self.max_queue_size,
+            ),
+            workload_hints=WorkloadHints(max_prompt_length=self.longest),
+            assistant_model=self.load_drafter(model),
+        )
+        if self.warmup:
+            manager.warmup()
+        manager.start()
+        self.managers.append(manager)
+        return manager
+
+
+class RefusedRequest(Exception):
+    """A request that cannot be run.
+
+    Args:
+        status: HTTP status code.
+        message: for the client.
+    """
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class _WithOptions:
+    """A manager whose `add_request` adds the options of the request that the current task handles."""
+
+    def __init__(self, manager: SpeculativeBatchingManager):
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def add_request(self, *args: Any, **kwargs: Any) -> str:
+        return self._manager.add_request(*args, **kwargs, **(_OPTIONS.get() or {}))
+
+
+@contextmanager
+def serving(settings: ServeSettings) -> Iterator[None]:
+    """Context in which servers that transformers starts run requests by managers with a drafter.
+
+    Raises:
+        ValueError: the server's dependencies are not installed, or this version of transformers has another server.
+    """
+    if not is_serve_available():
+        raise ValueError(
+            "The server's dependencies are not installed; expected them: pip install 'transformers[serving]'."
+        )
+    try:
+        from transformers.cli.serving import server, utils
+    except ImportError as error:
+        raise ValueError(f"This version of transformers has no server ({error}); expected 5.17 or newer.") from error
+    places = {"server": server, "utils": utils}
+    missing = [name for place, names in _NAMES.items() for name in names if not hasattr(places[place], name)]
+    if missing:
+        raise ValueError(
+            f"transformers.cli.serving has no {', '.join(missing)}, through which requests get their drafter; expected "
+            "transformers 5.17 to 5.23."
+        )
+    changed = {
+        (utils, "CBGenerateManager"): _generate_manager(utils, settings),
+        (utils, "set_torch_seed"): _SEED.set,
+        (server, "build_server"): functools.partial(_build_server, server.build_server, utils.split_model_id),
+    }
+    before = {(place, name): getattr(place, name) for place, name in changed}
+    for (place, name), value in changed.items():
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        for (place, name), value in before.items():
+            setattr(place, name, value)
+        for manager in settings.managers:
+            manager.stop(hard_stop=True)
+
+
+def _generate_manager(utils: Any, settings: ServeSettings) -> type:
+    """The server's `CBGenerateManager` with managers of ours behind it."""
+
+    class SpeculativeGenerateManager(utils.CBGenerateManager):
+        def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
+            if self._cb is None:
+                # Of the model, not of the first request.
+                self._cb = _WithOptions(settings.manager_for(model, model.generation_config, self._cb_config))
+
+        def generate_streaming(self, model, processor, inputs, gen_config, request_id, **kwargs):
+            with self._request(processor, inputs, gen_config, request_id):
+                return super().generate_streaming(model, processor, inputs, gen_config, request_id, **kwargs)
+
+        async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+            with self._request(processor, inputs, gen_config, request_id):
+                return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+
+        @contextmanager
+        def _request(self, processor, inputs, gen_config, request_id) -> Iterator[None]:
+            """Context in which the request is added with its own options; errors are those of its client."""
+            self._check_alive(request_id)
+            if self._cb.is_active(request_id):
+                raise RefusedRequest(400, f"The request {request_id} is not over; expected another X-Request-ID.")
+            before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor))
+            try:
+                self._cb.check_room(len(inputs["input_ids"]))
+                yield
+            except queue.Full as error:
+                raise RefusedRequest(429, str(error)) from error
+            except utils.CBWorkerDeadError:
+                raise
+            except ValueError as error:
+                raise RefusedRequest(400, str(error)) from error
+            except RuntimeError as error:
+                raise RefusedRequest(500, str(error)) from error
+            finally:
+                _OPTIONS.reset(before)
+
+    return SpeculativeGenerateManager
+
+
+def _options_of(config: GenerationConfig, base: GenerationConfig, processor: Any) -> dict[str, Any]:
+    """Keywords of `add_request` for a request with the generation config `config`; all others have `base`.
+
+    Raises:
+        RefusedRequest: it has settings that requests cannot have of their own.
+    """
+    others = sorted(
+        name
+        for name, value in vars(config).items()
+        if not name.startswith("_") and name not in _NOT_COMPARED and value not in (None, getattr(base, name, None))
+    )
+    if others:
+        raise RefusedRequest(
+            400,
+            f"The request sets {', '.join(others)}, which requests cannot have of their own with a drafter; expected "
+            "some of temperature, top_p, seed, stop and the numbers of tokens.",
+        )
+    options = {name: getattr(config, name) for name in SAMPLING_OPTIONS if getattr(config, name) is not None}
+    if config.stop_strings is not None:
+        options |= {"stop_strings": config.stop_strings, "tokenizer": getattr(processor, "tokenizer", processor)}
+    if _SEED.get() is not None:
+        options["seed"] = _SEED.get()
+    return options
+
+
+def _build_server(
+    build_server: Callable,
+    split_model_id: Callable,
+    model_manager: Any,
+    *args: Any,
+    generation_state: Any,
+    **kwargs: Any,
+) -> Any:
+    """`build_server` of transformers; the manager is there before the server takes requests."""
+    from fastapi.responses import JSONResponse
+
+    app = build_server(model_manager, *args, generation_state=generation_state, **kwargs)
+
+    async def refuse(request: Any, error: RefusedRequest) -> JSONResponse:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return JSONResponse({"error": {"message": str(error), "type": kind}}, status_code=error.status)
+
+    app.add_exception_handler(RefusedRequest, refuse)
+    if model_manager.force_model is None:
+        raise ValueError("The server has no target; expected one, which the drafter is for.")
+    timed = next(iter(model_manager.loaded_models.values()))
+    modality = model_manager.get_model_modality(timed.model, processor=timed.processor)
+    if not generation_state.use_continuous_batching(timed.model, modality):
+        raise ValueError(
+            f"transformers' server does not run {type(timed.model).__name__} by continuous batching; expected a "
+            "language model, and the option --continuous-batching."
+        )
+    name, _ = split_model_id(model_manager.force_model)
+    manager = generation_state.get_manager(model_manager.process_model_name(name), use_cb=True)
+    manager.init_cb(timed.model, timed.model.generation_config)
+    return app
+
+
+def add_serve(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand to the command line."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="start transformers' OpenAI-compatible server with a drafter",
+        description="Start `transformers serve --continuous-batching` with a drafter. Other options are passed on to "
+        "it: --host, --port, --device, --dtype and so on, see `transformers serve --help`.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("target", help="folder or Hub repository of the target")
+    add("--drafter", help="folder or Hub repository of its drafter; without one, rounds have no drafts")
+    add("--num-assistant-tokens", "-k", help='draft tokens a round, or "auto", the default: chosen round by round')
+    add("--max-requests", type=int, help="most requests that run at once; by default 256 on a GPU, 16 on a CPU")
+    add("--max-queue-size", type=int, default=0, help="most requests that wait, 0 for any number; others are refused")
+    add(
+        "--longest",
+        type=int,
+        default=LONGEST,
+        help=f"tokens of a text, prompt included, that the first buffers are made for; {LONGEST} by default",
+    )
+    add(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a GPU, capture rounds of all sizes before the server takes requests",
+    )
+    parser.set_defaults(run=run_serve, passes_on=True)
+
+
+def run_serve(arguments: argparse.Namespace) -> None:
+    """Run the server until it is stopped.
+
+    Raises:
+        OSError, ValueError: an argument is invalid, or the server cannot be started.
+    """
+    number = arguments.num_assistant_tokens
+    if number is not None:
+        number = check_num_or_auto(int(number) if number.isdigit() else number)
+
+    def load_drafter(model: PreTrainedModel) -> Drafter:
+        if arguments.drafter is None:
+            return NoDrafter(model)
+        drafter = AutoDrafter.from_pretrained(arguments.drafter, target=model)
+        if number is not None:
+            drafter.num_assistant_tokens = number
+        return drafter
+
+    settings = ServeSettings(
+        load_drafter, arguments.max_requests, arguments.max_queue_size, arguments.longest, arguments.warmup
+    )
+    with serving(settings):
+        from transformers.cli.transformers import app
+
+        app(["serve", arguments.target, "--continuous-batching", *arguments.others], prog_name="hf-specdec")

@@ -1,0 +1,640 @@
+"""Managers with a drafter: every request says what it says alone, whenever it comes and whatever runs beside it."""
+
+import asyncio
+import copy
+import functools
+import inspect
+import queue
+import random
+import threading
+import time
+
+import pytest
+import torch
+from case_counts import cases, num_cases
+from graph_stand_ins import replay_on_cpu, tape_on_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_state import traces
+from oracle import RANDOM_DRAFTERS, copy_of, random_eagle3
+from targets import STATIC_FAMILIES, STOCK_FAMILY, build_target, tiny_target
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from word_tokenizer import word_tokenizer
+
+from hf_specdec import NoDrafter
+from hf_specdec.engine import buckets, continuous, request_rows
+from hf_specdec.engine.continuous import ContinuousRun
+from hf_specdec.engine.rounds import RoundLoop
+from hf_specdec.integration import manager as managers
+from hf_specdec.integration.manager import SpeculativeBatchingManager
+
+END, NEW = list(range(3, 96, 8)), 12
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
+
+
+@functools.cache
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
+    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+@functools.cache
+def alone(index, family="llama", new=NEW, end=tuple(END)):
+    """What `generate()` without a drafter says to a prompt."""
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": list(end) or None}
+    prompt = prompts()[index]
+    return tiny_target(family).generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+def manager_of(target, drafter, rows=4, hints=None, config=None, **options):
+    config = {"max_requests_per_batch": rows, **(config or {})}
+    return target.init_continuous_batching(
+        None, ContinuousBatchingConfig(**config), hints, assistant_model=drafter, **{**GREEDY, **options}
+    )
+
+
+@pytest.fixture
+def running():
+    """Makes managers that run, and stops them."""
+    made = []
+
+    def run(*args, **options):
+        made.append(manager_of(*args, **options))
+        made[-1].start()
+        return made[-1]
+
+    yield run
+    for one in made:
+        if one.is_running():
+            one.stop(hard_stop=True)
+
+
+def texts_of(manager, names):
+    results = [manager.get_result(name, timeout=60) for name in names]
+    assert all(one.status == RequestStatus.FINISHED and one.error is None for one in results)
+    return [one.generated_tokens for one in results]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
+def test_requests_that_come_one_after_the_other(running, kind):
+    target = tiny_target("llama")
+    manager = running(target, {**RANDOM_DRAFTERS, "none": NoDrafter}[kind](target))
+    names = []
+    for prompt in prompts():
+        names.append(manager.add_request(prompt))
+        time.sleep(0.004)
+    assert names[:2] == ["req_0", "req_1"]
+    assert texts_of(manager, names) == [alone(index) for index in range(len(prompts()))]
+
+
+@pytest.mark.parametrize("family", cases(STATIC_FAMILIES, ["gemma3", "qwen3-next"]))
+def test_every_family_of_targets(running, family):
+    target = tiny_target(family)
+    manager = running(target, random_eagle3(target), rows=16)
+    names = [manager.add_request(prompts()[0])]
+    time.sleep(0.02)
+    names += manager.add_requests(prompts()[1:])
+    assert texts_of(manager, names) == [alone(index, family) for index in range(len(prompts()))]
+
+
+@settings(deadline=None, max_examples=num_cases(40, 8))
+@given(st.data())
+def test_random_schedules(data):
+    """Arrivals and cancellations at any time, limits and end tokens of any kind, any number of rows."""
+    target = tiny_target("llama")
+    drafter = copy_of(target, noise=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(managers, "LINGER", data.draw(st.sampled_from([0.0, 0.02, 1.0])))
+        patch.setattr(buckets, "ROWS_TO_FEWER", data.draw(st.integers(2, 4)))
+        manager = manager_of(target, drafter, rows=data.draw(st.integers(1, 8)))
+        manager.start()
+        try:
+            asked, cancelled = {}, set()
+            for _ in range(data.draw(st.integers(1, 14))):
+                action = data.draw(st.sampled_from(["add", "add", "add", "wait", "cancel"]))
+                if action == "add":
+                    case = data.draw(
+                        st.tuples(st.integers(0, 11), st.integers(1, 14), st.sampled_from([tuple(END), (), (7,)]))
+                    )
+                    index, new, end = case
+                    streaming = data.draw(st.booleans())
+                    name = manager.add_request(
+                        prompts()[index], max_new_tokens=new, eos_token_id=list(end) or -1, streaming=streaming
+                    )
+                    asked[name] = case
+                elif action == "wait":
+                    time.sleep(data.draw(st.sampled_from([0.001, 0.03])))
+                elif asked:
+                    name = data.draw(st.sampled_from(sorted(asked)))
+                    manager.cancel_request(name)
+                    cancelled.add(name)
+            for name, (index, new, end) in asked.items():
+                *parts, last = list(manager.request_id_iter(name))
+                expected = alone(index, new=new, end=end)
+                for part in (*parts, last):
+                    assert part.generated_tokens == expected[: len(part.generated_tokens)]
+                if last.error is None:
+                    assert last.generated_tokens == expected and last.status == RequestStatus.FINISHED
+                else:
+                    assert name in cancelled and last.error == f"The request {name} was cancelled."
+                    assert last.status == RequestStatus.FAILED
+        finally:
+            manager.stop(timeout=60)
+    assert not manager.is_running() and not manager._active and not manager._results
+
+
+@pytest.mark.slow
+def test_many_requests_lose_nothing(monkeypatch):
+    """Thousands from several threads, a part of them cancelled: every one ends once, and nothing is left."""
+    rows = []
+    made = request_rows.RequestRows.__init__
+
+    def noted(self, *args):
+        rows.append(self)
+        made(self, *args)
+
+    monkeypatch.setattr(request_rows.RequestRows, "__init__", noted)
+    target = tiny_target("llama")
+    manager = manager_of(target, copy_of(target, noise=0.05), rows=16)
+    manager.start()
+    failures, ended = [], []
+
+    def ask(seed):
+        draw = random.Random(seed)
+        names = {}
+        for _ in range(500):
+            index, new = draw.randrange(12), draw.randint(1, 12)
+            names[manager.add_request(prompts()[index], max_new_tokens=new)] = index, new
+            if draw.random() < 0.2:
+                manager.cancel_request(draw.choice(list(names)))
+            if draw.random() < 0.05:
+                time.sleep(0.02)
+        for name, (index, new) in names.items():
+            result, expected = manager.get_result(name, timeout=120), alone(index, new=new)
+            if result.generated_tokens != (
+                expected if result.error is None else expected[: len(result.generated_tokens)]
+            ):
+                failures.append(result)
+            ended.append(name)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    manager.stop()
+    assert not failures and len(set(ended)) == len(ended) == 2000
+    assert not (manager._active or manager._results or manager._arrived or manager._withdrawn)
+    assert all(one.is_complete and sorted(one._free) == list(range(len(one._occupants))) for one in rows)
+
+
+@pytest.mark.core
+def test_methods_and_results_are_those_of_transformers(running):
+    ours, theirs = SpeculativeBatchingManager, ContinuousBatchingManager
+    for name, method in vars(theirs).items():
+        if callable(method) and not name.startswith("_") and name != "switch_to_cb_friendly_attn":
+            found = list(inspect.signature(getattr(ours, name)).parameters)
+            expected = [one for one in inspect.signature(method).parameters if one not in ("kwargs", "args")]
+            expected = ["options" if one == "logit_processor_kwargs" else one for one in expected]
+            assert found == expected, name
+    target = tiny_target("llama")
+    manager = running(target, random_eagle3(target), num_return_sequences=2, do_sample=True, top_k=1)
+    assert manager.add_request(prompts()[0], "mine", record_timestamps=True, streaming=True) == "mine"
+    for name in ("mine__child#0", "mine"):
+        *parts, last = manager.request_id_iter(name)
+        assert all(part.status == RequestStatus.DECODING and not part.is_finished() for part in parts)
+        assert last.generated_tokens == alone(0) and last.prompt_ids == prompts()[0] and last.logprobs == []
+        assert len(last.timestamps) == len(last.generated_tokens)
+        assert 0 < last.created_time <= last.lifespan[0] <= last.timestamps[0] <= last.lifespan[1]
+    assert manager.get_result("mine") is None and manager.get_result(timeout=0.01) is None
+
+
+@pytest.mark.core
+def test_context_manager():
+    target = tiny_target("llama")
+    before = traces(target)
+    with target.continuous_batching_context_manager(
+        GenerationConfig(**GREEDY), assistant_model=random_eagle3(target), persistent_manager=True
+    ) as manager:
+        assert manager.is_running() and manager.warmed_up
+        manager.add_requests(prompts(), streaming=True)
+        done = {}
+        for result in manager:
+            if result.is_finished():
+                done[result.request_id] = result.generated_tokens
+            if len(done) == len(prompts()):
+                break
+    assert [done[f"req_{index}"] for index in range(len(prompts()))] == [alone(i) for i in range(len(prompts()))]
+    assert not manager.is_running() and traces(target) == before
+
+
+def test_threads_that_add_and_wait(running):
+    target = tiny_target("llama")
+    manager = running(target, copy_of(target, noise=0.01), rows=8)
+    failures = []
+
+    def ask(first):
+        for index in range(first, first + 12):
+            name = manager.add_request(prompts()[index % 12])
+            if manager.get_result(name, timeout=60).generated_tokens != alone(index % 12):
+                failures.append(name)
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not failures and not manager._active
+
+
+def test_other_calls_run_between_rounds(running):
+    """With the same drafter, with another and without, while requests go on."""
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = copy_of(target, noise=0.01)
+    manager = running(target, drafter)
+    names = [manager.add_request(prompts()[3], max_new_tokens=150, eos_token_id=-1) for _ in range(2)]
+    prompt = torch.tensor([prompts()[0]])
+    for other in (drafter, random_eagle3(target), None, drafter):
+        out = target.generate(prompt, assistant_model=other, **GREEDY)
+        assert out[0, prompt.shape[1] :].tolist() == alone(0)
+        assert manager._active, "it did not wait for the requests"
+    assert texts_of(manager, names) == [alone(3, new=150, end=())] * 2
+
+
+@pytest.mark.core
+def test_pause(running):
+    target = tiny_target("llama")
+    drafter = copy_of(target, noise=0.01)
+    manager = running(target, drafter)
+    with manager.pause():
+        name = manager.add_request(prompts()[0], max_new_tokens=60, eos_token_id=-1, streaming=True)
+        assert manager.get_result(name, timeout=0.05) is None, "nothing begins"
+    first = manager.get_result(name, timeout=60)
+    with manager.pause():
+        while manager.get_result(name, timeout=0) is not None:
+            pass
+        assert manager.get_result(name, timeout=0.05) is None, "no round runs"
+        out = target.generate(torch.tensor([prompts()[1]]), assistant_model=drafter, **GREEDY)
+        assert out[0, 1:].tolist() == alone(1)
+        with pytest.raises(RuntimeError, match=r"stop\(\) was called within pause\(\)"):
+            manager.stop()
+    *_, last = manager.request_id_iter(name)
+    assert last.generated_tokens == alone(0, new=60, end=()) and len(first.generated_tokens) < 60
+    manager.stop()
+    with pytest.raises(RuntimeError, match="the manager does not run"), manager.pause():
+        pass
+
+
+def test_waiting_costs_no_time(running, monkeypatch):
+    monkeypatch.setattr(managers, "LINGER", 0.1)
+    target = tiny_target("llama")
+    before = traces(target)
+    manager = running(target, random_eagle3(target))
+    texts_of(manager, [manager.add_request(prompts()[0])])
+    spent = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - spent < 0.1
+    assert traces(target) == before, "when nothing comes, the target is as it was"
+    assert texts_of(manager, [manager.add_request(prompts()[1])]) == [alone(1)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_hard", [False, True])
+def test_stop_in_the_middle(is_hard):
+    target = copy.deepcopy(tiny_target("llama"))
+    before = traces(target)
+    manager = manager_of(target, copy_of(target, noise=0.01), rows=2)
+    manager.start()
+    options = {"max_new_tokens": 100, "eos_token_id": -1}
+    names = [manager.add_request(prompts()[index], **options, streaming=index == 0) for index in range(4)]
+    assert manager.get_result(names[0], timeout=60) is not None, "it has begun"
+    manager.stop(hard_stop=is_hard)
+    assert not manager.is_running() and traces(target) == before
+    for index, name in enumerate(names):
+        *_, last = iter(lambda name=name: manager.get_result(name), None)
+        expected = alone(index, new=100, end=())
+        assert last.generated_tokens == expected[: len(last.generated_tokens)]
+        assert (last.error is None) == (last.generated_tokens == expected)
+        if is_hard:
+            assert last.error == "The manager was stopped before the request had ended."
+    manager.start()
+    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
+    manager.stop()
+
+
+@pytest.mark.core
+def test_an_error_in_a_round_reaches_everybody(running, monkeypatch):
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = copy_of(target, noise=0.01)
+    before = traces(target)
+    manager = running(target, drafter, rows=2)
+    launch, count = RoundLoop._launch, []
+
+    def fail(self):
+        count.append(1)
+        if len(count) == 5:
+            raise ZeroDivisionError("a round fails, in a test")
+        launch(self)
+
+    monkeypatch.setattr(RoundLoop, "_launch", fail)
+    found = []
+
+    def ask(index):
+        name = manager.add_request(prompts()[index], max_new_tokens=100, eos_token_id=-1)
+        found.append(manager.get_result(name))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
+    with manager.pause():  # so that all of them wait
+        for one in threads:
+            one.start()
+        while len(manager._active) < 4:
+            time.sleep(0.001)
+    for one in threads:
+        one.join(60)
+    assert [one.error for one in found] == ["ZeroDivisionError: a round fails, in a test"] * 4
+    assert all(one.status == RequestStatus.FAILED for one in found)
+    manager._thread.join()
+    assert isinstance(manager.background_thread_status.fatal_error, ZeroDivisionError)
+    with pytest.raises(RuntimeError, match="The manager has ended by an error and takes no more") as refused:
+        manager.add_request(prompts()[0])
+    assert isinstance(refused.value.__cause__, ZeroDivisionError)
+    assert manager.get_result() is None and traces(target) == before
+    monkeypatch.undo()
+    manager.stop()
+    manager.start()
+    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
+
+
+def test_rows_and_slots_grow_with_the_requests(running, monkeypatch):
+    made = []
+    opened = ContinuousRun._open
+    monkeypatch.setattr(
+        ContinuousRun, "_open", lambda self, rows, longest: made.append((rows, longest)) or opened(self, rows, longest)
+    )
+    target = tiny_target("llama")
+    manager = running(target, copy_of(target, noise=0.01), rows=16)
+    first = manager.add_request(prompts()[1], max_new_tokens=120, eos_token_id=-1, streaming=True)
+    manager.get_result(first, timeout=60)
+    names = [manager.add_request(prompts()[index], max_new_tokens=20, eos_token_id=-1) for index in (0, 2)]
+    long = manager.add_request([5] * 150, max_new_tokens=30, eos_token_id=-1)
+    assert texts_of(manager, names) == [alone(index, new=20, end=()) for index in (0, 2)]
+    assert len(manager.get_result(long, timeout=60).generated_tokens) == 30
+    *_, last = manager.request_id_iter(first)
+    assert last.generated_tokens == alone(1, new=120, end=())
+    assert made[0] == (1, 121) and made[-1][0] in (4, 16) and made[-1][1] == 180
+    made.clear()
+    manager.stop()
+    hinted = running(target, NoDrafter(target), hints=WorkloadHints(max_prompt_length=50, max_generated_length=50))
+    assert texts_of(hinted, [hinted.add_request(prompts()[0])]) == [alone(0)] and made == [(1, 100)]
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_request_too_long_for_memory_fails_alone(running, monkeypatch, has_others):
+    take = continuous.SessionLease.take
+
+    def short_of_memory(self):
+        if self.shape.slots > 100:
+            raise torch.OutOfMemoryError("out of memory, in a test")
+        return take(self)
+
+    monkeypatch.setattr(continuous.SessionLease, "take", short_of_memory)
+    target = tiny_target("llama")
+    manager = running(target, copy_of(target, noise=0.01))
+    names = []
+    if has_others:
+        with manager.pause():
+            names = [manager.add_request(prompts()[index]) for index in range(3)]
+            long = manager.add_request(prompts()[3], max_new_tokens=100)
+            names += [manager.add_request(prompts()[index]) for index in range(3, 6)]
+    else:
+        long = manager.add_request(prompts()[3], max_new_tokens=100)
+    result = manager.get_result(long, timeout=60)
+    assert "There is no memory for a text of 20 tokens and 100 new ones; expected fewer than 120" in result.error
+    assert texts_of(manager, names) == [alone(index) for index in range(len(names))]
+    assert texts_of(manager, [manager.add_request(prompts()[7])]) == [alone(7)]
+
+
+@pytest.mark.core
+def test_requests_without_positions_fail_alone(running):
+    target = build_target("opt", max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32)
+    manager = running(target, NoDrafter(target), eos_token_id=None)
+    names = manager.add_requests([[5] * 6, [5] * 40, [5] * 28])
+    first, second, third = (manager.get_result(name, timeout=60) for name in names)
+    assert first.error is None and len(first.generated_tokens) == NEW
+    assert second.error.startswith("A prompt has 40 tokens, but OPTForCausalLM has 32 positions")
+    assert third.error.startswith("The request has 28 tokens and has not ended after 5 new ones")
+    manager.check_room(28)
+    with pytest.raises(ValueError, match="A prompt has 40 tokens"):
+        manager.check_room(40)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_request_has_its_own_sampling(running, monkeypatch, is_captured):
+    """Sampled with a seed or greedy, beside others, it says what it says alone."""
+    target = copy.deepcopy(tiny_target("llama"))
+    if is_captured:
+        tape_on_cpu(monkeypatch)
+    drafter = copy_of(target, noise=0.01).configure(3, draft_probs=True, compile_rounds=False)
+    manager = running(target, drafter, rows=3, config={"per_request_processors": True})
+    every = [
+        {"do_sample": True, "temperature": 1.5, "seed": 3},
+        {},
+        {"do_sample": True, "temperature": 0.8, "top_k": 5, "seed": 4},
+        {"do_sample": True, "top_k": 0, "top_p": 0.6, "seed": 5},
+        {"do_sample": True, "temperature": 0.0},
+        {"do_sample": True, "temperature": 2.0, "top_k": 20, "top_p": 0.9, "seed": 6},
+    ]
+    names = [manager.add_request(prompts()[index], **options) for index, options in enumerate(every)]
+    for index, (text, options) in enumerate(zip(texts_of(manager, names), every, strict=True)):
+        options, prompt = {**GREEDY, **options}, torch.tensor([prompts()[index]])
+        if options.get("temperature") == 0.0 or not options["do_sample"]:
+            assert text == alone(index)
+            continue
+        options["seeds"] = [options.pop("seed")]
+        out = target.generate(prompt, assistant_model=drafter, **options)
+        assert text == out[0, prompt.shape[1] :].tolist(), options
+    name = manager.add_request(prompts()[0], do_sample=True, seed=9, temperature=1.5)
+    again = manager.add_request(prompts()[0], do_sample=True, seed=9, temperature=1.5)
+    assert manager.get_result(name, timeout=60).generated_tokens == manager.get_result(again).generated_tokens
+
+
+def test_a_managers_seed_repeats_its_texts(running):
+    target = tiny_target("llama")
+    texts = []
+    for _ in range(2):
+        manager = running(target, copy_of(target).configure(3), config={"seed": 5}, do_sample=True, temperature=1.5)
+        texts.append(texts_of(manager, manager.add_requests(prompts()[:5])))
+    assert texts[0] == texts[1] != [alone(index) for index in range(5)]
+
+
+def test_stop_strings_of_a_request(running):
+    target, tokenizer = tiny_target("llama"), word_tokenizer()
+    manager = running(target, copy_of(target, noise=0.01))
+    whole = alone(0, new=40, end=())
+    word = tokenizer.decode([whole[10]])
+    options = {"max_new_tokens": 40, "eos_token_id": -1}
+    names = [
+        manager.add_request(prompts()[0], stop_strings=[word], tokenizer=tokenizer, **options),
+        manager.add_request(prompts()[0], **options),
+    ]
+    stopped, free = texts_of(manager, names)
+    expected = target.generate(
+        torch.tensor([prompts()[0]]),
+        do_sample=False, max_new_tokens=40, stop_strings=[word], tokenizer=tokenizer,
+    )  # fmt: skip
+    assert stopped == expected[0, 5:].tolist() == whole[: len(stopped)] and len(stopped) < 40 and free == whole
+
+
+WRONG = [
+    ({"input_ids": []}, r"inputs\[0\] has shape \[0\]"),
+    ({"input_ids": [96]}, "holds the token 96, but LlamaForCausalLM has tokens 0 to 95"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0; expected an int of at least 1"),
+    ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id or a list"),
+    ({"eos_token_id": list(range(17))}, "eos_token_id has 17 tokens; expected at most 16"),
+    ({"seed": 0.5}, "seed is 0.5; expected an integer of 64 bits"),
+    ({"stop_strings": "x"}, "stop_strings is 'x', but tokenizer is not set"),
+    ({"typical_p": 0.3}, "typical_p cannot be set for a request; expected some of seed"),
+    ({"temperature": 0.3}, "temperature was set for a request, but the manager samples all requests alike"),
+]
+WRONG_SAMPLING = [
+    ({"temperature": -1.0}, "temperature is -1.0; expected a number of at least 0"),
+    ({"top_k": 1.5}, "top_k is 1.5; expected an int of at least 0"),
+    ({"top_p": 0.0}, "top_p is 0.0; expected a number above 0"),
+]
+
+
+@pytest.mark.core
+def test_wrong_requests_are_refused(running):
+    target = tiny_target("llama")
+    manager = running(target, random_eagle3(target))
+    names = [manager.add_request(prompts()[3])]
+    for options, words in WRONG:
+        with pytest.raises(ValueError, match=words):
+            manager.add_request(**{"input_ids": prompts()[0], **options})
+    with pytest.raises(ValueError, match=r"inputs\[1\] has shape \[0\]"):
+        manager.add_requests([[5], []])
+    with pytest.raises(ValueError, match="The request twice is not over; expected another request_id"):
+        for _ in range(2):
+            names.append(manager.add_request(prompts()[2], "twice", max_new_tokens=100, eos_token_id=-1))
+    sampling = manager_of(target, random_eagle3(target), config={"per_request_processors": True})
+    for options, words in WRONG_SAMPLING:
+        with pytest.raises(ValueError, match=words):
+            sampling.add_request(prompts()[0], **options)
+    assert texts_of(manager, names) == [alone(3), alone(2, new=100, end=())]
+
+
+@pytest.mark.core
+def test_what_is_not_supported_is_refused_at_once(monkeypatch):
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    wrong = [
+        ({"nonsense": 3}, r"nonsense is no setting of a manager"),
+        ({"num_beams": 2}, "works with greedy search and sampling"),
+        ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts"),
+        ({"config": {"return_logprobs": True}}, "return_logprobs is set"),
+        ({"config": {"max_requests_per_batch": 0}}, "max_requests_per_batch is 0"),
+        ({"repetition_penalty": 1.3, "config": {"drop_unsupported_processors": False}}, "reads the text; expected"),
+    ]
+    for options, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            manager_of(target, drafter, **options)
+    stock = tiny_target(STOCK_FAMILY)
+    with pytest.raises(ValueError, match=r"runs on the static engine, but LlamaForCausalLM .* runs on the stock"):
+        manager_of(stock, random_eagle3(stock))
+    monkeypatch.setattr(managers, "tensor_parallel_group", lambda model: "ranks")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is split over several processes, which would have to admit"):
+        manager_of(target, drafter)
+
+
+def test_processors_that_read_the_text_are_dropped(running):
+    """As by transformers' own manager, unless it is told not to."""
+    target = tiny_target("llama")
+    manager = running(target, random_eagle3(target), repetition_penalty=1.3)
+    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
+
+
+def test_a_full_queue(running, monkeypatch):
+    target = tiny_target("llama")
+    manager = running(target, copy_of(target, noise=0.01), rows=1, config={"max_queue_size": 2})
+    monkeypatch.setattr(managers, "SECONDS_TO_WAIT", 0.05)
+    with manager.pause():
+        names = [manager.add_request(prompts()[index]) for index in range(2)]
+        with pytest.raises(queue.Full, match="2 requests wait, as many as may"):
+            manager.add_request(prompts()[0])
+        with pytest.raises(queue.Full, match="2 requests wait, as many as may"):
+            manager.check_room(1)
+
+        async def ask():
+            start = time.perf_counter()
+            with pytest.raises(queue.Full):
+                manager.add_request(prompts()[0])
+            return time.perf_counter() - start
+
+        monkeypatch.setattr(managers, "SECONDS_TO_WAIT", 10)
+        assert asyncio.run(ask()) < 5, "an event loop is not held up"
+    names.append(manager.add_request(prompts()[2]))  # waits for room
+    assert texts_of(manager, names) == [alone(index) for index in range(3)]
+
+
+@pytest.mark.core
+def test_handlers_of_an_event_loop(running):
+    target = tiny_target("llama")
+    manager = running(target, copy_of(target, noise=0.01))
+
+    async def ask(index, is_late):
+        done, got = asyncio.get_running_loop().create_future(), []
+
+        def handle(result):
+            got.append(result)
+            if result.is_finished():
+                done.set_result(None)
+
+        name = f"mine-{index}"
+        if not is_late:
+            manager.register_result_handler(name, handle)
+        manager.add_request(prompts()[index], name, streaming=True)
+        if is_late:
+            await asyncio.sleep(0.2)
+            manager.register_result_handler(name, handle)
+        await asyncio.wait_for(done, 60)
+        return [one.generated_tokens for one in got]
+
+    async def ask_all():
+        return await asyncio.gather(*(ask(index, index % 2 == 0) for index in range(6)))
+
+    async def ask_wrongly():
+        manager.register_result_handler("wrong", print)
+        with pytest.raises(ValueError, match="max_new_tokens is 0"):
+            manager.add_request(prompts()[0], "wrong", max_new_tokens=0)
+
+    asyncio.run(ask_wrongly())
+    for index, texts in enumerate(asyncio.run(ask_all())):
+        assert texts[-1] == alone(index) and texts == sorted(texts, key=len)
+    assert not manager._handlers and not manager._results
+
+
+def test_captured_rounds_and_warmup(monkeypatch, running):
+    """After the warmup requests capture nothing, whatever number of them comes."""
+    captures = replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 4)
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = random_eagle3(target).configure(3, compile_rounds=False)
+    drafter.num_assistant_tokens = 3
+    manager = running(target, drafter, rows=16, hints=WorkloadHints(200, 20))
+    assert not manager.warmed_up
+    manager.warmup()
+    count = captures.count
+    assert manager.warmed_up and count > 2
+    first = manager.add_request(prompts()[0])
+    assert texts_of(manager, [first]) == [alone(0)]
+    names = [manager.add_request(prompt) for prompt in prompts()]
+    assert texts_of(manager, names) == [alone(index) for index in range(12)]
+    assert captures.count == count
+    manager.stop()
+    assert len(drafter.sessions) == 0, "stop() gives the memory back"
