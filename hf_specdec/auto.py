@@ -20,6 +20,7 @@ from .checkpoints.detection import (
     EAGLE3,
     MTP,
     P_EAGLE,
+    PARD2,
     check_family,
     drafter_tensors,
 )
@@ -28,6 +29,7 @@ from .checkpoints.draft_model import read_draft_model
 from .checkpoints.eagle3 import read_eagle3
 from .checkpoints.mtp import read_mtp
 from .checkpoints.overrides import Overrides, check_no_mask_token, check_rope_overrides, without_none
+from .checkpoints.pard2 import read_pard2
 from .checkpoints.peagle import read_peagle
 from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig, Eagle3Config, PEagleConfig
@@ -37,6 +39,7 @@ from .drafters.draft_model import DraftModelDrafter
 from .drafters.dspark import DSparkDrafter
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.mtp import MtpDrafter
+from .drafters.pard2 import Pard2Drafter
 from .drafters.peagle import PEagleDrafter
 from .patching.hidden_states import device_of_last_layer
 
@@ -51,6 +54,7 @@ _FAMILIES = {
     P_EAGLE: (read_peagle, PEagleDrafter),
     DFLASH: (read_dflash, DFlashDrafter),
     DSPARK: (read_dspark, DSparkDrafter),
+    PARD2: (read_pard2, Pard2Drafter),
     MTP: (read_mtp, MtpDrafter),
     DRAFT_MODEL: (read_draft_model, DraftModelDrafter),
 }

@@ -24,6 +24,7 @@ from ..checkpoints.detection import (
     EAGLE3,
     MTP,
     P_EAGLE,
+    PARD2,
     block_settings,
     check_family,
 )
@@ -85,6 +86,8 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
         tensors = dict.fromkeys(implied_names(settings), StoredTensor((), "BF16", Path()))
     elif kind in (EAGLE3, P_EAGLE):
         tensors = _implied_tensors(settings, target.config.get_text_config())
+    elif kind == PARD2:
+        tensors = _implied_projection(settings, target.config.get_text_config())
     elif kind in (DFLASH, DSPARK):
         tensors = _implied_block_tensors(settings, target.config.get_text_config())
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
@@ -148,6 +151,14 @@ def _implied_block_tensors(config: Mapping[str, Any], target: PreTrainedConfig) 
         shapes["markov_head.markov_w1.weight"] = (vocab_size, stated["markov_rank"])
     shapes |= {f"layers.{layer}.input_layernorm.weight": (width,) for layer in range(num_layers)}
     return _stored(shapes)
+
+
+def _implied_projection(config: Mapping[str, Any], target: PreTrainedConfig) -> dict[str, StoredTensor]:
+    """As `_implied_tensors`, of PARD-2 checkpoints, which have their own embedding and head."""
+    ids = config.get("pard2_target_layers") or ()
+    width = config.get("pard2_target_dim") or len(ids) * target.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"target_proj.weight": (config.get("hidden_size"), width)}
+    return _stored(shapes | ({"target_proj.bias": ()} if config.get("pard2_proj_bias") else {}))
 
 
 def _stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:

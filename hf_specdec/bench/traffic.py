@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..drafters import DFlashDrafter, Drafter, DraftModelDrafter, DSparkDrafter, Eagle3Drafter
+from ..drafters import DFlashDrafter, Drafter, DraftModelDrafter, DSparkDrafter, Eagle3Drafter, Pard2Drafter
 from ..drafters.cached import CachedDrafter
 from ..parallel.tensor_parallel import local_shard, tensor_parallel_group
 from .clock import synchronize
@@ -78,6 +78,8 @@ def round_bytes(
             total += num_draft_tokens * _size(steps)
     elif isinstance(drafter, DraftModelDrafter):
         config, each = drafter.model.config.get_text_config(), _model_bytes(drafter.model)
+        if isinstance(drafter, Pard2Drafter):
+            total += _size(drafter.target_proj.parameters())
         if any(getattr(config, name, None) for name in _EXPERTS):
             return None
     else:

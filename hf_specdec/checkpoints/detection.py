@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..config import DrafterConfig
-from .checkpoint import Selection
+from .checkpoint import Selection, has_projection
 from .mtp_layouts import FAMILIES as MTP_FAMILIES
 from .mtp_layouts import (
     find_family,
@@ -21,7 +21,8 @@ from .mtp_layouts import (
 )
 from .overrides import MTP_ONLY, without_none
 
-EAGLE3, P_EAGLE, DFLASH, DSPARK, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "MTP", "draft model"
+EAGLE3, P_EAGLE, DFLASH, DSPARK, MTP = "EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "MTP"
+DRAFT_MODEL, PARD2 = "draft model", "PARD-2"
 _NOT_YET = "this version does not support that family yet"
 
 # Values of `speculators_model_type` that are known; the first five are supported.
@@ -94,12 +95,8 @@ def is_certainly_peagle(config: Mapping[str, Any], names: str, tensors: Collecti
     return "peagle" in names or any(name.rpartition(".")[2] == "mask_hidden" for name in tensors)
 
 
-def _is_pard2(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    return (
-        any(key.startswith("pard2_") for key in config)
-        or config.get("spd_type") == "pard2"
-        or any(name.endswith("target_proj.weight") for name in tensors)
-    )
+def _is_pard2(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    return has_projection(config) or any(name.endswith("target_proj.weight") for name in tensors)
 
 
 def _is_medusa(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
@@ -274,7 +271,6 @@ def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
 
 # In the order in which they are tried.
 REFUSALS = (
-    Refusal("PARD-2", "it is not supported; use an EAGLE-3 drafter for the same target", _is_pard2),
     Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
     Refusal("DFlash-2", _NOT_YET, _is_dflash2),
     Refusal("Domino", _NOT_YET, _is_domino),
@@ -306,7 +302,7 @@ def check_family(
     target: PreTrainedConfig | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
-    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DSPARK`, `MTP` or `DRAFT_MODEL`.
+    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DSPARK`, `PARD2`, `MTP` or `DRAFT_MODEL`.
 
     Args:
         name: of the checkpoint.
@@ -330,6 +326,8 @@ def check_family(
             f"{name} is a drafter of speculators_model_type {speculators_type(config)!r}, which is not known here; "
             "expected 'eagle3', 'peagle', 'dflash', 'dspark' or 'mtp'."
         )
+    if _is_pard2(config, tensors):
+        return PARD2
     for refusal in REFUSALS:
         if refusal.matches(config, names, tensors):
             raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
@@ -376,7 +374,9 @@ def drafter_tensors(overrides: Mapping[str, Any], target: PreTrainedConfig | Non
 
     def select(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
         model_type = config.get("model_type") or ""
-        if model_type.startswith(DrafterConfig.model_type) or not _is_mtp(config, architectures(config), names):
+        if model_type.startswith(DrafterConfig.model_type) or _is_pard2(config, names):
+            return names
+        if not _is_mtp(config, architectures(config), names):
             return names
         if _is_whole_draft_model(config, names, target, given):
             return names

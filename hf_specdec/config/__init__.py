@@ -20,6 +20,7 @@ from .draft_layers import (
 )
 from .draft_model import (
     DraftModelConfig,
+    Pard2Config,
 )
 from .mtp import (
     CHAININGS,
@@ -41,6 +42,7 @@ __all__ = [
     "Eagle3Config",
     "MtpConfig",
     "PEagleConfig",
+    "Pard2Config",
     "check_num_assistant_tokens",
     "check_num_or_auto",
     "check_types",

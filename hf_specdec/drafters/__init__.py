@@ -8,6 +8,7 @@ from .dspark import DSparkDrafter
 from .eagle3 import Eagle3Drafter
 from .mtp import MtpDrafter
 from .none import NoDrafter
+from .pard2 import Pard2Drafter
 from .peagle import PEagleDrafter
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "MtpDrafter",
     "NoDrafter",
     "PEagleDrafter",
+    "Pard2Drafter",
     "Proposal",
     "register_drafter",
 ]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import blocks
 import case_counts
+import pard2_reference
 import pytest
 import torch
 from dialects import (
@@ -383,6 +384,19 @@ def test_random_drafters_of_blocks_have_the_shapes_of_loaded_ones(layout, tmp_pa
         assert shapes[0] == shapes[1]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_random_pard2_drafters_have_the_shapes_of_loaded_ones(bias, tmp_path):
+    target = tiny_target(SPEC, dtype=torch.float32)
+    folder = pard2_reference.write(tmp_path, bias=bias)
+    loaded = AutoDrafter.from_pretrained(folder, target)
+    (folder / "model.safetensors").unlink()
+    (folder / pard2_reference.PROJECTION_FILE).unlink()
+    built = random_drafter(str(folder), target)
+    assert type(built) is type(loaded) and built.aux_hidden_state_layer_ids == loaded.aux_hidden_state_layer_ids
+    shapes = [{name: tensor.shape for name, tensor in one.state_dict().items()} for one in (built, loaded)]
+    assert shapes[0] == shapes[1]
+
+
 def test_bytes_of_a_round():
     target = family_target("llama")
     layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
@@ -395,6 +409,8 @@ def test_bytes_of_a_round():
     for name, passes in (("draft-model", 5), ("pard", 1)):
         total = round_bytes(target, RANDOM_DRAFTERS[name](target), 5, batch=1, length=10)
         assert total == weights + 10 * cached + passes * (own + 10 * own_cached)
+    projection = RANDOM_DRAFTERS["pard2"](target)
+    assert round_bytes(target, projection, 5, batch=1, length=10) == total + 4 * projection.target_proj.weight.numel()
     eagle = RANDOM_DRAFTERS["eagle3"](target)
     more = [round_bytes(target, eagle, k, batch=1, length=10) for k in (1, 2, 3)]
     assert more[2] - more[1] == more[1] - more[0]

@@ -18,6 +18,7 @@ from hf_specdec.checkpoints.detection import (
     DSPARK,
     MTP,
     P_EAGLE,
+    PARD2,
     check_family,
 )
 from hf_specdec.checkpoints.detection import EAGLE3 as EAGLE_3
@@ -43,9 +44,6 @@ REFUSED = {
     "medusa by key": (LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1}, [], "Medusa heads"),
     "medusa of ModelOpt": (EAGLE3 | {"eagle_config": {"parallel_draft_step": 3}}, [], "Medusa heads"),
     "medusa by tensor": (EAGLE3, ["fc.weight", MEDUSA_HEAD], "Medusa heads"),
-    "pard-2": (LLAMA | {"pard2_target_dim": 128, "pard2_scale": 0.02, "pard_token": 5}, [], "PARD-2"),
-    "pard-2 by type": (LLAMA | {"spd_type": "pard2", "pard_token": 5}, [], "PARD-2"),
-    "pard-2 by tensor": (LLAMA | {"pard_token": 5}, ["model.norm.weight", "target_proj.weight"], "PARD-2"),
     "dflash-2": (BLOCK | {"architectures": ["DFlash2DraftModel"]}, [], "DFlash-2"),
     "dflash-2 by another name": (BLOCK | {"architectures": ["MiniMaxDFlash2DraftModel"]}, [], "DFlash-2"),
     "dflash-2 of speculators": (SPECULATORS | {"speculators_model_type": "dflash2"}, [], "DFlash-2"),
@@ -172,6 +170,9 @@ RECOGNISED = {
         MTP,
     ),
     "pard": (LLAMA | {"pard_token": 7, "spd_type": "pard"}, ["model.embed_tokens.weight"], DRAFT_MODEL),
+    "pard-2": (LLAMA | {"pard2_target_dim": 128, "pard2_scale": 0.02, "pard_token": 5}, [], PARD2),
+    "pard-2 by type": (LLAMA | {"spd_type": "pard2", "pard_token": 5}, [], PARD2),
+    "pard-2 by tensor": (LLAMA | {"pard_token": 5}, ["model.norm.weight", "target_proj.weight"], PARD2),
     "draft model": (LLAMA, ["model.layers.0.mlp.up_proj.weight"], DRAFT_MODEL),
     "draft model with latent attention": (
         LLAMA | {"architectures": ["DeepseekV2ForCausalLM"]},

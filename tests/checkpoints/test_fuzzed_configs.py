@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import blocks
+import pard2_reference
 import pytest
 import torch
 from case_counts import cases
@@ -100,6 +101,7 @@ CHECKPOINTS: dict[str, Callable[[Path, Any], Path]] = {
     "own dspark": write_own(write_blocks("specforge")),
     "draft model": lambda folder, target: write_draft_model(folder),
     "pard": lambda folder, target: write_draft_model(folder, pard_token=7),
+    "pard2": lambda folder, target: pard2_reference.write(folder),
 }
 
 

@@ -12,6 +12,7 @@ from hf_specdec.config import (
     DSparkConfig,
     Eagle3Config,
     MtpConfig,
+    Pard2Config,
     PEagleConfig,
     mtp_block_settings,
 )
@@ -21,6 +22,7 @@ from hf_specdec.drafters import (
     DSparkDrafter,
     Eagle3Drafter,
     MtpDrafter,
+    Pard2Drafter,
     PEagleDrafter,
 )
 from hf_specdec.drafters.draft_layers import DraftLayersDrafter
@@ -166,10 +168,13 @@ def random_draft_model(
     vocab_size: int | None = None,
     mask_token_id: int = 2,
     seed: int = 0,
+    hidden_state_ids: list[int] | None = None,
     **options,
 ) -> DraftModelDrafter:
-    """A random Llama as draft model for `target`, bound to it; `parallel` to draft as PARD."""
-    size = target.config.get_text_config().vocab_size
+    """A random Llama as draft model for `target`, bound to it; `parallel` to draft as PARD, with `hidden_state_ids` as
+    PARD-2."""
+    text = target.config.get_text_config()
+    size = text.vocab_size
     own = LlamaConfig(
         **{
             "vocab_size": vocab_size or size,
@@ -183,13 +188,13 @@ def random_draft_model(
         }
     )
     torch.manual_seed(seed)
-    config = DraftModelConfig(
-        model=own.to_dict(),
-        vocab_size=size,
-        parallel_drafting=parallel,
-        mask_token_id=mask_token_id if parallel else None,
-    )
-    drafter = DraftModelDrafter(config).eval().to(target.device)
+    settings = {"model": own.to_dict(), "vocab_size": size, "parallel_drafting": parallel}
+    settings |= {"mask_token_id": mask_token_id} if parallel else {}
+    if hidden_state_ids is None:
+        drafter = DraftModelDrafter(DraftModelConfig(**settings)).eval().to(target.device)
+    else:
+        settings |= {"hidden_state_ids": hidden_state_ids, "target_hidden_size": text.hidden_size}
+        drafter = Pard2Drafter(Pard2Config(**settings, hidden_state_scale=1.0)).eval().to(target.device)
     drafter.bind(target)
     return drafter
 
@@ -214,6 +219,7 @@ RANDOM_DRAFTERS = {
     "p-eagle": random_peagle,
     "p-eagle-sequential": partial(random_peagle, parallel_drafting=False),
     "pard": partial(random_draft_model, parallel=True),
+    "pard2": partial(random_draft_model, parallel=True, hidden_state_ids=[-1, 1]),
     "draft-model": random_draft_model,
     "dflash": random_dflash,
     "dspark": random_dspark,

@@ -608,7 +608,7 @@ def test_samples_detect_random_numbers_shared_by_two_rounds(monkeypatch):
     cases(
         every := [
             (kind, *rule)
-            for kind in ("p-eagle", "dflash", "dspark", "pard", "draft-model", "mtp")
+            for kind in ("p-eagle", "dflash", "dspark", "pard", "pard2", "draft-model", "mtp")
             for rule in (("token", "hot", 2), ("token", "top_k", 3), ("block", "top_k", 3))
         ],
         [one for one in every if (one[2] == "hot") == (one[0] in ("p-eagle", "dspark", "mtp")) or one[1] == "block"],
