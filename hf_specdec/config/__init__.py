@@ -10,7 +10,9 @@ from .base import (
     check_types,
 )
 from .draft_layers import (
+    DFlash2Config,
     DFlashConfig,
+    DominoConfig,
     DraftLayersConfig,
     DSparkConfig,
     Eagle3Config,
@@ -34,8 +36,10 @@ __all__ = [
     "CHAININGS",
     "DEFAULT_ROPE_THETA",
     "MAX_ASSISTANT_TOKENS",
+    "DFlash2Config",
     "DFlashConfig",
     "DSparkConfig",
+    "DominoConfig",
     "DraftLayersConfig",
     "DraftModelConfig",
     "DrafterConfig",

@@ -84,14 +84,22 @@ class DFlashDrafter(DraftLayersDrafter):
         """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to context vectors `[..., H]`."""
         return self.hidden_norm(self.fc(aux_hidden_states.to(self.dtype)))
 
-    def run(self, context: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """One pass of the layers over a block.
+    def run(
+        self,
+        context: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        block_length: int,
+    ) -> torch.Tensor:
+        """One pass of the layers over a block, or over several.
 
         Args:
             context: `[B, c, H]` from `combine_hidden_states`, context positions that are not in the cache yet.
-            tokens: `[B, n]` int64, the tokens of the block.
+            tokens: `[B, n]` int64, the tokens of the block, or of blocks one after the other.
             positions: `[B, c + n]` int64 for RoPE, of context and block.
             attend: attention, which stores keys and values.
+            block_length: tokens of a block.
 
         Returns:
             inputs of the head, `[B, n, H]`.
@@ -99,7 +107,7 @@ class DFlashDrafter(DraftLayersDrafter):
         hidden = self.embed(tokens)
         rotary = self.rotary_emb(hidden, positions)
         for layer in self.layers:
-            hidden = layer(context, hidden, rotary, attend)
+            hidden = layer(context, hidden, rotary, attend, block_length)
         return self.norm(hidden)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
@@ -142,7 +150,7 @@ class DFlashDrafter(DraftLayersDrafter):
         cache = state.memory.cache
         cache.advance(inputs.slots, state.live + 1)  # The last slot of the block is one after those of the drafts.
         ends = self._ends(inputs.slots[:, -num_tokens:], state.dummy_slot)
-        normed = self.run(context, tokens, inputs.positions, cached_attend(cache, inputs.slots, ends))
+        normed = self.run(context, tokens, inputs.positions, cached_attend(cache, inputs.slots, ends), num_tokens)
         return self.join(state, self.draft(state, anchors, normed[:, -state.num_draft_tokens :]))
 
     def forward(
@@ -166,7 +174,7 @@ class DFlashDrafter(DraftLayersDrafter):
         tokens[..., 0] = input_ids.roll(-1, dims=1)
         attend = _BlocksAttention(places, block, num_tokens, self.config.causal)
         context = self.combine_hidden_states(aux_hidden_states)
-        normed = self.run(context, tokens.view(batch, -1), torch.cat([places, block])[None], attend)
+        normed = self.run(context, tokens.view(batch, -1), torch.cat([places, block])[None], attend, num_tokens)
         return self.chain(tokens[..., 0], normed.view(batch, length, num_tokens, -1)[:, :, -num_steps:])
 
     def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:

@@ -80,7 +80,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if arguments.self_check and not isinstance(found.config, DraftLayersConfig):
         raise ValueError(
             f"{checkpoint.name} is a {found.config.family}, but --self-check scores interpretations of EAGLE-3, "
-            "P-EAGLE, DFlash and DSpark drafters only. Drop it."
+            "P-EAGLE, DFlash and DSpark drafters only, and of those made of DFlash. Drop it."
         )
     report = describe(checkpoint, found)
     if target is not None:

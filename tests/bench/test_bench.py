@@ -416,15 +416,14 @@ def test_bytes_of_a_round():
     assert more[2] - more[1] == more[1] - more[0]
     read = sum(map(torch.Tensor.numel, eagle.parameters())) - eagle.embed_tokens.weight.numel()
     assert more[0] == weights + 10 * cached + 4 * read + 2 * 2 * 8 * 4 * 10
-    for name in (
-        "dflash",
-        "dspark",
-    ):  # one pass; of DSpark's table of tokens few rows are read, of the rest all, K times
+    for name in ("dflash", "dspark", "dflash2", "domino"):  # one pass, then K steps
         drafter = RANDOM_DRAFTERS[name](target, layer_types=["full_attention"] * 3)
-        read = sum(map(torch.Tensor.numel, drafter.parameters())) + drafter.head_weight.numel()
-        markov = getattr(drafter, "markov_head", None)
-        step = 0 if markov is None else sum(p.numel() for p in markov.parameters()) - markov.markov_w1.weight.numel()
-        read -= 0 if markov is None else step + markov.markov_w1.weight.numel()
+        sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
+        # Of tables of tokens few rows are read.
+        tables = sum(size for name, size in sizes.items() if "markov_w1" in name or "codebook" in name)
+        parts = ("markov_w2", "markov_head.joint", "prefix_gru", "embed_proj")
+        step = sum(size for name, size in sizes.items() if any(part in name for part in parts))
+        read = sum(sizes.values()) + drafter.head_weight.numel() - tables - step
         total = weights + 10 * cached + 4 * read + 3 * 2 * 2 * 8 * 4 * 10
         assert [round_bytes(target, drafter, k, batch=1, length=10) for k in (1, 3)] == [
             total + 4 * step,

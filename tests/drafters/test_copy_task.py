@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from counting import COUNTED, MASK, chaining_drafter, counting_target, feature_drafter, finding_drafter
+from counting import CHAINING, COUNTED, MASK, chaining_drafter, counting_target, feature_drafter, finding_drafter
 
 LENGTHS = [18, 33, 25]
 
@@ -79,16 +79,18 @@ def test_a_window_that_ends_before_the_position_hides_it():
         assert acceptance(target, drafter, 5) == expected
 
 
+@pytest.mark.parametrize("family", CHAINING)
 @pytest.mark.parametrize("anchor_first", [False, True])
 @pytest.mark.parametrize("engine", ["static", "stock"])
-def test_every_draft_of_a_chain_is_right(anchor_first, engine):
+def test_every_draft_of_a_chain_is_right(family, anchor_first, engine):
     """The first follows the anchor in both conventions."""
     target = counting_target()
-    drafter = chaining_drafter(target, 1, anchor_first=anchor_first)
+    drafter = chaining_drafter(target, 1, family, anchor_first=anchor_first)
     for num_draft_tokens in (1, 3, 8):
         assert acceptance(target, drafter, num_draft_tokens, engine) == 1.0
     for step in (0, 2):
-        assert acceptance(target, chaining_drafter(target, step, anchor_first=anchor_first), 3, engine) == 0.0
+        drafter = chaining_drafter(target, step, family, anchor_first=anchor_first)
+        assert acceptance(target, drafter, 3, engine) == 0.0
 
 
 @pytest.mark.parametrize("engine", ["static", "stock"])

@@ -54,7 +54,7 @@ def eagle(folder, spec, dialect, is_parallel=False) -> Case:
 
 
 def block(folder, layout, spec, **overrides) -> Case:
-    """DFlash or DSpark."""
+    """DFlash or what is made of it."""
     weights = blocks.make_weights(spec)
     blocks.write(layout, folder, spec, weights)
     target = tiny_target(PLAIN)
@@ -115,6 +115,8 @@ CASES = {
     "p-eagle-sequential": lambda folder: eagle(folder, PEAGLE, "amazon"),
     "dflash": lambda folder: block(folder, "z-lab", blocks.LAYOUTS["z-lab"][1]),
     "dspark": lambda folder: block(folder, "specforge", blocks.LAYOUTS["specforge"][1]),
+    "domino": lambda folder: block(folder, "specforge-domino", blocks.DOMINO),
+    "dflash2": lambda folder: block(folder, "z-lab-2", blocks.DFLASH2),
     "pard": lambda folder: draft_model(folder, is_parallel=True),
     "pard2": pard2,
     "draft-model": lambda folder: draft_model(folder, is_parallel=False),

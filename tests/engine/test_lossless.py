@@ -20,6 +20,8 @@ ALSO_TRIED = {
     "p-eagle": "gemma3",
     "dflash": "qwen3-moe",
     "dspark": "qwen3-next",
+    "dflash2": "mistral",
+    "domino": "deepseek-v3",
     "pard": "gpt-oss",
     "pard2": "gemma3",
     "draft-model": "deepseek-v3",

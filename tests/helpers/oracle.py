@@ -7,7 +7,9 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from hf_specdec import Drafter, DrafterConfig, register_drafter
 from hf_specdec.config import (
+    DFlash2Config,
     DFlashConfig,
+    DominoConfig,
     DraftModelConfig,
     DSparkConfig,
     Eagle3Config,
@@ -17,7 +19,9 @@ from hf_specdec.config import (
     mtp_block_settings,
 )
 from hf_specdec.drafters import (
+    DFlash2Drafter,
     DFlashDrafter,
+    DominoDrafter,
     DraftModelDrafter,
     DSparkDrafter,
     Eagle3Drafter,
@@ -118,9 +122,16 @@ def random_peagle(target: PreTrainedModel, seed: int = 0, **options) -> PEagleDr
 
 def random_dflash(target: PreTrainedModel, seed: int = 0, **options) -> DFlashDrafter:
     """A random DFlash drafter for `target`, bound to it, whose layers are of every kind: windowed or not, causal or
-    not; with `markov_rank` a DSpark drafter."""
+    not; with `markov_rank` a DSpark drafter, with `selector_rank` a DFlash-2, with `gru_hidden_dim` a Domino one."""
     torch.manual_seed(seed)
-    family, config_class = (DSparkDrafter, DSparkConfig) if "markov_rank" in options else (DFlashDrafter, DFlashConfig)
+    family, config_class = DFlashDrafter, DFlashConfig
+    if "markov_rank" in options:
+        family, config_class = DSparkDrafter, DSparkConfig
+    if "gru_hidden_dim" in options:
+        family, config_class = DominoDrafter, DominoConfig
+    if "selector_rank" in options:
+        family, config_class = DFlash2Drafter, DFlash2Config
+        options["draft_vocab_size"] = target.config.get_text_config().vocab_size
     kinds = {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
@@ -135,6 +146,8 @@ def random_dflash(target: PreTrainedModel, seed: int = 0, **options) -> DFlashDr
 
 
 random_dspark = partial(random_dflash, markov_rank=12, markov_type="rnn")
+random_domino = partial(random_dflash, gru_hidden_dim=12, emb_dim=8, anchor_first=True)
+random_dflash2 = partial(random_dflash, selector_rank=12, selector_top_k=6, conv_group_size=8)
 
 
 def random_mtp(target: PreTrainedModel, seed: int = 0, num_modules: int = 2, **options) -> MtpDrafter:
@@ -223,6 +236,8 @@ RANDOM_DRAFTERS = {
     "draft-model": random_draft_model,
     "dflash": random_dflash,
     "dspark": random_dspark,
+    "dflash2": random_dflash2,
+    "domino": random_domino,
     "mtp": random_mtp,
     "mtp-by-target": partial(random_mtp, chaining="target"),
 }
