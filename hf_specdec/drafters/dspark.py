@@ -9,6 +9,7 @@ from torch import nn
 
 from ..config import DSparkConfig
 from .base import register_drafter
+from .dflash import DFlashDrafter
 from .walking import WalkingDrafter
 
 
@@ -46,17 +47,24 @@ class MarkovHead(nn.Module):
         Returns:
             `[..., V_d]`, and `[..., r]` or None.
         """
+        features, memory = self.features(tokens, hidden, memory)
+        return self.markov_w2(features), memory
+
+    def features(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `markov_w2` reads, `[..., r]`, and s; arguments as of `forward`."""
         embeds = self.markov_w1(tokens)
         if self.kind == "vanilla":
-            return self.markov_w2(embeds), None
+            return embeds, None
         if self.kind == "gated":
             gate = self.gate_proj(torch.cat([hidden, embeds], dim=-1)).sigmoid()
-            return self.markov_w2(gate * embeds), None
+            return gate * embeds, None
         if memory is None:
             memory = torch.zeros_like(embeds)
         keep, new, output = self.joint_proj(torch.cat([memory, embeds, hidden], dim=-1)).chunk(3, dim=-1)
         keep = keep.sigmoid()
-        return self.markov_w2(output.tanh()), keep * memory + (1 - keep) * new.tanh()
+        return output.tanh(), keep * memory + (1 - keep) * new.tanh()
 
 
 @register_drafter
@@ -81,3 +89,13 @@ class DSparkDrafter(WalkingDrafter):
             at = (..., slice(step, step + 1), slice(None))
             bias, memory = self.markov_head(last, normed[at], memory)
             last = choose(logits[at] + bias)
+
+    def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, weight = DFlashDrafter.head_inputs(self, normed, before)
+        memory, features = None, []
+        for step in range(normed.shape[-2]):
+            column = slice(step, step + 1)
+            found, memory = self.markov_head.features(before[..., column], normed[..., column, :], memory)
+            features.append(found)
+        inputs = torch.cat([inputs, torch.cat(features, dim=-2)], dim=-1)
+        return inputs, torch.cat([weight, self.markov_head.markov_w2.weight], dim=1)

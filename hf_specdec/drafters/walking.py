@@ -28,6 +28,9 @@ class WalkingDrafter(DFlashDrafter):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement walk().")
 
+    def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} does not implement head_inputs(), which training needs.")
+
     def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
         drafts: list[Proposal] = []
 
