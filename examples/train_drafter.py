@@ -1,4 +1,4 @@
-"""Train an EAGLE-3, P-EAGLE, PARD, DFlash, DSpark or MTP drafter for any chat model, on text that the model generates.
+"""Train a drafter (EAGLE-3, P-EAGLE, PARD, PARD-2, DFlash, DSpark, MTP) for any chat model, on text that it generates.
 
     accelerate launch examples/train_drafter.py --target smollm2 --data runs/data --out runs/drafter --minutes 20
 
@@ -92,13 +92,13 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
 def add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--family", choices=tuple(DEFAULTS), default="eagle3")
-    about = "of pard, copies of the target's; of mtp, modules"
+    about = "of pard and pard2, copies of the target's; of mtp, modules"
     add("--layers", type=int, default=None, help=f"{about}; {by_family('layers')}")
     add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; 0 is the target's")
-    add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard")
+    add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard and pard2")
     about = "trained drafter to initialize from: fewer layers, wider MLPs"
     add("--init-from", default=None, help=f"{about}; of eagle3 and p-eagle")
-    about = "of p-eagle, pard, dflash and dspark; by default one not in the data"
+    about = "of all but eagle3 and mtp; by default one not in the data"
     add("--mask-token-id", type=int, default=None, help=about)
     add("--markov-rank", type=int, default=None, help=f"width of the Markov head; {by_family('markov_rank')}")
     switch = argparse.BooleanOptionalAction

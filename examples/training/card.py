@@ -94,6 +94,13 @@ target's. It drafts all tokens of a round in one pass, at mask tokens (id {mask_
 language model whose {layers} layers began as copies of some of the target's. It drafts all tokens of a round in one
 pass, at mask tokens (id {mask_token_id}).""",
     },
+    "pard2": {
+        "relation": "finetune",
+        "method": "A [PARD-2](https://arxiv.org/abs/2605.08632)",
+        "made_of": """a causal
+language model whose {layers} layers began as copies of some of the target's; it reads hidden states of the target, too.
+It drafts all tokens of a round in one pass, at mask tokens (id {mask_token_id}).""",
+    },
     "dflash": {
         "relation": "adapter",
         "method": "A [DFlash](https://arxiv.org/abs/2602.06036)",

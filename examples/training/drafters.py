@@ -14,6 +14,7 @@ from hf_specdec.config import (
     DSparkConfig,
     Eagle3Config,
     MtpConfig,
+    Pard2Config,
     PEagleConfig,
     default_aux_layer_ids,
     default_block_layer_ids,
@@ -25,6 +26,7 @@ from hf_specdec.drafters import (
     DSparkDrafter,
     Eagle3Drafter,
     MtpDrafter,
+    Pard2Drafter,
     PEagleDrafter,
 )
 from hf_specdec.drafters.cached import CachedDrafter
@@ -46,6 +48,7 @@ DEFAULTS = {
     "eagle3": {"layers": 1, "num_steps": 7, **_EAGLE, **_TOKEN_BY_TOKEN},
     "p-eagle": {"layers": 4, **_EAGLE, **_AT_MASKS},
     "pard": {"layers": 4, **_AT_MASKS},
+    "pard2": {"layers": 4, **_AT_MASKS},
     "dflash": {"layers": 3, **_BLOCKS},
     "dspark": {"layers": 3, "markov_rank": 64, **_BLOCKS},
     "mtp": {"layers": 3, "num_steps": 3, "intermediate_size": None, "norm_output": True, **_TOKEN_BY_TOKEN},
@@ -67,8 +70,8 @@ def new_drafter(
         mask_token_id: None for a drafter that drafts one token a pass.
     """
     name = args.target_name or target.config.name_or_path
-    if args.family == "pard":
-        drafter = _new_pard(target, args.layers, mask_token_id, name)
+    if args.family in ("pard", "pard2"):
+        drafter = _new_pard(args, target, mask_token_id, name)
     elif args.family == "mtp":
         drafter = _new_mtp(args, target, name)
     elif args.family in ("dflash", "dspark"):
@@ -174,17 +177,28 @@ def _scale_like_final_norm(norm: nn.Module, target: PreTrainedModel) -> None:
         norm.weight.copy_(final_norm(ones)[0])
 
 
-def _new_pard(target: PreTrainedModel, num_layers: int, mask_token_id: int, name: str) -> DraftModelDrafter:
-    """A draft model initialized with copies of some of the target's layers, and of its embedding, norm and head."""
-    kept = spread_layers(len(decoder_layers(target)), num_layers)
-    config = DraftModelConfig(
-        model=thinned_config(target, kept),
-        vocab_size=target.config.get_text_config().vocab_size,
-        parallel_drafting=True,
-        mask_token_id=mask_token_id,
-        target_name_or_path=name,
-    )
-    drafter = DraftModelDrafter(config)
+def _new_pard(args: argparse.Namespace, target: PreTrainedModel, mask_token_id: int, name: str) -> DraftModelDrafter:
+    """A draft model initialized with copies of some of the target's layers, and of its embedding, norm and head.
+
+    PARD-2's projection begins at zero, so that it begins as PARD. It reads the last hidden state and those of three
+    layers, as far apart as in the published drafters.
+    """
+    text, count = target.config.get_text_config(), len(decoder_layers(target))
+    kept = spread_layers(count, args.layers)
+    settings = {
+        "model": thinned_config(target, kept),
+        "vocab_size": text.vocab_size,
+        "parallel_drafting": True,
+        "mask_token_id": mask_token_id,
+        "target_name_or_path": name,
+    }
+    if args.family == "pard":
+        drafter = DraftModelDrafter(DraftModelConfig(**settings))
+    else:
+        ids = dict.fromkeys([-1, *(-max(part * count // 4, 1) for part in (1, 2, 3))])
+        settings |= {"hidden_state_ids": list(ids), "hidden_state_scale": 1.0, "target_hidden_size": text.hidden_size}
+        drafter = Pard2Drafter(Pard2Config(**settings, num_assistant_tokens=args.num_steps))
+        drafter.target_proj.weight.data.zero_()
     source = {}
     for key, tensor in target.get_decoder().state_dict().items():
         place, _, rest = key.removeprefix("layers.").partition(".")

@@ -14,8 +14,8 @@ from .draft_model import read_language_model
 from .limits import check_mask_token
 from .overrides import check_not_given
 
-# Draft tokens a round of the published figures (AMD-AGI/PARD, `draft_k` of pard2_*_eval.yaml); drafters are trained
-# with one more (`para_num`), which no key of config.json states.
+# Draft tokens a round of the published figures (AMD-AGI/PARD, `draft_k` of pard2_*_eval.yaml), for drafters trained
+# with one more. How many that were, `para_num` in the trainer's settings, is not in the config.json of published ones.
 PARD2_DEPTH = 15
 # What AMD's code takes where config.json has no scale.
 _DEFAULT_SCALE = 0.02
@@ -53,7 +53,7 @@ def read_pard2(
         vocab_size=size if target is None else target.vocab_size,
         draft_vocab_size=size if target is None else min(size, target.vocab_size),
         mask_token_id=check_mask_token(token, size, name),
-        num_assistant_tokens=PARD2_DEPTH,
+        num_assistant_tokens=stated.get("para_num", PARD2_DEPTH),
         hidden_state_ids=ids,
         target_hidden_size=_target_hidden_size(checkpoint, len(ids)),
         hidden_state_scale=float(scale),

@@ -149,6 +149,7 @@ class Pard2Drafter(DraftModelDrafter):
             "pard2_target_dim": self.target_proj.in_features,
             "pard2_scale": config.hidden_state_scale,
             "pard2_proj_bias": config.projection_bias,
+            "para_num": config.num_assistant_tokens,
         }
         self.model.config.update(keys)
         self.model.save_pretrained(save_directory, **kwargs)

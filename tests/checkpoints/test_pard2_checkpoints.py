@@ -103,6 +103,8 @@ def test_save_and_load_round_trip(target, tmp_path):
         assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
     published, saved = (json.loads((one / "config.json").read_text()) for one in (folder, tmp_path / "b"))
     assert all(saved[key] == value for key, value in published.items() if key.startswith(("pard", "spd")))
+    assert saved["para_num"] == 15
+    assert AutoDrafter.from_pretrained(write(tmp_path / "e", para_num=6), target).num_assistant_tokens == 6
     projection = torch.load(tmp_path / "b" / PROJECTION_FILE, weights_only=True)
     for name, tensor in torch.load(folder / PROJECTION_FILE, weights_only=True).items():
         assert torch.equal(projection.pop(name).float(), tensor)

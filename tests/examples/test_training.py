@@ -45,11 +45,12 @@ from training import card, data, drafters, objective, prompts, repetition  # noq
 VOCAB, STOP, MASK = 61, 2, 60
 FAMILIES = ["eagle3", "p-eagle", "pard", "mtp"]
 BLOCK_FAMILIES = ["dflash", "dspark"]
-IN_PARALLEL = ("p-eagle", "pard", *BLOCK_FAMILIES)
+IN_PARALLEL = ("p-eagle", "pard", "pard2", *BLOCK_FAMILIES)
 OPTIONS = {
     "eagle3": ["--draft-vocab-size", "48"],
     "p-eagle": ["--draft-vocab-size", "48", "--mask-token-id", str(MASK), "--layers", "1"],
     "pard": ["--mask-token-id", str(MASK), "--layers", "1"],
+    "pard2": ["--mask-token-id", str(MASK), "--layers", "1"],
     "mtp": ["--layers", "2", "--intermediate-size", "40"],
     "dflash": ["--draft-vocab-size", "48", "--mask-token-id", str(MASK), "--layers", "1", "--anchors", "6"],
 }
@@ -152,7 +153,7 @@ def train(monkeypatch, target, folder: Path, out: Path, *more: str, family: str 
     return json.loads((out / "training.json").read_text())["curve"]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *BLOCK_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, "pard2", *BLOCK_FAMILIES])
 def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, family):
     target = tiny_target()
     folder = write_tiny_data(target, tmp_path / "data")
@@ -178,7 +179,7 @@ def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, fam
         torch.testing.assert_close(tensor, other.state_dict()[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *BLOCK_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, "pard2", *BLOCK_FAMILIES])
 def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
     target, out = tiny_target(), tmp_path / "out"
     folder = write_tiny_data(target, tmp_path / "data")
@@ -481,6 +482,19 @@ def test_rows_of_a_depth():
     assert objective.leading_rows(10, 4, 1.0) == [10, 10, 10, 10]
     assert objective.leading_rows(10, 4, 0.5) == [10, 5, 3, 2]
     assert objective.leading_rows(1, 3, 0.1) == [1, 1, 1]
+
+
+def test_pard2_begins_as_pard():
+    target = tiny_target()
+    tokens = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for family in ("pard", "pard2"):
+        args = train_drafter.parse_arguments(["--family", family, "--layers", "2", "--steps", "1"])
+        drafter = drafters.new_drafter(args, target, torch.zeros(VOCAB, dtype=torch.int64), MASK)
+        outputs.append(drafter.unroll(tokens, read_hidden_states(target, drafter, tokens), 3))
+    assert drafter.config.hidden_state_ids == [-1, -2, -3]
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_draft_models_are_initialised_from_layers_of_the_target():
