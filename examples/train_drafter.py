@@ -1,4 +1,4 @@
-"""Train an EAGLE-3, P-EAGLE, PARD or MTP drafter for any chat model, on text that the model generates.
+"""Train a drafter (EAGLE-3, P-EAGLE, PARD, PARD-2, DFlash, DSpark, MTP) for any chat model, on text that it generates.
 
     accelerate launch examples/train_drafter.py --target smollm2 --data runs/data --out runs/drafter --minutes 20
 
@@ -31,7 +31,7 @@ from training.data import (
     written_options,
 )
 from training.drafters import DEFAULTS, choose_mask_token, new_drafter, start_from
-from training.objective import DraftObjective, Teacher, compile_layers, summarize
+from training.objective import BlockObjective, DraftObjective, Objective, Teacher, compile_layers, summarize
 from training.prompts import PromptFilter
 from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,13 +92,15 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
 def add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--family", choices=tuple(DEFAULTS), default="eagle3")
-    about = "of pard, copies of the target's; of mtp, modules"
+    about = "of pard and pard2, copies of the target's; of mtp, modules"
     add("--layers", type=int, default=None, help=f"{about}; {by_family('layers')}")
     add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; 0 is the target's")
-    add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard")
+    add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard and pard2")
     about = "trained drafter to initialize from: fewer layers, wider MLPs"
     add("--init-from", default=None, help=f"{about}; of eagle3 and p-eagle")
-    add("--mask-token-id", type=int, default=None, help="of p-eagle and pard; by default one not in the data")
+    about = "of all but eagle3 and mtp; by default one not in the data"
+    add("--mask-token-id", type=int, default=None, help=about)
+    add("--markov-rank", type=int, default=None, help=f"width of the Markov head; {by_family('markov_rank')}")
     switch = argparse.BooleanOptionalAction
     about = "normalize every auxiliary hidden state: those of some targets have huge outliers"
     add("--fc-norm", action=switch, default=None, help=f"{about}; {by_family('fc_norm')}")
@@ -110,7 +112,9 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--minutes", type=float, default=None, help="train for this time; the schedule follows the clock")
     add("--steps", type=int, default=None, help="train for this many optimizer steps")
-    add("--num-steps", type=int, default=None, help=f"depth of training-time test; {by_family('num_steps')}")
+    about = "depth of training-time test; of dflash and dspark, drafts of a block"
+    add("--num-steps", type=int, default=None, help=f"{about}; {by_family('num_steps')}")
+    add("--anchors", type=int, default=None, help=f"most blocks of a document; {by_family('anchors')}")
     add("--step-decay", type=float, default=0.9, help="loss weight of step s is this to the power of s")
     about = "step s unrolls this to the power of s of the documents"
     add("--depth-ratio", type=float, default=None, help=f"{about}; {by_family('depth_ratio')}")
@@ -193,7 +197,10 @@ class Trainer:
         self.args, self.accelerator, self.documents, self.about = args, accelerator, documents, about
         self.drafter = drafter
         self.teacher = Teacher(target, drafter)
-        objective = DraftObjective(drafter, args.num_steps, args.step_decay, args.depth_ratio, args.survival_floor)
+        if "anchors" in DEFAULTS[args.family]:
+            objective = BlockObjective(drafter, args.num_steps, args.step_decay, args.survival_floor, args.anchors)
+        else:
+            objective = DraftObjective(drafter, args.num_steps, args.step_decay, args.depth_ratio, args.survival_floor)
         if args.compile:
             objective.compile_parts()
             compile_layers(target)
@@ -282,7 +289,7 @@ class Trainer:
             tqdm.write(f"step {self.progress.step}: train loss {train['loss']}, held out {json.dumps(held_out)}")
 
     @property
-    def drafter_objective(self) -> DraftObjective:
+    def drafter_objective(self) -> Objective:
         return self.accelerator.unwrap_model(self.objective)
 
     def save(self) -> None:

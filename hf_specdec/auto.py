@@ -15,28 +15,35 @@ from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
 from .checkpoints.decisions import Decision
 from .checkpoints.detection import (
     DFLASH,
+    DFLASH2,
+    DOMINO,
     DRAFT_MODEL,
     DSPARK,
     EAGLE3,
     MTP,
     P_EAGLE,
+    PARD2,
     check_family,
     drafter_tensors,
 )
-from .checkpoints.dflash import read_dflash, read_dspark
+from .checkpoints.dflash import read_dflash, read_dflash2, read_domino, read_dspark
 from .checkpoints.draft_model import read_draft_model
 from .checkpoints.eagle3 import read_eagle3
 from .checkpoints.mtp import read_mtp
 from .checkpoints.overrides import Overrides, check_no_mask_token, check_rope_overrides, without_none
+from .checkpoints.pard2 import read_pard2
 from .checkpoints.peagle import read_peagle
 from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig, Eagle3Config, PEagleConfig
 from .drafters.base import Drafter, registered_drafters
 from .drafters.dflash import DFlashDrafter
+from .drafters.dflash2 import DFlash2Drafter
+from .drafters.domino import DominoDrafter
 from .drafters.draft_model import DraftModelDrafter
 from .drafters.dspark import DSparkDrafter
 from .drafters.eagle3 import Eagle3Drafter
 from .drafters.mtp import MtpDrafter
+from .drafters.pard2 import Pard2Drafter
 from .drafters.peagle import PEagleDrafter
 from .patching.hidden_states import device_of_last_layer
 
@@ -50,7 +57,10 @@ _FAMILIES = {
     EAGLE3: (read_eagle3, Eagle3Drafter),
     P_EAGLE: (read_peagle, PEagleDrafter),
     DFLASH: (read_dflash, DFlashDrafter),
+    DFLASH2: (read_dflash2, DFlash2Drafter),
+    DOMINO: (read_domino, DominoDrafter),
     DSPARK: (read_dspark, DSparkDrafter),
+    PARD2: (read_pard2, Pard2Drafter),
     MTP: (read_mtp, MtpDrafter),
     DRAFT_MODEL: (read_draft_model, DraftModelDrafter),
 }

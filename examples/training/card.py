@@ -59,7 +59,7 @@ completed by the target at temperature {prompt_temperature}); answers: each at a
 {answer_temperatures}, at most {max_answer_tokens} tokens, loops cut. Prompts similar to the measured ones were
 dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
-Training-time test over {num_steps} steps with weights {step_decay}^step; cross-entropy against the target's
+{chains} with weights {step_decay}^step; cross-entropy against the target's
 distribution over {vocabulary}. {masks}{samples}{began}{steps:,} steps in {minutes:.0f} minutes,
 {tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr}, cosine schedule.
 
@@ -69,6 +69,10 @@ Top-1 agreement with the target on held-out documents of the same kind, by step,
 |---|{step_rule}|
 | agreement | {step_shares} |
 """
+
+BLOCK_OF = """{layers} layers;
+embedding and head are the target's. It drafts a block of up to {num_steps} tokens in one pass (mask token
+{mask_token_id})."""
 
 FAMILIES = {
     "eagle3": {
@@ -90,6 +94,23 @@ target's. It drafts all tokens of a round in one pass, at mask tokens (id {mask_
 language model whose {layers} layers began as copies of some of the target's. It drafts all tokens of a round in one
 pass, at mask tokens (id {mask_token_id}).""",
     },
+    "pard2": {
+        "relation": "finetune",
+        "method": "A [PARD-2](https://arxiv.org/abs/2605.08632)",
+        "made_of": """a causal
+language model whose {layers} layers began as copies of some of the target's; it reads hidden states of the target, too.
+It drafts all tokens of a round in one pass, at mask tokens (id {mask_token_id}).""",
+    },
+    "dflash": {
+        "relation": "adapter",
+        "method": "A [DFlash](https://arxiv.org/abs/2602.06036)",
+        "made_of": BLOCK_OF,
+    },
+    "dspark": {
+        "relation": "adapter",
+        "method": "A [DSpark](https://arxiv.org/abs/2607.05147)",
+        "made_of": BLOCK_OF,
+    },
     "mtp": {
         "relation": "adapter",
         "method": "A multi-token-prediction ([MTP](https://arxiv.org/abs/2412.19437))",
@@ -102,11 +123,16 @@ rounds of more tokens begin with the first module again.""",
 VOCABULARY = """the draft vocabulary of {draft_vocab_size:,} tokens, which covers {coverage:.2%} of the tokens of the
 answers"""
 
+UNROLLED = "Training-time test over {num_steps} steps"
+BLOCKS = "Blocks of {num_steps} drafts after up to {anchors} random tokens of each answer,"
+
 MASKS = "Steps after the first read the mask token. "
 
 SAMPLES = """Step s
 ran on {depth_ratio}^s of the documents; places after the end of a greedy chain of right drafts weighed
 {survival_floor}, others 1. """
+BLOCK_SAMPLES = """Drafts after the end
+of a greedy chain of right ones weighed {survival_floor}, others 1. """
 
 BEGAN = """Training began
 with the weights of `{init_from}`. """
@@ -124,8 +150,18 @@ Then load the folder `{out}` instead of `{repo_id}`.
 
 # Arguments with which a training run can be repeated; those that are None are left out.
 REPEATED = (
-    *("family", "init_from", "layers", "draft_vocab_size", "intermediate_size", "mask_token_id", "num_steps"),
-    *("step_decay", "depth_ratio", "survival_floor", "tokens_per_batch", "max_length", "lr", "weight_decay"),
+    *("family", "init_from", "layers", "draft_vocab_size", "intermediate_size", "mask_token_id", "markov_rank"),
+    *(
+        "num_steps",
+        "anchors",
+        "step_decay",
+        "depth_ratio",
+        "survival_floor",
+        "tokens_per_batch",
+        "max_length",
+        "lr",
+        "weight_decay",
+    ),
     *("minutes", "steps"),
 )
 
@@ -145,6 +181,8 @@ def write_card(folder: Path) -> None:
     shares = last["held_out"]["acceptance"]
     details = {"mask_token_id": None, "depth_ratio": 1.0, "survival_floor": 1.0, **arguments, **training}
     family = arguments.get("family", "eagle3")
+    in_blocks = arguments.get("anchors") is not None
+    is_sampled = (details["depth_ratio"], details["survival_floor"]) != (1.0, 1.0)
     text = CARD.format(
         family=family,
         **{key: value.format(**details) for key, value in FAMILIES[family].items()},
@@ -160,11 +198,11 @@ def write_card(folder: Path) -> None:
         max_answer_tokens=arguments["max_answer_tokens"],
         held_out_overlap=data["held_out_overlap"],
         data_tokens=data["tokens"] / 1e6,
-        num_steps=arguments["num_steps"],
         step_decay=arguments["step_decay"],
         vocabulary="its whole vocabulary" if arguments["draft_vocab_size"] is None else VOCABULARY.format(**details),
-        masks=MASKS if details["mask_token_id"] is not None else "",
-        samples=SAMPLES.format(**details) if (details["depth_ratio"], details["survival_floor"]) != (1.0, 1.0) else "",
+        chains=(BLOCKS if in_blocks else UNROLLED).format(**details),
+        masks=MASKS if details["mask_token_id"] is not None and not in_blocks else "",
+        samples=(BLOCK_SAMPLES if in_blocks else SAMPLES).format(**details) if is_sampled else "",
         began=BEGAN.format(init_from=Path(arguments["init_from"]).name) if arguments.get("init_from") else "",
         steps=last["step"],
         minutes=last["seconds"] / 60,

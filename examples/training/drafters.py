@@ -9,17 +9,24 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.config import (
+    DFlashConfig,
     DraftModelConfig,
+    DSparkConfig,
     Eagle3Config,
     MtpConfig,
+    Pard2Config,
     PEagleConfig,
     default_aux_layer_ids,
+    default_block_layer_ids,
     mtp_block_settings,
 )
 from hf_specdec.drafters import (
+    DFlashDrafter,
     DraftModelDrafter,
+    DSparkDrafter,
     Eagle3Drafter,
     MtpDrafter,
+    Pard2Drafter,
     PEagleDrafter,
 )
 from hf_specdec.drafters.cached import CachedDrafter
@@ -28,11 +35,22 @@ from hf_specdec.patching.hidden_states import decoder_layers
 _TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0}
 _AT_MASKS = {"mask_token_id": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2}
 _EAGLE = {"draft_vocab_size": 16384, "intermediate_size": None, "init_from": None, "fc_norm": True, "norm_output": True}
+_BLOCKS = {
+    "draft_vocab_size": 16384,
+    "intermediate_size": None,
+    "mask_token_id": None,
+    "num_steps": 7,
+    "anchors": 64,
+    "survival_floor": 0.2,
+}
 # Options that differ between families, with their defaults, by family.
 DEFAULTS = {
     "eagle3": {"layers": 1, "num_steps": 7, **_EAGLE, **_TOKEN_BY_TOKEN},
     "p-eagle": {"layers": 4, **_EAGLE, **_AT_MASKS},
     "pard": {"layers": 4, **_AT_MASKS},
+    "pard2": {"layers": 4, **_AT_MASKS},
+    "dflash": {"layers": 3, **_BLOCKS},
+    "dspark": {"layers": 3, "markov_rank": 64, **_BLOCKS},
     "mtp": {"layers": 3, "num_steps": 3, "intermediate_size": None, "norm_output": True, **_TOKEN_BY_TOKEN},
 }
 MASK_SCALE = 0.02
@@ -52,22 +70,22 @@ def new_drafter(
         mask_token_id: None for a drafter that drafts one token a pass.
     """
     name = args.target_name or target.config.name_or_path
-    if args.family == "pard":
-        drafter = _new_pard(target, args.layers, mask_token_id, name)
+    if args.family in ("pard", "pard2"):
+        drafter = _new_pard(args, target, mask_token_id, name)
     elif args.family == "mtp":
         drafter = _new_mtp(args, target, name)
+    elif args.family in ("dflash", "dspark"):
+        drafter = _new_block_drafter(args, target, d2t, mask_token_id, name)
     else:
         drafter = _new_eagle(args, target, d2t, mask_token_id, name)
     drafter.bind(target)
     return drafter
 
 
-def _new_eagle(
-    args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None, name: str
-) -> Eagle3Drafter:
+def _layer_settings(args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, name: str) -> dict:
     """Layers in the shapes of the target's; embedding and head are shared with the target."""
     text = target.config.get_text_config()
-    settings = {
+    return {
         "vocab_size": text.vocab_size,
         "draft_vocab_size": len(d2t),
         "hidden_size": text.hidden_size,
@@ -80,12 +98,19 @@ def _new_eagle(
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": text.max_position_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta(text)},
-        "aux_hidden_state_layer_ids": default_aux_layer_ids(len(decoder_layers(target))),
-        "fc_norm": args.fc_norm,
-        "norm_output": args.norm_output,
         "own_embedding": False,
         "own_head": False,
         "target_name_or_path": name,
+    }
+
+
+def _new_eagle(
+    args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None, name: str
+) -> Eagle3Drafter:
+    settings = _layer_settings(args, target, d2t, name) | {
+        "aux_hidden_state_layer_ids": default_aux_layer_ids(len(decoder_layers(target))),
+        "fc_norm": args.fc_norm,
+        "norm_output": args.norm_output,
     }
     if mask_token_id is None:
         drafter = Eagle3Drafter(Eagle3Config(**settings))
@@ -93,6 +118,26 @@ def _new_eagle(
         config = PEagleConfig(**settings, mask_token_id=mask_token_id, num_assistant_tokens=args.num_steps)
         drafter = PEagleDrafter(config)
         drafter.mask_hidden.data.normal_(std=MASK_SCALE)
+    if drafter.d2t is not None:
+        drafter.d2t.copy_(d2t)
+    drafter.to(target.device)
+    _scale_like_final_norm(drafter.norm, target)
+    return drafter
+
+
+def _new_block_drafter(
+    args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int, name: str
+) -> DFlashDrafter:
+    """A DFlash drafter, or a DSpark one whose Markov head says nothing yet; all layers see the whole block."""
+    settings = _layer_settings(args, target, d2t, name) | {
+        "aux_hidden_state_layer_ids": default_block_layer_ids(len(decoder_layers(target)), args.layers),
+        "mask_token_id": mask_token_id,
+    }
+    if args.family == "dflash":
+        drafter = DFlashDrafter(DFlashConfig(**settings, block_size=args.num_steps + 1))
+    else:
+        drafter = DSparkDrafter(DSparkConfig(**settings, block_size=args.num_steps, markov_rank=args.markov_rank))
+        drafter.markov_head.markov_w2.weight.data.zero_()
     if drafter.d2t is not None:
         drafter.d2t.copy_(d2t)
     drafter.to(target.device)
@@ -132,17 +177,28 @@ def _scale_like_final_norm(norm: nn.Module, target: PreTrainedModel) -> None:
         norm.weight.copy_(final_norm(ones)[0])
 
 
-def _new_pard(target: PreTrainedModel, num_layers: int, mask_token_id: int, name: str) -> DraftModelDrafter:
-    """A draft model initialized with copies of some of the target's layers, and of its embedding, norm and head."""
-    kept = spread_layers(len(decoder_layers(target)), num_layers)
-    config = DraftModelConfig(
-        model=thinned_config(target, kept),
-        vocab_size=target.config.get_text_config().vocab_size,
-        parallel_drafting=True,
-        mask_token_id=mask_token_id,
-        target_name_or_path=name,
-    )
-    drafter = DraftModelDrafter(config)
+def _new_pard(args: argparse.Namespace, target: PreTrainedModel, mask_token_id: int, name: str) -> DraftModelDrafter:
+    """A draft model initialized with copies of some of the target's layers, and of its embedding, norm and head.
+
+    PARD-2's projection begins at zero, so that it begins as PARD. It reads the last hidden state and those of three
+    layers, as far apart as in the published drafters.
+    """
+    text, count = target.config.get_text_config(), len(decoder_layers(target))
+    kept = spread_layers(count, args.layers)
+    settings = {
+        "model": thinned_config(target, kept),
+        "vocab_size": text.vocab_size,
+        "parallel_drafting": True,
+        "mask_token_id": mask_token_id,
+        "target_name_or_path": name,
+    }
+    if args.family == "pard":
+        drafter = DraftModelDrafter(DraftModelConfig(**settings))
+    else:
+        ids = dict.fromkeys([-1, *(-max(part * count // 4, 1) for part in (1, 2, 3))])
+        settings |= {"hidden_state_ids": list(ids), "hidden_state_scale": 1.0, "target_hidden_size": text.hidden_size}
+        drafter = Pard2Drafter(Pard2Config(**settings, num_assistant_tokens=args.num_steps))
+        drafter.target_proj.weight.data.zero_()
     source = {}
     for key, tensor in target.get_decoder().state_dict().items():
         place, _, rest = key.removeprefix("layers.").partition(".")

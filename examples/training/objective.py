@@ -1,4 +1,4 @@
-"""Training-time test: the drafter drafts from every position, and the loss compares each step with the target."""
+"""What a drafter learns from a batch: its drafts from many positions, each compared with the target's distribution."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specdec.drafters import DFlashDrafter
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
@@ -87,31 +88,23 @@ class Teacher:
         )
 
 
-class DraftObjective(nn.Module):
+class Objective(nn.Module):
     """Loss and metrics of a drafter; a module, so that accelerate can wrap it for DDP.
 
     Args:
         drafter: bound to the target.
-        num_steps: depth of the unrolled chains.
-        step_decay: step s has the weight `step_decay ** s` in the loss.
-        depth_ratio: in training, step s unrolls only `depth_ratio ** s` of a batch's rows.
-        survival_floor: weight of the places whose chains have ended before, by a wrong draft or because the text is
+        num_steps: drafts of a chain.
+        step_decay: draft s has the weight `step_decay ** s` in the loss.
+        survival_floor: weight of the drafts whose chains have ended before, by a wrong draft or because the text is
             not greedy there; the others have weight 1. Drafts after the end of a chain are never accepted; and a mask
             token, which does not see the drafts before it, learns to continue the greedy chain instead of an average
             over many texts.
     """
 
-    def __init__(
-        self,
-        drafter: CachedDrafter,
-        num_steps: int,
-        step_decay: float,
-        depth_ratio: float = 1.0,
-        survival_floor: float = 1.0,
-    ):
+    def __init__(self, drafter: CachedDrafter, num_steps: int, step_decay: float, survival_floor: float = 1.0):
         super().__init__()
         self.drafter = drafter
-        self.depth_ratio, self.survival_floor = depth_ratio, survival_floor
+        self.survival_floor = survival_floor
         weights = torch.tensor([step_decay**step for step in range(num_steps)])
         self.step_weights = (weights / weights.sum()).tolist()
         self.row_losses = _row_losses
@@ -122,7 +115,100 @@ class DraftObjective(nn.Module):
         compile_layers(self.drafter)
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and `[num_steps, 6]` float64 counts that `summarize` reads.
+        """The loss, and `[num_steps, 6]` float64 counts that `summarize` reads."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement forward().")
+
+
+class BlockObjective(Objective):
+    """Loss and metrics of a DFlash or DSpark drafter: blocks after random positions of the answers.
+
+    Args:
+        drafter, num_steps, step_decay, survival_floor: as of `Objective`.
+        num_anchors: most blocks of a document.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        num_steps: int,
+        step_decay: float,
+        survival_floor: float = 1.0,
+        num_anchors: int = 64,
+    ):
+        super().__init__(drafter, num_steps, step_decay, survival_floor)
+        self.num_anchors = num_anchors
+
+    def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Objective`. A draft exists if its token and those before it in the block are in the answer; it counts
+        in the loss if the target's most likely token is in the draft vocabulary.
+        """
+        drafter, num_steps, input_ids = self.drafter, len(self.step_weights), target_outputs.input_ids
+        shape, places = input_ids.shape, target_outputs.places
+        number = torch.full((input_ids.numel(),), -1, device=places.device)
+        number[places] = torch.arange(len(places), device=places.device)
+        number = number.view(shape)
+        anchors, is_anchor = self._choose(number >= 0)
+        normed = drafter.unroll_blocks(input_ids, target_outputs.aux_hidden_states, anchors, num_steps)
+
+        at = anchors[..., None] + torch.arange(num_steps, device=places.device)
+        is_inside, at = at < shape[1], at.clamp(max=shape[1] - 1).flatten(1)
+        number, before, goes_on = (
+            values.gather(1, at).view_as(is_inside)
+            for values in (number, input_ids, target_outputs.is_greedy.view(shape))
+        )
+        exists = (is_inside & (number >= 0) & is_anchor[..., None]).cumprod(dim=-1).bool()
+        inputs, head = drafter.head_inputs(normed, before)
+        alive, total, counts = is_anchor.flatten(), 0.0, []
+        for step, weight in enumerate(self.step_weights):
+            here, rows = exists[..., step].flatten(), number[..., step].flatten().clamp(min=0)
+            reached = here & alive
+            weights = torch.where(reached, 1.0, self.survival_floor) * (here & target_outputs.covered[rows])
+            hidden = inputs[..., step, :].flatten(0, 1)
+            loss, drafts = _SoftCrossEntropy.apply(
+                hidden, head, target_outputs.probs[rows], weights, compute_dtype(hidden), self.row_losses
+            )
+            total = total + weight * loss / weights.sum().clamp(min=1)
+
+            drafts = drafts if drafter.target_ids is None else drafter.target_ids[drafts]
+            hits = drafts == target_outputs.best[rows]
+            accepted = reached & hits
+            row = (loss.detach(), weights.sum(), here.sum(), (here & hits).sum(), reached.sum(), accepted.sum())
+            counts.append(torch.stack([count.double() for count in row]))
+            alive = accepted & goes_on[..., step].flatten()
+        return total, torch.stack(counts)
+
+    def _choose(self, is_place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, A]` different positions of each row, and whether they are among `is_place` `[B, S]`: random ones in
+        training, else always the same."""
+        if self.training:
+            order = torch.rand(is_place.shape, device=is_place.device)
+        else:
+            order = (torch.arange(is_place.shape[1], device=is_place.device) * 0.618034 % 1).expand_as(is_place)
+        found = order.masked_fill(~is_place, -1.0).topk(min(self.num_anchors, is_place.shape[1]), dim=1)
+        return found.indices, found.values >= 0
+
+
+class DraftObjective(Objective):
+    """Loss and metrics of all other drafters, which draft from every position (training-time test).
+
+    Args:
+        drafter, num_steps, step_decay, survival_floor: as of `Objective`.
+        depth_ratio: in training, step s unrolls only `depth_ratio ** s` of a batch's rows.
+    """
+
+    def __init__(
+        self,
+        drafter: CachedDrafter,
+        num_steps: int,
+        step_decay: float,
+        depth_ratio: float = 1.0,
+        survival_floor: float = 1.0,
+    ):
+        super().__init__(drafter, num_steps, step_decay, survival_floor)
+        self.depth_ratio = depth_ratio
+
+    def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Objective`.
 
         At step s the draft for place t comes from the chain of slot t - s - shift. A place counts in the loss if the
         target's most likely token is in the draft vocabulary, as in EAGLE-3.

@@ -20,10 +20,13 @@ from ..checkpoints.checkpoint import (
 )
 from ..checkpoints.detection import (
     DFLASH,
+    DFLASH2,
+    DOMINO,
     DSPARK,
     EAGLE3,
     MTP,
     P_EAGLE,
+    PARD2,
     block_settings,
     check_family,
 )
@@ -85,7 +88,9 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
         tensors = dict.fromkeys(implied_names(settings), StoredTensor((), "BF16", Path()))
     elif kind in (EAGLE3, P_EAGLE):
         tensors = _implied_tensors(settings, target.config.get_text_config())
-    elif kind in (DFLASH, DSPARK):
+    elif kind == PARD2:
+        tensors = _implied_projection(settings, target.config.get_text_config())
+    elif kind in (DFLASH, DFLASH2, DOMINO, DSPARK):
         tensors = _implied_block_tensors(settings, target.config.get_text_config())
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
     torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same drafter.
@@ -127,7 +132,7 @@ def _implied_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dic
 
 
 def _implied_block_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dict[str, StoredTensor]:
-    """As `_implied_tensors`, of DFlash and DSpark checkpoints.
+    """As `_implied_tensors`, of drafters of blocks.
 
     The checkpoint is taken to share the target's embedding, and its head unless it drafts fewer tokens.
     """
@@ -144,10 +149,26 @@ def _implied_block_tensors(config: Mapping[str, Any], target: PreTrainedConfig) 
         shapes |= {f"layers.0.self_attn.{name}_proj.bias": () for name in "qo"}
     if draft_vocab_size < vocab_size:
         shapes["lm_head.weight"] = (draft_vocab_size, width)
+    if stated.get("selector_rank"):
+        taps, group = stated.get("conv_kernel_size", 2), stated.get("conv_group_size", 16)
+        shapes["layers.0.attention_conv.base_kernel"] = (2, taps, width)
+        shapes["layers.0.attention_conv.kernel_projection.weight"] = (2 * taps * (width // group), width)
+        shapes["candidate_selector.predecessor_codebook"] = (vocab_size, stated["selector_rank"])
+    if stated.get("gru_hidden_dim"):
+        shapes["prefix_gru.weight_hh_l0"] = (3 * stated["gru_hidden_dim"], stated["gru_hidden_dim"])
+        shapes["embed_proj.0.weight"] = (stated.get("emb_dim"), width + stated["gru_hidden_dim"])
     if stated.get("markov_rank"):
         shapes["markov_head.markov_w1.weight"] = (vocab_size, stated["markov_rank"])
     shapes |= {f"layers.{layer}.input_layernorm.weight": (width,) for layer in range(num_layers)}
     return _stored(shapes)
+
+
+def _implied_projection(config: Mapping[str, Any], target: PreTrainedConfig) -> dict[str, StoredTensor]:
+    """As `_implied_tensors`, of PARD-2 checkpoints, which have their own embedding and head."""
+    ids = config.get("pard2_target_layers") or ()
+    width = config.get("pard2_target_dim") or len(ids) * target.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"target_proj.weight": (config.get("hidden_size"), width)}
+    return _stored(shapes | ({"target_proj.bias": ()} if config.get("pard2_proj_bias") else {}))
 
 
 def _stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:

@@ -11,7 +11,16 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..drafters import DFlashDrafter, Drafter, DraftModelDrafter, DSparkDrafter, Eagle3Drafter
+from ..drafters import (
+    DFlash2Drafter,
+    DFlashDrafter,
+    DominoDrafter,
+    Drafter,
+    DraftModelDrafter,
+    DSparkDrafter,
+    Eagle3Drafter,
+    Pard2Drafter,
+)
 from ..drafters.cached import CachedDrafter
 from ..parallel.tensor_parallel import local_shard, tensor_parallel_group
 from .clock import synchronize
@@ -76,8 +85,14 @@ def round_bytes(
         if isinstance(drafter, DSparkDrafter):
             steps = [one for name, one in drafter.markov_head.named_parameters() if not name.startswith("markov_w1")]
             total += num_draft_tokens * _size(steps)
+        if isinstance(drafter, DominoDrafter):
+            total += num_draft_tokens * _size(_parameters(drafter.prefix_gru, drafter.embed_proj))
+        if isinstance(drafter, DFlash2Drafter):  # of its codebooks few rows are read
+            total += _size(drafter.candidate_selector.hidden_projection.parameters())
     elif isinstance(drafter, DraftModelDrafter):
         config, each = drafter.model.config.get_text_config(), _model_bytes(drafter.model)
+        if isinstance(drafter, Pard2Drafter):
+            total += _size(drafter.target_proj.parameters())
         if any(getattr(config, name, None) for name in _EXPERTS):
             return None
     else:

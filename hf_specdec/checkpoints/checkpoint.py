@@ -27,6 +27,9 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 
+# PARD-2's file of the weights that project the target's hidden states, a pickled one beside the draft model's own.
+PROJECTION_FILE = "warp_model.bin"
+
 # How many missing tensors, unexpected ones, or wrong shapes an error message names.
 MAX_NAMED_TENSORS = 16
 
@@ -132,8 +135,9 @@ class Checkpoint:
 
     @property
     def uses_safetensors(self) -> bool:
-        """Whether all weight files are safetensors files, not pickled ones."""
-        return all(tensor.file.suffix == ".safetensors" for tensor in self.tensors.values())
+        """Whether all weight files that transformers loads are safetensors files, not pickled ones."""
+        files = {tensor.file for tensor in self.tensors.values() if tensor.file.name != PROJECTION_FILE}
+        return all(file.suffix == ".safetensors" for file in files)
 
 
 @contextmanager
@@ -216,9 +220,16 @@ def open_checkpoint(
         with config_errors(name):
             return select(config, names)
 
-    tensors = _headers(_fetch_weights(name, repo, subfolder, commit or revision, selected, hub))
+    files = _fetch_weights(name, repo, subfolder, commit or revision, selected, hub)
+    projection = _fetch(repo, PROJECTION_FILE, subfolder, commit or revision, hub) if has_projection(config) else None
+    tensors = _headers([*files, *([projection] if projection is not None else [])])
     kept = set(selected(tensors.keys()))
     return Checkpoint(name, config_file.parent, config, {key: tensors[key] for key in tensors if key in kept})
+
+
+def has_projection(config: Mapping[str, Any]) -> bool:
+    """Whether `config.json` is PARD-2's: a language model that reads projected hidden states of the target, too."""
+    return config.get("spd_type") == "pard2" or any(key == "pard2" or key.startswith("pard2_") for key in config)
 
 
 def read_config_file(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..config import DrafterConfig
-from .checkpoint import Selection
+from .checkpoint import Selection, has_projection
 from .mtp_layouts import FAMILIES as MTP_FAMILIES
 from .mtp_layouts import (
     find_family,
@@ -20,18 +20,23 @@ from .mtp_layouts import (
     needed_tensors,
 )
 from .overrides import MTP_ONLY, without_none
+from .tensors import rename
 
-EAGLE3, P_EAGLE, DFLASH, DSPARK, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "MTP", "draft model"
+EAGLE3, P_EAGLE, DFLASH, DFLASH2, DOMINO = "EAGLE-3", "P-EAGLE", "DFlash", "DFlash-2", "Domino"
+DSPARK, MTP, DRAFT_MODEL, PARD2 = "DSpark", "MTP", "draft model", "PARD-2"
 _NOT_YET = "this version does not support that family yet"
 
-# Values of `speculators_model_type` that are known; the first five are supported.
+# Values of `projector_type` of Domino: now, and in its authors' first files.
+_DOMINO_PROJECTORS = ("domino", "causal_v5")
+
+# Values of `speculators_model_type` that are known; the first six are supported.
 _SPECULATORS_TYPES = (
     "eagle3",
     "peagle",
     "mtp",
     "dflash",
-    "dspark",
     "dflash2",
+    "dspark",
     "domino",
     "dsv4_dspark",
     "eagle",
@@ -94,12 +99,8 @@ def is_certainly_peagle(config: Mapping[str, Any], names: str, tensors: Collecti
     return "peagle" in names or any(name.rpartition(".")[2] == "mask_hidden" for name in tensors)
 
 
-def _is_pard2(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
-    return (
-        any(key.startswith("pard2_") for key in config)
-        or config.get("spd_type") == "pard2"
-        or any(name.endswith("target_proj.weight") for name in tensors)
-    )
+def _is_pard2(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    return has_projection(config) or any(name.endswith("target_proj.weight") for name in tensors)
 
 
 def _is_medusa(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
@@ -112,7 +113,7 @@ def _is_medusa(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
 
 
 def block_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The nested `dflash_config` of DFlash and DSpark drafters, with newer SpecForge's `dspark_config`."""
+    """The nested `dflash_config` of DFlash and what is made of it, with newer SpecForge's `dspark_config`."""
     nested = [config.get(key) for key in ("dspark_config", "dflash_config")]
     return {key: value for part in nested if isinstance(part, Mapping) for key, value in part.items()}
 
@@ -120,7 +121,7 @@ def block_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_block_drafter(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
     """Whether a checkpoint is a drafter of blocks of any kind: DFlash, or made of it."""
     if speculators_type(config) is not None:
-        return speculators_type(config) in ("dflash", "dspark")
+        return speculators_type(config) in ("dflash", "dflash2", "dspark")
     if any(part in names for part in ("dflash", "dspark", "domino", "museglimmerassistant")):
         return True
     if is_certainly_peagle(config, names, tensors) or "eagle3" in names:
@@ -139,21 +140,23 @@ def _has_tensor(*parts: str) -> Callable[[Mapping[str, Any], str, Collection[str
 
 
 def _is_dflash2(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    """Whether a drafter of blocks has convolutions or a selector of candidates, by name, config.json or tensors."""
+    if speculators_type(config) is not None:
+        return speculators_type(config) == "dflash2"
     return (
-        speculators_type(config) == "dflash2"
-        or "dflash2" in names
+        "dflash2" in names
         or bool({"conv_kernel_size", "selector_rank"} & block_settings(config).keys())
         or any(part in name for name in tensors for part in ("candidate_selector.", "attention_conv."))
     )
 
 
 def _is_domino(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    """Whether a drafter of blocks has a correction by a GRU, by name, config.json or tensors."""
     projectors = {block_settings(config).get("projector_type"), config.get("projector_type")}
     return (
-        speculators_type(config) == "domino"
-        or "domino" in names
-        or "domino" in projectors
-        or any(name.removeprefix("model.").startswith("prefix_gru.") for name in tensors)
+        "domino" in names
+        or bool(projectors & set(_DOMINO_PROJECTORS))
+        or any(rename(name).startswith("prefix_gru.") for name in tensors)
     )
 
 
@@ -274,10 +277,9 @@ def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
 
 # In the order in which they are tried.
 REFUSALS = (
-    Refusal("PARD-2", "it is not supported; use an EAGLE-3 drafter for the same target", _is_pard2),
     Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
-    Refusal("DFlash-2", _NOT_YET, _is_dflash2),
-    Refusal("Domino", _NOT_YET, _is_domino),
+    Refusal("DFlash-2 with a beam", _NOT_YET, lambda config, names, tensors: "dflash2beam" in names),
+    Refusal("Domino of speculators", _NOT_YET, lambda config, names, tensors: speculators_type(config) == "domino"),
     Refusal("XPress", "it is not supported; use a DFlash or DSpark drafter for the same target", _is_xpress),
     Refusal("LiLiCorr", "it is not supported; use a DFlash or DSpark drafter for the same target", _is_lilicorr),
     Refusal(
@@ -306,7 +308,8 @@ def check_family(
     target: PreTrainedConfig | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
-    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DSPARK`, `MTP` or `DRAFT_MODEL`.
+    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DFLASH2`, `DOMINO`, `DSPARK`, `PARD2`, `MTP` or
+    `DRAFT_MODEL`.
 
     Args:
         name: of the checkpoint.
@@ -328,18 +331,24 @@ def check_family(
     if speculators_type(config) not in (None, *_SPECULATORS_TYPES):
         raise ValueError(
             f"{name} is a drafter of speculators_model_type {speculators_type(config)!r}, which is not known here; "
-            "expected 'eagle3', 'peagle', 'dflash', 'dspark' or 'mtp'."
+            "expected 'eagle3', 'peagle', 'dflash', 'dflash2', 'dspark' or 'mtp'."
         )
+    if _is_pard2(config, tensors):
+        return PARD2
     for refusal in REFUSALS:
         if refusal.matches(config, names, tensors):
             raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
     if _is_block_drafter(config, names, tensors):
+        if _is_domino(config, names, tensors):
+            return DOMINO
         projector = block_settings(config).get("projector_type")
         if projector not in (None, "dflash", "dspark"):
             raise ValueError(
                 f"{name} is a drafter of blocks with the projector_type {projector!r}, which is not known here; "
-                "expected 'dflash' or 'dspark'."
+                "expected 'dflash', 'domino' or 'dspark'."
             )
+        if _is_dflash2(config, names, tensors):
+            return DFLASH2
         return DSPARK if _is_dspark(config, tensors) else DFLASH
     if _is_peagle(config, names, tensors):
         return P_EAGLE
@@ -376,7 +385,9 @@ def drafter_tensors(overrides: Mapping[str, Any], target: PreTrainedConfig | Non
 
     def select(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
         model_type = config.get("model_type") or ""
-        if model_type.startswith(DrafterConfig.model_type) or not _is_mtp(config, architectures(config), names):
+        if model_type.startswith(DrafterConfig.model_type) or _is_pard2(config, names):
+            return names
+        if not _is_mtp(config, architectures(config), names):
             return names
         if _is_whole_draft_model(config, names, target, given):
             return names

@@ -1,4 +1,4 @@
-"""DFlash and DSpark checkpoints of every dialect, read into the normal forms `DFlashConfig` and `DSparkConfig`."""
+"""Checkpoints of drafters of blocks of every dialect, read into the normal forms `DFlashConfig` and those derived."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
-from ..config import DEFAULT_ROPE_THETA, DFlashConfig, DSparkConfig, default_block_layer_ids
+from ..config import (
+    DEFAULT_ROPE_THETA,
+    DFlash2Config,
+    DFlashConfig,
+    DominoConfig,
+    DSparkConfig,
+    default_block_layer_ids,
+)
 from .checkpoint import Checkpoint
 from .decisions import NormalizedConfig
 from .detection import block_settings
@@ -62,6 +69,20 @@ def read_dflash(
     return _DFlashReader(checkpoint, target, overrides).read()
 
 
+def read_dflash2(
+    checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]
+) -> NormalizedConfig:
+    """Read a DFlash-2 checkpoint of any dialect; arguments and errors as of `read_eagle3`."""
+    return _DFlash2Reader(checkpoint, target, overrides).read()
+
+
+def read_domino(
+    checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]
+) -> NormalizedConfig:
+    """Read a Domino checkpoint of any dialect; arguments and errors as of `read_eagle3`."""
+    return _DominoReader(checkpoint, target, overrides).read()
+
+
 def read_dspark(
     checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]
 ) -> NormalizedConfig:
@@ -104,7 +125,7 @@ class _DFlashReader(DraftLayersReader):
             output_bias="layers.0.self_attn.o_proj.bias" in self.tensors,
             embedding_scale=float(self._setting("input_embedding_scale", 1.0)),
             logit_scale=float(self._setting("logit_scale", 1.0)) * float(self._setting("output_multiplier", 1.0)),
-            logit_softcap=self._setting("final_logit_softcapping"),
+            logit_softcap=self._setting("final_logit_softcapping") or None,
             dialect=self.dialect,
             target_name_or_path=speculators_target(self.top),
         )
@@ -116,6 +137,16 @@ class _DFlashReader(DraftLayersReader):
     def _head(self) -> dict[str, Any]:
         """The fields of the configuration that describe a head on top of the layers."""
         return {}
+
+    def _shape(self, name: str, num_dims: int) -> tuple[int, ...]:
+        """Shape of the tensor called `name`, without which the drafter is of another family."""
+        tensor = self.tensors.get(name)
+        if tensor is None or len(tensor.shape) != num_dims or 0 in tensor.shape:
+            raise ValueError(
+                f"{self.name} is a {self.config_class.family} drafter by its config.json or its weights, but these "
+                f"have no {name} of {num_dims} dimensions."
+            )
+        return tensor.shape
 
     def _check_supported(self) -> None:
         for key, neutral in _NEUTRAL.items():
@@ -262,6 +293,57 @@ class _DFlashReader(DraftLayersReader):
             rule = f"config.json, though drafters are trained with the target's base, which is {base}"
             self._decide("rope_theta", rope["rope_theta"], rule, doubtful=True)
         return rope
+
+
+class _DFlash2Reader(_DFlashReader):
+    """Reads what DFlash checkpoints have, convolutions, and the selector of candidates."""
+
+    config_class = DFlash2Config
+
+    def _head(self) -> dict[str, Any]:
+        kernel = self._shape("layers.0.attention_conv.base_kernel", 3)
+        projection = self._shape("layers.0.attention_conv.kernel_projection.weight", 2)
+        codebook = self._shape("candidate_selector.predecessor_codebook", 2)
+        taps = self._setting("conv_kernel_size", kernel[1])
+        groups = projection[0] // (2 * kernel[1])
+        if not groups or kernel[2] % groups:
+            raise ValueError(
+                f"{self.name} has convolutions of {projection[0]} values a token, which is not 2 sides of {kernel[1]} "
+                f"taps of groups of {kernel[2]} channels."
+            )
+        top_k = self._setting("selector_top_k")
+        if top_k is None:
+            default = DFlash2Config.selector_top_k
+            top_k = self._decide("selector_top_k", default, "not in config.json; speculators' default", doubtful=True)
+        return {
+            "conv_kernel_size": taps,
+            "conv_group_size": self._setting("conv_group_size", kernel[2] // groups),
+            "selector_rank": self._setting("selector_rank", codebook[1]),
+            "selector_top_k": top_k,
+        }
+
+
+class _DominoReader(_DFlashReader):
+    """Reads what DFlash checkpoints have, and the correction by a GRU."""
+
+    config_class = DominoConfig
+
+    def _head(self) -> dict[str, Any]:
+        state, between = self._shape("prefix_gru.weight_hh_l0", 2), self._shape("embed_proj.0.weight", 2)
+        prefix = self._setting("pure_draft_prefix_len")
+        if prefix is None:
+            prefix = self._decide("pure_draft_prefix_len", 0, "not in config.json; SpecForge's default", doubtful=True)
+        return {
+            "gru_hidden_dim": self._setting("gru_hidden_dim", state[1]),
+            "emb_dim": self._setting("emb_dim", between[0]),
+            "pure_draft_prefix_len": prefix,
+        }
+
+    def _anchor_first(self) -> bool:
+        stated = self._flag("shift_label")
+        if stated is not None:
+            return self._decide("anchor_first", stated, "shift_label of config.json")
+        return self._decide("anchor_first", False, "shift_label is not in config.json; SpecForge's default", True)
 
 
 class _DSparkReader(_DFlashReader):

@@ -1,4 +1,4 @@
-"""Dialects of published EAGLE-3, P-EAGLE, DFlash and DSpark checkpoints: whose layout a `config.json` has.
+"""Dialects of published checkpoints of EAGLE-3, P-EAGLE and drafters of blocks: whose layout a `config.json` has.
 
 `eagle3.py`, `peagle.py` and `dflash.py` read all of them into one normal form for each family. The rules
 follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py, peagle.py),
@@ -53,6 +53,7 @@ _BLOCK_ARCHITECTURES = {
     "museglimmerassistantmodel": TRANSFORMERS,
     "qwen3dsparkmodel": DEEPSPEC,
     "dsparkdraftmodel": SPECFORGE,
+    "dominodraftmodel": SPECFORGE,
 }
 
 

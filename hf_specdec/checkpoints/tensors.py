@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 # `midlayer.` is SafeAILab's and SpecForge's name of EAGLE-3's first layer, `model.` a prefix that NeMo writes and
 # `encoder.` one of transformers. Before DSpark's `markov_head.` SpecForge wrote `logit_head.`; ModelOpt has neither.
+# z-lab's model of DFlash-2 has its codebooks in embeddings, which its files do not.
 KEY_MAPPING = {
     r"^model\.": "",
     r"^midlayer\.": "layers.0.",
@@ -26,6 +27,8 @@ KEY_MAPPING = {
     r"^markov_w2\.": "markov_head.markov_w2.",
     r"^gate_proj\.": "markov_head.gate_proj.",
     r"^joint_proj\.": "markov_head.joint_proj.",
+    r"^candidate_selector\.predecessor_codebook\.weight$": "candidate_selector.predecessor_codebook",
+    r"^candidate_selector\.successor_codebook\.weight$": "candidate_selector.successor_codebook",
 }
 
 # Not used when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target, and

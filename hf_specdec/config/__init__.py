@@ -10,7 +10,9 @@ from .base import (
     check_types,
 )
 from .draft_layers import (
+    DFlash2Config,
     DFlashConfig,
+    DominoConfig,
     DraftLayersConfig,
     DSparkConfig,
     Eagle3Config,
@@ -20,6 +22,7 @@ from .draft_layers import (
 )
 from .draft_model import (
     DraftModelConfig,
+    Pard2Config,
 )
 from .mtp import (
     CHAININGS,
@@ -33,14 +36,17 @@ __all__ = [
     "CHAININGS",
     "DEFAULT_ROPE_THETA",
     "MAX_ASSISTANT_TOKENS",
+    "DFlash2Config",
     "DFlashConfig",
     "DSparkConfig",
+    "DominoConfig",
     "DraftLayersConfig",
     "DraftModelConfig",
     "DrafterConfig",
     "Eagle3Config",
     "MtpConfig",
     "PEagleConfig",
+    "Pard2Config",
     "check_num_assistant_tokens",
     "check_num_or_auto",
     "check_types",

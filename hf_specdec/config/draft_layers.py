@@ -1,4 +1,4 @@
-"""Configurations of drafters with layers of their own that read hidden states: EAGLE-3, P-EAGLE, DFlash, DSpark."""
+"""Configurations of drafters with layers of their own that read hidden states: EAGLE-3, P-EAGLE, DFlash and others."""
 
 from __future__ import annotations
 
@@ -269,6 +269,71 @@ class DFlashConfig(DraftLayersConfig):
 
     def default_layer_ids(self, num_layers: int) -> list[int]:
         return default_block_layer_ids(num_layers, self.num_hidden_layers)
+
+
+class DFlash2Config(DFlashConfig):
+    """DFlash-2 drafter (z-lab): DFlash with convolutions in its layers, and a selector of candidates.
+
+    Args:
+        conv_kernel_size: tokens of the block that a convolution reads, the token's own included.
+        conv_group_size: channels that share the part of a kernel that depends on the token.
+        selector_rank: width of the selector.
+        selector_top_k: candidates of each draft token: the most likely ones by the head. It is one of them.
+    """
+
+    model_type = "hf_specdec_dflash2"
+    family = "dflash-2"
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+    def __post_init__(self, **kwargs):
+        check_types(self)
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        if self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size is {self.conv_group_size}; expected a divisor of hidden_size {self.hidden_size}."
+            )
+        if self.conv_kernel_size > self.block_size:
+            raise ValueError(
+                f"conv_kernel_size is {self.conv_kernel_size}; expected at most block_size {self.block_size}."
+            )
+        super().__post_init__(**kwargs)
+        if self.draft_vocab_size != self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, but {self.family} drafters select among all "
+                f"{self.vocab_size} tokens of the target; expected that number."
+            )
+        if self.selector_top_k > self.vocab_size:
+            raise ValueError(f"selector_top_k is {self.selector_top_k}; expected at most {self.vocab_size} tokens.")
+
+
+class DominoConfig(DFlashConfig):
+    """Domino drafter (arXiv 2605.29707): DFlash with a correction by a GRU over the draft tokens before.
+
+    Args:
+        gru_hidden_dim: width of the GRU's state.
+        emb_dim: width between the two layers of the correction.
+        pure_draft_prefix_len: draft tokens at the beginning of a round that are not corrected.
+    """
+
+    model_type = "hf_specdec_domino"
+    family = "domino"
+
+    gru_hidden_dim: int = 1024
+    emb_dim: int = 256
+    pure_draft_prefix_len: int = 1
+
+    def __post_init__(self, **kwargs):
+        check_types(self)
+        for name, least in (("gru_hidden_dim", 1), ("emb_dim", 1), ("pure_draft_prefix_len", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+        super().__post_init__(**kwargs)
 
 
 class DSparkConfig(DFlashConfig):

@@ -3,22 +3,28 @@
 from ..kernels.types import Proposal
 from .base import Drafter, register_drafter
 from .dflash import DFlashDrafter
+from .dflash2 import DFlash2Drafter
+from .domino import DominoDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
 from .eagle3 import Eagle3Drafter
 from .mtp import MtpDrafter
 from .none import NoDrafter
+from .pard2 import Pard2Drafter
 from .peagle import PEagleDrafter
 
 __all__ = [
+    "DFlash2Drafter",
     "DFlashDrafter",
     "DSparkDrafter",
+    "DominoDrafter",
     "DraftModelDrafter",
     "Drafter",
     "Eagle3Drafter",
     "MtpDrafter",
     "NoDrafter",
     "PEagleDrafter",
+    "Pard2Drafter",
     "Proposal",
     "register_drafter",
 ]

@@ -84,14 +84,22 @@ class DFlashDrafter(DraftLayersDrafter):
         """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to context vectors `[..., H]`."""
         return self.hidden_norm(self.fc(aux_hidden_states.to(self.dtype)))
 
-    def run(self, context: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """One pass of the layers over a block.
+    def run(
+        self,
+        context: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        block_length: int,
+    ) -> torch.Tensor:
+        """One pass of the layers over a block, or over several.
 
         Args:
             context: `[B, c, H]` from `combine_hidden_states`, context positions that are not in the cache yet.
-            tokens: `[B, n]` int64, the tokens of the block.
+            tokens: `[B, n]` int64, the tokens of the block, or of blocks one after the other.
             positions: `[B, c + n]` int64 for RoPE, of context and block.
             attend: attention, which stores keys and values.
+            block_length: tokens of a block.
 
         Returns:
             inputs of the head, `[B, n, H]`.
@@ -99,7 +107,7 @@ class DFlashDrafter(DraftLayersDrafter):
         hidden = self.embed(tokens)
         rotary = self.rotary_emb(hidden, positions)
         for layer in self.layers:
-            hidden = layer(context, hidden, rotary, attend)
+            hidden = layer(context, hidden, rotary, attend, block_length)
         return self.norm(hidden)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
@@ -142,7 +150,7 @@ class DFlashDrafter(DraftLayersDrafter):
         cache = state.memory.cache
         cache.advance(inputs.slots, state.live + 1)  # The last slot of the block is one after those of the drafts.
         ends = self._ends(inputs.slots[:, -num_tokens:], state.dummy_slot)
-        normed = self.run(context, tokens, inputs.positions, cached_attend(cache, inputs.slots, ends))
+        normed = self.run(context, tokens, inputs.positions, cached_attend(cache, inputs.slots, ends), num_tokens)
         return self.join(state, self.draft(state, anchors, normed[:, -state.num_draft_tokens :]))
 
     def forward(
@@ -159,15 +167,56 @@ class DFlashDrafter(DraftLayersDrafter):
             `num_steps` tensors `[B, S, V_d]`: at place p of tensor s are the logits of the token at p + 2 + s, from the
             block whose first token is the one at p + 1. Those at the last place, which has none, are undefined.
         """
-        num_tokens, (batch, length) = self.num_masks(num_steps), input_ids.shape
+        batch, length = input_ids.shape
+        anchors = torch.arange(1, length + 1, device=input_ids.device).expand(batch, -1)
+        normed = self.unroll_blocks(input_ids, aux_hidden_states, anchors, num_steps)
+        return self.chain(input_ids.roll(-1, dims=1), normed)
+
+    def unroll_blocks(
+        self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, anchors: torch.Tensor, num_drafts: int
+    ) -> torch.Tensor:
+        """Run blocks after many tokens of whole sequences at once, with no cache.
+
+        Draft k of a block whose first token is the one at position a is for the token at a + 1 + k. It is to be
+        compared with the target's distribution at position a + k.
+
+        Args:
+            input_ids: `[B, S]` int64, padded at most at the end of a row; padding does not affect blocks before it.
+            aux_hidden_states: `[B, S, width]` of the target.
+            anchors: `[B, A]` int64, positions of the first tokens of A blocks, in any order. What a block after the
+                sequence has as its first token is undefined.
+            num_drafts: drafts of each block.
+
+        Returns:
+            inputs of the head, `[B, A, num_drafts, H]`.
+        """
+        num_tokens, (batch, length) = self.num_masks(num_drafts), input_ids.shape
         places = torch.arange(length, device=input_ids.device)
-        block = (places[:, None] + 1 + torch.arange(num_tokens, device=places.device)).flatten()
-        tokens = torch.full((batch, length, num_tokens), self.config.mask_token_id, device=places.device)
-        tokens[..., 0] = input_ids.roll(-1, dims=1)
+        block = (anchors[..., None] + torch.arange(num_tokens, device=places.device)).flatten(1)
+        tokens = torch.full((*anchors.shape, num_tokens), self.config.mask_token_id, device=places.device)
+        tokens[..., 0] = input_ids.gather(1, anchors.clamp(max=length - 1))
         attend = _BlocksAttention(places, block, num_tokens, self.config.causal)
+        positions = torch.cat([places.expand(batch, -1), block], dim=1)
         context = self.combine_hidden_states(aux_hidden_states)
-        normed = self.run(context, tokens.view(batch, -1), torch.cat([places, block])[None], attend)
-        return self.chain(tokens[..., 0], normed.view(batch, length, num_tokens, -1)[:, :, -num_steps:])
+        normed = self.run(context, tokens.flatten(1), positions, attend, num_tokens)
+        return normed.unflatten(1, (-1, num_tokens))[:, :, -num_drafts:]
+
+    def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the logits of drafts are products of, for training, where the tokens before a draft are the text's.
+
+        Args:
+            normed: `[..., K, H]` from `unroll_blocks`.
+            before: `[..., K]` int64, the token before each draft.
+
+        Returns:
+            `[..., K, width]` and `[V_d, width]`.
+
+        Raises:
+            ValueError: expected logits without a soft cap.
+        """
+        if self.config.logit_softcap is not None:
+            raise ValueError(f"{type(self).__name__} cannot be trained with logit_softcap; expected None.")
+        return normed * self.config.logit_scale, self.head_weight
 
     def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
         """Logits `[B, S, V_d]` of each draft of S blocks, given anchors `[B, S]` and inputs of the head `[B, S, K, H]`.
@@ -196,21 +245,23 @@ class DFlashDrafter(DraftLayersDrafter):
 
 
 class _BlocksAttention:
-    """`Attend` of blocks that all follow one text: each sees the context before its first token, and itself.
+    """`Attend` of blocks that all follow one text in each row: they see the context before their first token, and
+    themselves.
 
     Args:
         places: `[S]` int64, positions of the context.
-        block: `[n]` int64, positions of the blocks' tokens, block after block.
+        block: `[B, n]` int64, positions of the blocks' tokens, block after block.
         num_tokens: of each block.
         causal: see `DFlashConfig`, for each layer.
     """
 
     def __init__(self, places: torch.Tensor, block: torch.Tensor, num_tokens: int, causal: list[bool]):
         self._causal = causal
-        first = block.view(-1, num_tokens)[:, :1].expand(-1, num_tokens).flatten()
-        positions = torch.cat([places, block])
-        self._distance = block[:, None] - positions
-        self._visible = torch.cat([places < first[:, None], first == first[:, None]], dim=1)
+        first = block.unflatten(1, (-1, num_tokens))[..., :1].expand(-1, -1, num_tokens).flatten(1)
+        number = torch.arange(block.shape[1], device=block.device) // num_tokens
+        is_own = (number[:, None] == number).expand(len(block), -1, -1)
+        self._distance = block[..., None] - torch.cat([places.expand(len(block), -1), block], dim=1)[:, None]
+        self._visible = torch.cat([places < first[..., None], is_own], dim=2)
 
     def __call__(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
@@ -220,5 +271,5 @@ class _BlocksAttention:
             visible = visible & (self._distance >= 0)
         if window is not None:
             visible = visible & (self._distance.abs() < window)
-        out = scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
+        out = scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None], enable_gqa=True)
         return out.transpose(1, 2)

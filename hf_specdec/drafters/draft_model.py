@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +48,10 @@ def check_vocabulary(own: int, target: PreTrainedConfig, name: str) -> int:
     return min(size, own)
 
 
-def _check_loaded(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
-    """`Checkpoint.check_loaded`, which ignores tensors of MTP modules: a draft model does not use them."""
+def _check_loaded(checkpoint: Checkpoint, info: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
+    """`Checkpoint.check_loaded`, without the `ignored` tensors and MTP modules', which a draft model does not use."""
     unexpected = set(info["unexpected_keys"])
-    ignored = module_names(checkpoint.config, unexpected)
+    ignored = module_names(checkpoint.config, unexpected) | set(ignored)
     checkpoint.check_loaded({**info, "unexpected_keys": unexpected - ignored})
 
 
@@ -84,6 +84,8 @@ class DraftModelDrafter(CachedDrafter):
     """
 
     config_class = DraftModelConfig
+    # Names of tensors in the files that are the drafter's and not the model's.
+    own_tensors: frozenset[str] = frozenset()
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
@@ -109,14 +111,14 @@ class DraftModelDrafter(CachedDrafter):
                 trust_remote_code=False,
             )
         _check_supported(model, _name_of(checkpoint, model))
-        _check_loaded(checkpoint, info)
+        _check_loaded(checkpoint, info, cls.own_tensors)
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig, **options: Any) -> DraftModelDrafter:
         model, info = auto_class(config.model_config).from_pretrained(
             checkpoint.folder, output_loading_info=True, trust_remote_code=False, **options
         )
-        _check_loaded(checkpoint, info)
+        _check_loaded(checkpoint, info, cls.own_tensors)
         _check_supported(model, _name_of(checkpoint, model))
         return cls(config, model)
 
@@ -135,13 +137,21 @@ class DraftModelDrafter(CachedDrafter):
         self.config.draft_vocab_size = shared
         self._record_binding(target)
 
+    def model_inputs(self, tokens: torch.Tensor, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """What the model reads at `tokens` `[B, n]` int64 and at the `hidden` states that go with them."""
+        return {"input_ids": tokens}
+
+    def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
+        """What goes with each slot of `unroll`'s sequences; None for nothing."""
+        return None
+
     def extend_cache(
         self,
         state: DecodeState,
         tokens: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
-        hidden: None,
+        hidden: torch.Tensor | None,
         num_logits: int,
     ) -> tuple[torch.Tensor | None, None]:
         cache = state.memory.cache
@@ -150,7 +160,7 @@ class DraftModelDrafter(CachedDrafter):
             positions = positions.clamp(max=self._num_positions - 1)
         logits = self.model(
             # The target may have tokens that this model cannot embed; which one stands in for them does not matter.
-            input_ids=tokens.clamp(max=self._num_embeddings - 1),
+            **self.model_inputs(tokens.clamp(max=self._num_embeddings - 1), hidden),
             attention_mask=cache.attention_mask(slots),
             position_ids=positions,
             past_key_values=cache,
@@ -182,16 +192,23 @@ class DraftModelDrafter(CachedDrafter):
         return head.weight[: self.config.draft_vocab_size]
 
     def unroll(
-        self, input_ids: torch.Tensor, aux_hidden_states: None, num_steps: int, rows: Sequence[int] | None = None
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor | None,
+        num_steps: int,
+        rows: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
         attend, decoder = UnrolledAttention(), self.model.get_decoder()
+        hidden = self.unrolled_hidden_states(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         tokens, outputs = input_ids, []
         with registered_attention(self.model, UNROLLED_NAME):
             for step in range(num_steps):
                 if rows is not None:
                     tokens = tokens[: rows[step]]
-                output = decoder(input_ids=tokens, position_ids=positions + step, use_cache=False, attend=attend)
+                    hidden = hidden if hidden is None else hidden[: rows[step]]
+                inputs = self.model_inputs(tokens, hidden)
+                output = decoder(**inputs, position_ids=positions + step, use_cache=False, attend=attend)
                 outputs.append(output.last_hidden_state)
                 if not self.config.parallel_drafting:
                     tokens = shift_left(tokens)

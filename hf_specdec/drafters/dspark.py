@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from ..config import DSparkConfig
-from ..kernels.types import Proposal
-from ..state import DecodeState
 from .base import register_drafter
 from .dflash import DFlashDrafter
+from .walking import WalkingDrafter
 
 
 class MarkovHead(nn.Module):
@@ -41,38 +40,41 @@ class MarkovHead(nn.Module):
         """The bias on the logits of draft tokens, and s.
 
         Args:
-            tokens: `[B, n]` int64, the tokens before them, in the target's vocabulary.
-            hidden: `[B, n, H]`, what the draft head reads.
-            memory: `[B, n, r]`, s of the draft tokens before; None before the first, and for all but `"rnn"`.
+            tokens: `[...]` int64, the tokens before them, in the target's vocabulary.
+            hidden: `[..., H]`, what the draft head reads.
+            memory: `[..., r]`, s of the draft tokens before; None before the first, and for all but `"rnn"`.
 
         Returns:
-            `[B, n, V_d]`, and `[B, n, r]` or None.
+            `[..., V_d]`, and `[..., r]` or None.
         """
+        features, memory = self.features(tokens, hidden, memory)
+        return self.markov_w2(features), memory
+
+    def features(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `markov_w2` reads, `[..., r]`, and s; arguments as of `forward`."""
         embeds = self.markov_w1(tokens)
         if self.kind == "vanilla":
-            return self.markov_w2(embeds), None
+            return embeds, None
         if self.kind == "gated":
             gate = self.gate_proj(torch.cat([hidden, embeds], dim=-1)).sigmoid()
-            return self.markov_w2(gate * embeds), None
+            return gate * embeds, None
         if memory is None:
             memory = torch.zeros_like(embeds)
         keep, new, output = self.joint_proj(torch.cat([memory, embeds, hidden], dim=-1)).chunk(3, dim=-1)
         keep = keep.sigmoid()
-        return self.markov_w2(output.tanh()), keep * memory + (1 - keep) * new.tanh()
+        return output.tanh(), keep * memory + (1 - keep) * new.tanh()
 
 
 @register_drafter
-class DSparkDrafter(DFlashDrafter):
-    """DSpark drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
-
-    A draft token is drawn from its own logits given the one before it, so that the distributions that verification
-    reads are those that the tokens were drawn from.
-    """
+class DSparkDrafter(WalkingDrafter):
+    """DSpark drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right."""
 
     config_class = DSparkConfig
     # The confidence head estimates how likely a draft token is to be accepted; drafting does not depend on it.
     _keys_to_ignore_on_load_unexpected = [
-        *DFlashDrafter._keys_to_ignore_on_load_unexpected,
+        *WalkingDrafter._keys_to_ignore_on_load_unexpected,
         r"^confidence_(head\.)?proj\.",
     ]
 
@@ -81,20 +83,19 @@ class DSparkDrafter(DFlashDrafter):
         self.markov_head = MarkovHead(config)
         self.post_init()
 
-    def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
-        logits, last, memory, drafts = self.logits(normed), anchors, None, []
-        for step in range(state.num_draft_tokens):
-            column = slice(step, step + 1)
-            bias, memory = self.markov_head(last, normed[:, column], memory)
-            drafts.append(self.draw(state, logits[:, column] + bias, first=step))
-            last = drafts[-1].tokens
-        return drafts
+    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        logits, last, memory = self.logits(normed), anchors, None
+        for step in range(normed.shape[-2]):
+            at = (..., slice(step, step + 1), slice(None))
+            bias, memory = self.markov_head(last, normed[at], memory)
+            last = choose(logits[at] + bias)
 
-    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
-        last, memory, steps = anchors, None, []
-        for hidden in normed.unbind(2):
-            bias, memory = self.markov_head(last, hidden, memory)
-            steps.append(self.logits(hidden) + bias)
-            last = steps[-1].argmax(-1)
-            last = last if self.target_ids is None else self.target_ids[last]
-        return steps
+    def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, weight = DFlashDrafter.head_inputs(self, normed, before)
+        memory, features = None, []
+        for step in range(normed.shape[-2]):
+            column = slice(step, step + 1)
+            found, memory = self.markov_head.features(before[..., column], normed[..., column, :], memory)
+            features.append(found)
+        inputs = torch.cat([inputs, torch.cat(features, dim=-2)], dim=-1)
+        return inputs, torch.cat([weight, self.markov_head.markov_w2.weight], dim=1)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from ..config import DFlashConfig, DraftLayersConfig, Eagle3Config
+from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Config
 
 
 class Attend(Protocol):
@@ -144,7 +147,8 @@ class DraftDecoderLayer(nn.Module):
 class BlockDecoderLayer(nn.Module):
     """Decoder layer of a DFlash drafter: the tokens of a block attend to each other and to the context.
 
-    The context has no queries and passes no layer norm: each layer makes keys and values of the same vectors.
+    The context has no queries and passes no layer norm: each layer makes keys and values of the same vectors. Layers of
+    DFlash-2 have convolutions around attention and MLP.
     """
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
@@ -154,6 +158,9 @@ class BlockDecoderLayer(nn.Module):
         self.self_attn = DraftAttention(config, layer_idx, input_size=width, output_bias=config.output_bias)
         self.post_attention_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.mlp = DraftMLP(config)
+        is_convolved = isinstance(config, DFlash2Config)
+        self.attention_conv = DynamicConvolution(config) if is_convolved else None
+        self.mlp_conv = DynamicConvolution(config) if is_convolved else None
 
     def forward(
         self,
@@ -161,15 +168,68 @@ class BlockDecoderLayer(nn.Module):
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
+        block_length: int,
     ) -> torch.Tensor:
         """Output of the layer at the block's tokens, `[B, n, H]`.
 
         Args:
             context: `[B, c, H]` vectors of c context positions.
-            hidden: `[B, n, H]` input of the layer, of n tokens of the block.
+            hidden: `[B, n, H]` input of the layer, of n tokens of the block, or of several blocks.
             rotary: cosines and sines of the positions of context and block.
             attend: attention, which stores keys and values.
+            block_length: tokens of a block.
         """
-        inputs = torch.cat([context, self.input_layernorm(hidden)], dim=1)
-        hidden = hidden + self.self_attn(inputs, rotary, attend, num_outputs=hidden.shape[1])
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+        def attention(inputs: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(torch.cat([context, inputs], dim=1), rotary, attend, num_outputs=inputs.shape[1])
+
+        hidden = hidden + _convolved(self.attention_conv, attention, self.input_layernorm(hidden), block_length)
+        return hidden + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden), block_length)
+
+
+class DynamicConvolution(nn.Module):
+    """Convolutions of DFlash-2 over the tokens of a block, before and after a sublayer.
+
+    The kernels depend on the token. With u the input of the sublayer, for side s (0 before, 1 after it), token i of its
+    block and channel c of group g,
+
+        d = kernel_projection(u)                                        [sides, taps, groups] of every token
+        conv(s, z)[i, c] = sum_t (base_kernel[s, t, c] + d[i, s, t, g]) z[i - t, c],  z[j] = 0 for j < 0
+    """
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__()
+        taps, width = config.conv_kernel_size, config.hidden_size
+        # Sides, taps, groups.
+        self._shape = (2, taps, width // config.conv_group_size)
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, math.prod(self._shape), bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1.0
+
+    def forward(
+        self, sublayer: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, block_length: int
+    ) -> torch.Tensor:
+        """Outputs `[B, n, H]` of `sublayer` over `inputs` `[B, n, H]`, both convolved; blocks of `block_length`."""
+        dynamic = self.kernel_projection(inputs).unflatten(-1, self._shape)[..., None]
+        kernels = dynamic + self.base_kernel.unflatten(-1, (self._shape[-1], -1)).to(inputs.dtype)
+        before, after = kernels.flatten(-2).unbind(2)
+        return self._convolve(sublayer(self._convolve(inputs, before, block_length)), after, block_length)
+
+    def _convolve(self, states: torch.Tensor, kernel: torch.Tensor, block_length: int) -> torch.Tensor:
+        """`[B, n, H]` from `states` `[B, n, H]` and `kernel` `[B, n, taps, H]`."""
+        blocks = states.unflatten(1, (-1, block_length))
+        out = states * kernel[:, :, 0]
+        for tap in range(1, min(kernel.shape[2], block_length)):
+            earlier = F.pad(blocks[:, :, :-tap], (0, 0, tap, 0)).flatten(1, 2)
+            out = out + earlier * kernel[:, :, tap]
+        return out
+
+
+def _convolved(
+    conv: DynamicConvolution | None,
+    sublayer: Callable[[torch.Tensor], torch.Tensor],
+    inputs: torch.Tensor,
+    block_length: int,
+) -> torch.Tensor:
+    return sublayer(inputs) if conv is None else conv(sublayer, inputs, block_length)

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
 from ..checkpoints.detection import drafter_tensors
-from ..config import DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig
+from ..config import DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig, Pard2Config
 from ..drafters.base import check_sizes
 from ..drafters.draft_layers import check_fit
 from ..drafters.draft_model import check_vocabulary
+from ..drafters.pard2 import check_hidden_states
 from .self_check import SelfCheck, self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
@@ -79,7 +80,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if arguments.self_check and not isinstance(found.config, DraftLayersConfig):
         raise ValueError(
             f"{checkpoint.name} is a {found.config.family}, but --self-check scores interpretations of EAGLE-3, "
-            "P-EAGLE, DFlash and DSpark drafters only. Drop it."
+            "P-EAGLE, DFlash and DSpark drafters only, and of those made of DFlash. Drop it."
         )
     report = describe(checkpoint, found)
     if target is not None:
@@ -120,6 +121,8 @@ def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, A
         report["sizes"] = {name: getattr(config, name) for name in _SHOWN_SIZES}
     if isinstance(config, DFlashConfig):
         report["block"] = {name: getattr(config, name) for name in ("block_size", "anchor_first", "causal")}
+    if isinstance(config, Pard2Config):
+        report["aux_hidden_state_layer_ids"] = config.hidden_state_ids
     if isinstance(config, MtpConfig):
         report["modules"], report["chaining"] = config.num_modules, config.chaining
     model = config.model if isinstance(config, DraftModelConfig) else getattr(config, "block", None)
@@ -143,6 +146,10 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
             check_sizes(config.hidden_size, config.vocab_size, target, config.name_or_path)
         elif isinstance(config, DraftModelConfig):
             check_vocabulary(config.num_embeddings, target, config.name_or_path)
+            if isinstance(config, Pard2Config):
+                num_layers = target.get_text_config().num_hidden_layers
+                ids = check_hidden_states(config, target, num_layers, config.name_or_path)
+                report["aux_hidden_state_layer_ids"] = ids
         else:
             return report
     except ValueError as error:

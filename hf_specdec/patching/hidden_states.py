@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -66,6 +68,10 @@ def device_of_last_layer(target: PreTrainedModel) -> torch.device:
     return next(last.parameters()).device
 
 
+# Key of the decoder's output, after the final norm, among recorded hidden states: it comes after those of all layers.
+LAST_HIDDEN_STATE = sys.maxsize
+
+
 class AuxHiddenStateRecorder:
     """Context in which every forward pass of `target` records its auxiliary hidden states.
 
@@ -75,10 +81,10 @@ class AuxHiddenStateRecorder:
         target: the model whose hidden states are recorded.
         layer_ids: which ones, ascending. Id b is the residual stream that enters layer b, transformers'
             `hidden_states[b]`; id n, of n layers, is the stream that leaves the last layer, *before* the final norm.
-        last_hidden_state: record the decoder's output, after the final norm, instead.
+        last_hidden_state: record the decoder's output, after the final norm, too, as the last one.
 
-    After a forward pass over `[B, n]` tokens `aux_hidden_states` is `[B, n, num_layer_ids * hidden_size]`. Hooks are
-    removed on exit.
+    After a forward pass over `[B, n]` tokens `aux_hidden_states` is `[B, n, count * hidden_size]`. Hooks are removed on
+    exit.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], last_hidden_state: bool = False):
@@ -91,7 +97,7 @@ class AuxHiddenStateRecorder:
 
     @property
     def recorded(self) -> dict[int, torch.Tensor]:
-        """The hidden states of the last pass, `[B, n, hidden_size]`, by layer id; the last hidden state as id 0."""
+        """The hidden states of the last pass, `[B, n, hidden_size]`, by layer id or as `LAST_HIDDEN_STATE`."""
         return self._recorded
 
     @property
@@ -109,7 +115,7 @@ class AuxHiddenStateRecorder:
         if self._last_hidden_state:
             decoder = self._target.get_decoder()
             self._handles.append(decoder.register_forward_hook(self._record_last_hidden_state))
-        elif self._layer_ids:
+        if self._layer_ids:
             layers = decoder_layers(self._target)
             for layer_id in self._layer_ids:
                 self._handles.append(self._register_hook(layers, layer_id))
@@ -136,7 +142,7 @@ class AuxHiddenStateRecorder:
 
     def _record_last_hidden_state(self, module, args, output) -> None:
         if self._is_recording():
-            self._recorded[0] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+            self._recorded[LAST_HIDDEN_STATE] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
     def _is_recording(self) -> bool:
         return torch.compiler.is_compiling() or current_engine() is self._engine
@@ -171,7 +177,10 @@ def check_aux_hidden_states(
     wrong = {layer_id: shape for layer_id, shape in found.items() if shape != expected}
     missing = set(layer_ids) - found.keys() if layer_ids else set()
     if wrong or missing:
-        what = ", ".join(f"{list(shape)} at layer id {layer_id}" for layer_id, shape in sorted(wrong.items()))
+        names = {layer_id: f"at layer id {layer_id}" for layer_id in wrong} | {
+            LAST_HIDDEN_STATE: "after the last layer"
+        }
+        what = ", ".join(f"{list(shape)} {names[layer_id]}" for layer_id, shape in sorted(wrong.items()))
         raise ValueError(
             f"{name} reads hidden states of {type(target).__name__}, but over {NUM_PROBE_TOKENS} tokens its layers "
             f"return {what or f'nothing at the layer ids {sorted(missing)}'}; expected {list(expected)} everywhere. "

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import blocks
 import case_counts
+import pard2_reference
 import pytest
 import torch
 from dialects import (
@@ -405,6 +406,19 @@ def test_random_drafters_of_blocks_have_the_shapes_of_loaded_ones(layout, tmp_pa
         assert shapes[0] == shapes[1]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_random_pard2_drafters_have_the_shapes_of_loaded_ones(bias, tmp_path):
+    target = tiny_target(SPEC, dtype=torch.float32)
+    folder = pard2_reference.write(tmp_path, bias=bias)
+    loaded = AutoDrafter.from_pretrained(folder, target)
+    (folder / "model.safetensors").unlink()
+    (folder / pard2_reference.PROJECTION_FILE).unlink()
+    built = random_drafter(str(folder), target)
+    assert type(built) is type(loaded) and built.aux_hidden_state_layer_ids == loaded.aux_hidden_state_layer_ids
+    shapes = [{name: tensor.shape for name, tensor in one.state_dict().items()} for one in (built, loaded)]
+    assert shapes[0] == shapes[1]
+
+
 def test_bytes_of_a_round():
     target = family_target("llama")
     layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
@@ -417,20 +431,21 @@ def test_bytes_of_a_round():
     for name, passes in (("draft-model", 5), ("pard", 1)):
         total = round_bytes(target, RANDOM_DRAFTERS[name](target), 5, batch=1, length=10)
         assert total == weights + 10 * cached + passes * (own + 10 * own_cached)
+    projection = RANDOM_DRAFTERS["pard2"](target)
+    assert round_bytes(target, projection, 5, batch=1, length=10) == total + 4 * projection.target_proj.weight.numel()
     eagle = RANDOM_DRAFTERS["eagle3"](target)
     more = [round_bytes(target, eagle, k, batch=1, length=10) for k in (1, 2, 3)]
     assert more[2] - more[1] == more[1] - more[0]
     read = sum(map(torch.Tensor.numel, eagle.parameters())) - eagle.embed_tokens.weight.numel()
     assert more[0] == weights + 10 * cached + 4 * read + 2 * 2 * 8 * 4 * 10
-    for name in (
-        "dflash",
-        "dspark",
-    ):  # one pass; of DSpark's table of tokens few rows are read, of the rest all, K times
+    for name in ("dflash", "dspark", "dflash2", "domino"):  # one pass, then K steps
         drafter = RANDOM_DRAFTERS[name](target, layer_types=["full_attention"] * 3)
-        read = sum(map(torch.Tensor.numel, drafter.parameters())) + drafter.head_weight.numel()
-        markov = getattr(drafter, "markov_head", None)
-        step = 0 if markov is None else sum(p.numel() for p in markov.parameters()) - markov.markov_w1.weight.numel()
-        read -= 0 if markov is None else step + markov.markov_w1.weight.numel()
+        sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
+        # Of tables of tokens few rows are read.
+        tables = sum(size for name, size in sizes.items() if "markov_w1" in name or "codebook" in name)
+        parts = ("markov_w2", "markov_head.joint", "prefix_gru", "embed_proj")
+        step = sum(size for name, size in sizes.items() if any(part in name for part in parts))
+        read = sum(sizes.values()) + drafter.head_weight.numel() - tables - step
         total = weights + 10 * cached + 4 * read + 3 * 2 * 2 * 8 * 4 * 10
         assert [round_bytes(target, drafter, k, batch=1, length=10) for k in (1, 3)] == [
             total + 4 * step,

@@ -1,14 +1,15 @@
-"""DFlash and DSpark checkpoints of every layout: how config.json is interpreted, loading and saving, refusals."""
+"""Checkpoints of drafters of blocks in every layout: how config.json is interpreted, loading and saving, refusals."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from blocks import DFLASH, DSPARK, LAYOUTS, Block, make_weights, write
+from blocks import DFLASH, DFLASH2, DOMINO, DSPARK, LAYOUTS, Block, make_weights, write
 from dialects import PLAIN, tiny_target
 from dialects import make_weights as make_eagle_weights
 from dialects import write as write_eagle
@@ -18,7 +19,7 @@ from transformers import LlamaConfig
 from hf_specdec import AutoDrafter
 from hf_specdec.auto import NormalizedCheckpoint, read_checkpoint
 from hf_specdec.checkpoints.checkpoint import open_checkpoint
-from hf_specdec.config import DFlashConfig, DSparkConfig, default_block_layer_ids
+from hf_specdec.config import DFlash2Config, DFlashConfig, DominoConfig, DSparkConfig, default_block_layer_ids
 
 EVERY = [(layout, number) for layout, specs in LAYOUTS.items() for number in range(len(specs))]
 DIALECTS = {
@@ -30,6 +31,10 @@ DIALECTS = {
     "deepspec": "DeepSpec",
     "specforge": "SpecForge",
     "specforge-nested": "SpecForge",
+    "z-lab-2": "z-lab",
+    "speculators-dflash2": "speculators",
+    "specforge-domino": "SpecForge",
+    "modelopt-domino": "NVIDIA ModelOpt",
     "modelopt": "NVIDIA ModelOpt",
     "speculators": "speculators",
 }
@@ -61,12 +66,20 @@ def target():
     return tiny_target(PLAIN)
 
 
+def config_class_of(spec: Block) -> type[DFlashConfig]:
+    if spec.top_k:
+        return DFlash2Config
+    if spec.gru:
+        return DominoConfig
+    return DFlashConfig if spec.markov is None else DSparkConfig
+
+
 @pytest.mark.parametrize(("layout", "number"), EVERY)
 def test_every_layout_is_read(layout, number, tmp_path):
     spec = LAYOUTS[layout][number]
     found = read(tmp_path, layout, spec)
     config = found.config
-    assert type(config) is (DFlashConfig if spec.markov is None else DSparkConfig)
+    assert type(config) is config_class_of(spec)
     assert config.dialect == DIALECTS[layout] and config.parallel_drafting
     assert config.block_size == spec.block_size and config.mask_token_id == spec.mask_token
     assert config.anchor_first == spec.anchor_first and not decision(found, "anchor_first").doubtful
@@ -80,9 +93,15 @@ def test_every_layout_is_read(layout, number, tmp_path):
         assert config.sliding_window == spec.window
     if spec.markov is not None:
         assert (config.markov_rank, config.markov_type) == (spec.rank, spec.markov)
+    if spec.gru:
+        settings = (config.gru_hidden_dim, config.emb_dim, config.pure_draft_prefix_len)
+        assert settings == (spec.gru, spec.emb, spec.prefix)
+    if spec.top_k:
+        assert (config.conv_kernel_size, config.conv_group_size) == (spec.taps, spec.group)
+        assert (config.selector_rank, config.selector_top_k) == (spec.rank, spec.top_k)
 
 
-@pytest.mark.core_for(layout=["z-lab", "speculators", "muse"])
+@pytest.mark.core_for(layout=["z-lab", "z-lab-2", "specforge-domino", "speculators", "muse"])
 @pytest.mark.parametrize(("layout", "number"), EVERY)
 def test_round_trip(layout, number, target, tmp_path):
     spec = LAYOUTS[layout][number]
@@ -261,6 +280,28 @@ def test_mask_token(tmp_path):
         ("z-lab", DFLASH, {"hidden_act": "swigluoai"}, "hidden_act 'swigluoai'"),
         ("specforge", DSPARK, {"dflash_config": {"mask_token_id": 5, "markov_rank": 7}}, "markov_w1.weight is"),
         ("modelopt", DSPARK, {"is_causal": None, "num_hidden_layers": 3}, "num_hidden_layers is 3"),
+        (
+            "speculators-dflash2",
+            DFLASH2,
+            {"conv_kernel_size": 3},
+            r"base_kernel is \[2, 2, 32\], expected \[2, 3, 32\]",
+        ),
+        (
+            "speculators-dflash2",
+            DFLASH2,
+            {"conv_kernel_size": 18},
+            "conv_kernel_size is 18; expected at most block_size",
+        ),
+        ("speculators-dflash2", DFLASH2, {"conv_group_size": 5}, "expected a divisor of hidden_size 32"),
+        ("speculators-dflash2", DFLASH2, {"selector_rank": 7}, "codebook is"),
+        ("speculators-dflash2", DFLASH2, {"selector_top_k": 129}, "expected at most 128 tokens"),
+        ("speculators-dflash2", DFLASH2, {"draft_vocab_size": 40}, "select among all 128 tokens"),
+        (
+            "modelopt-domino",
+            DOMINO,
+            {"dflash_config": {"mask_token_id": 5, "projector_type": "domino", "gru_hidden_dim": 9}},
+            "prefix_gru.weight_hh_l0 is",
+        ),
     ],
 )
 def test_what_is_not_supported_or_contradicts_itself(layout, spec, changes, message, tmp_path):
@@ -269,6 +310,45 @@ def test_what_is_not_supported_or_contradicts_itself(layout, spec, changes, mess
         changes = {"dflash_config": {"target_layer_ids": [1, 3, 4], "projector_type": "dspark"} | nested}
     with pytest.raises(ValueError, match=message):
         read(tmp_path, layout, spec, **changes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec", "part"),
+    [
+        ("z-lab-2", DFLASH2, "candidate_selector.predecessor_codebook"),
+        ("z-lab-2", DFLASH2, "layers.0.attention_conv.base_kernel"),
+        ("z-lab-2", DFLASH2, "layers.1.mlp_conv.kernel_projection.weight"),
+        ("specforge-domino", DOMINO, "prefix_gru.weight_hh_l0"),
+        ("specforge-domino", DOMINO, "embed_proj.2.weight"),
+    ],
+)
+def test_heads_and_convolutions_without_a_tensor(layout, spec, part, tmp_path):
+    weights = {name: value for name, value in make_weights(spec).items() if name != part}
+    with pytest.raises(ValueError, match=re.escape(part)):
+        read(tmp_path, layout, spec, weights)
+
+
+def test_what_dflash2_and_domino_leave_open(tmp_path):
+    found = read(
+        tmp_path / "a", "speculators-dflash2", DFLASH2, conv_group_size=..., conv_kernel_size=..., selector_rank=...
+    )
+    assert (found.config.conv_group_size, found.config.selector_rank) == (8, 6)
+    found = read(tmp_path / "b", "speculators-dflash2", DFLASH2, selector_top_k=...)
+    assert found.config.selector_top_k == 16 and decision(found, "selector_top_k").doubtful
+    nested = {"mask_token_id": 5, "target_layer_ids": [1, 3, 4], "projector_type": "causal_v5"}
+    found = read(tmp_path / "c", "specforge-domino", DOMINO, dflash_config=nested)
+    assert (found.config.gru_hidden_dim, found.config.emb_dim) == (10, 7)
+    assert found.config.pure_draft_prefix_len == 0 and decision(found, "pure_draft_prefix_len").doubtful
+    assert not found.config.anchor_first and decision(found, "anchor_first").doubtful
+
+
+def test_codebooks_of_a_saved_zlab_model(target, tmp_path):
+    """Its module has them in embeddings."""
+    weights = make_weights(DFLASH2)
+    renamed = {f"{name}.weight" if name.endswith("codebook") else name: value for name, value in weights.items()}
+    first = AutoDrafter.from_pretrained(write("z-lab-2", tmp_path / "a", DFLASH2, weights), target)
+    second = AutoDrafter.from_pretrained(write("z-lab-2", tmp_path / "b", DFLASH2, renamed), target)
+    assert all(torch.equal(tensor, second.state_dict()[name]) for name, tensor in first.state_dict().items())
 
 
 def test_markov_head_without_tensors(tmp_path):
@@ -302,7 +382,10 @@ def test_keywords_of_other_families(target, tmp_path):
         AutoDrafter.from_pretrained(eagle, target, anchor_first=True, causal=True)
 
 
-@pytest.mark.parametrize(("layout", "depth"), [("z-lab", 16), ("specforge", 16), ("deepspec-dflash", 17)])
+@pytest.mark.parametrize(
+    ("layout", "depth"),
+    [("z-lab", 16), ("z-lab-2", 16), ("specforge", 16), ("specforge-domino", 16), ("deepspec-dflash", 17)],
+)
 def test_no_more_drafts_than_in_training(layout, depth, target, tmp_path):
     spec = LAYOUTS[layout][0]
     folder = write(layout, tmp_path, spec, make_weights(spec))
@@ -322,7 +405,7 @@ def test_no_more_drafts_than_in_training(layout, depth, target, tmp_path):
 @pytest.mark.core
 def test_configs_alone():
     """transformers makes one without arguments when it saves or shows another."""
-    for config_class in (DFlashConfig, DSparkConfig):
+    for config_class in (DFlashConfig, DFlash2Config, DominoConfig, DSparkConfig):
         assert "mask_token_id" in repr(config_class(mask_token_id=3))
         with pytest.raises(ValueError, match="mask_token_id is None"):
             config_class()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import blocks
+import pard2_reference
 import pytest
 import torch
 from case_counts import cases
@@ -91,15 +92,17 @@ def write_own(make: Callable[[Path, Any], Path]) -> Callable[[Path, Any], Path]:
     return save
 
 
+BLOCK_LAYOUTS = ("z-lab", "z-lab-2", "speculators", "deepspec", "specforge-domino")
 CHECKPOINTS: dict[str, Callable[[Path, Any], Path]] = {
     **{dialect: write_eagle3(dialect) for dialect in DIALECTS if dialect != "safeailab-bin"},
     **{dialect: write_peagle(dialect) for dialect in PEAGLE_DIALECTS},
     "own eagle-3": write_own(write_eagle3("speculators")),
     "own p-eagle": write_own(write_peagle("amazon")),
-    **{f"blocks of {layout}": write_blocks(layout) for layout in ("z-lab", "speculators", "deepspec")},
+    **{f"blocks of {layout}": write_blocks(layout) for layout in BLOCK_LAYOUTS},
     "own dspark": write_own(write_blocks("specforge")),
     "draft model": lambda folder, target: write_draft_model(folder),
     "pard": lambda folder, target: write_draft_model(folder, pard_token=7),
+    "pard2": lambda folder, target: pard2_reference.write(folder),
 }
 
 

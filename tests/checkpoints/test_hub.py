@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
+import pard2_reference
 import pytest
 import torch
 from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
@@ -187,3 +188,18 @@ def test_pard(hub, target, cache, tmp_path):
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]) and torch.equal(tensor, offline.state_dict()[name])
     assert again.config.mask_token_id == 7 and again.config.dialect == "PARD"
+
+
+@pytest.mark.core
+def test_pard2(hub, target, cache, tmp_path):
+    """The projection is fetched and pushed beside the model."""
+    hub.add("org/pard2", pard2_reference.write(tmp_path / "one", bias=True), revision="v2", prefix="inside/")
+    where = {"cache_dir": cache, "revision": "v2", "subfolder": "inside"}
+    drafter = AutoDrafter.from_pretrained("org/pard2", target, **where)
+    drafter.push_to_hub("me/pushed", token=TOKEN)
+    again = AutoDrafter.from_pretrained("me/pushed", target, cache_dir=cache)
+    hub.requests.clear()
+    offline = AutoDrafter.from_pretrained("org/pard2", target, local_files_only=True, **where)
+    assert hub.requests == [] and "target_proj.bias" in drafter.state_dict()
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]) and torch.equal(tensor, offline.state_dict()[name])

@@ -1,5 +1,5 @@
-"""Drafters of blocks whose weights are made by hand for a target that counts: every draft is right, and none if a
-position, a token or a hidden state is one off.
+"""Drafters whose weights are made by hand for a target that counts: every draft is right, and none if a position, a
+token or a hidden state is one off.
 
 The target says token t + 1 after token t, modulo `COUNTED`, so that a text repeats itself every `COUNTED` positions.
 The drafter has one layer with one head, whose scores depend on the distance of query and key alone: it finds the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from counting import COUNTED, MASK, chaining_drafter, counting_target, finding_drafter
+from counting import CHAINING, COUNTED, MASK, chaining_drafter, counting_target, feature_drafter, finding_drafter
 
 LENGTHS = [18, 33, 25]
 
@@ -79,13 +79,24 @@ def test_a_window_that_ends_before_the_position_hides_it():
         assert acceptance(target, drafter, 5) == expected
 
 
+@pytest.mark.parametrize("family", CHAINING)
 @pytest.mark.parametrize("anchor_first", [False, True])
 @pytest.mark.parametrize("engine", ["static", "stock"])
-def test_every_draft_of_a_chain_is_right(anchor_first, engine):
+def test_every_draft_of_a_chain_is_right(family, anchor_first, engine):
     """The first follows the anchor in both conventions."""
     target = counting_target()
-    drafter = chaining_drafter(target, 1, anchor_first=anchor_first)
+    drafter = chaining_drafter(target, 1, family, anchor_first=anchor_first)
     for num_draft_tokens in (1, 3, 8):
         assert acceptance(target, drafter, num_draft_tokens, engine) == 1.0
     for step in (0, 2):
-        assert acceptance(target, chaining_drafter(target, step, anchor_first=anchor_first), 3, engine) == 0.0
+        drafter = chaining_drafter(target, step, family, anchor_first=anchor_first)
+        assert acceptance(target, drafter, 3, engine) == 0.0
+
+
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_every_draft_from_hidden_states_beside_tokens_is_right(engine):
+    """A slot has the hidden states of the token before its own, and drafts the token after its own."""
+    target = counting_target()
+    for step, expected in ((2, 1.0), (1, 0.0), (3, 0.0)):
+        for num_draft_tokens in (1, 3, 8) if expected else (3,):
+            assert acceptance(target, feature_drafter(target, step), num_draft_tokens, engine) == expected

@@ -10,6 +10,7 @@ from functools import partial
 
 import blocks
 import eagle_reference
+import pard2_reference
 import pytest
 import torch
 from case_counts import cases
@@ -53,7 +54,7 @@ def eagle(folder, spec, dialect, is_parallel=False) -> Case:
 
 
 def block(folder, layout, spec, **overrides) -> Case:
-    """DFlash or DSpark."""
+    """DFlash or what is made of it."""
     weights = blocks.make_weights(spec)
     blocks.write(layout, folder, spec, weights)
     target = tiny_target(PLAIN)
@@ -96,13 +97,28 @@ def draft_model(folder, is_parallel) -> Case:
     )
 
 
+def pard2(folder, **options) -> Case:
+    """PARD-2, whose hidden states are in another order than the layers."""
+    pard2_reference.write(folder, vocab_size=PLAIN.vocab_size, pard_token=MASK, **options)
+    target = tiny_target(PLAIN)
+    return Case(
+        target,
+        AutoDrafter.from_pretrained(folder, target),
+        partial(pard2_reference.propose, folder, target),
+        partial(pard2_reference.cache, folder, target),
+    )
+
+
 CASES = {
     "eagle3": lambda folder: eagle(folder, PLAIN, "speculators"),
     "p-eagle": lambda folder: eagle(folder, PEAGLE, "automodel", is_parallel=True),
     "p-eagle-sequential": lambda folder: eagle(folder, PEAGLE, "amazon"),
     "dflash": lambda folder: block(folder, "z-lab", blocks.LAYOUTS["z-lab"][1]),
     "dspark": lambda folder: block(folder, "specforge", blocks.LAYOUTS["specforge"][1]),
+    "domino": lambda folder: block(folder, "specforge-domino", blocks.DOMINO),
+    "dflash2": lambda folder: block(folder, "z-lab-2", blocks.DFLASH2),
     "pard": lambda folder: draft_model(folder, is_parallel=True),
+    "pard2": pard2,
     "draft-model": lambda folder: draft_model(folder, is_parallel=False),
 }
 PEAGLE_VARIANTS = {
@@ -179,7 +195,7 @@ def check(case: Case, rounds: list[list[Seen]]) -> None:
                 assert torch.allclose(ours, theirs[: len(ours)], rtol=1e-5, atol=1e-4), message
 
 
-def run_script(monkeypatch, case, num_draft_tokens, patterns, max_new_tokens=None) -> None:
+def run_script(monkeypatch, case, num_draft_tokens, patterns, max_new_tokens=None, **options) -> None:
     """Run the engine through `patterns`, a list of rounds of accepted drafts a row; check what it does."""
     assert why_not_equivalent(case.target, "static") is None  # by true verification
     rounds = watch(monkeypatch, case.drafter)
@@ -192,6 +208,7 @@ def run_script(monkeypatch, case, num_draft_tokens, patterns, max_new_tokens=Non
         max_new_tokens=room,
         assistant_model=case.drafter,
         num_assistant_tokens=num_draft_tokens,
+        **options,
     )
     assert case.drafter.stats.engine == "static"
     if max_new_tokens is None:
@@ -225,6 +242,11 @@ def test_any_number_of_drafts_in_each_round(monkeypatch, tmp_path, family):
     asked = vary_drafts(monkeypatch, numbers)
     run_script(monkeypatch, CASES[family](tmp_path), 5, random_patterns(5, 60), max_new_tokens=48)
     assert set(asked) == set(range(6))
+
+
+@pytest.mark.parametrize("family", cases(list(CASES), ["p-eagle", "dflash", "pard2"]))
+def test_prompts_in_chunks(monkeypatch, tmp_path, family):
+    run_script(monkeypatch, CASES[family](tmp_path), 2, random_patterns(2, 4), prefill_chunk_size=3)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

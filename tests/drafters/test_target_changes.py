@@ -190,7 +190,7 @@ def test_resized_vocabulary(kind, size, engine):
     inputs = padded_prompts(PROMPTS[1])
     inputs["input_ids"] %= 80
     options = {**inputs, "do_sample": False, "max_new_tokens": 12}
-    if kind in ("pard", "draft-model"):  # which say what both know
+    if kind in ("pard", "pard2", "draft-model"):  # which say what both know
         out = target.generate(**options, assistant_model=drafter)
         assert torch.equal(out, target.generate(**options)) and drafter.config.vocab_size == size
         return

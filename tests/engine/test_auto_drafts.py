@@ -8,7 +8,7 @@ import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import greedy
-from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of
+from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of
 from targets import padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig
 
@@ -181,13 +181,13 @@ def test_what_there_is_no_memory_for_is_not_tried_again():
 KINDS = {**RANDOM_DRAFTERS, "copy": copy_of}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in SELDOM])
 def test_texts_are_those_of_plain_generation(kind):
     target = tiny_target("llama")
     drafter, inputs = KINDS[kind](target), padded_prompts([5, 9, 1])
     plain = greedy(target, inputs, max_new_tokens=40)
     assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=40), plain)
-    most = {"p-eagle": 5, "pard": 5, "mtp": 2}.get(kind, 7)
+    most = {"p-eagle": 5, "pard": 5, "pard2": 5, "mtp": 2}.get(kind, 7)
     assert drafter.stats.num_assistant_tokens == most == len(drafter.stats.drafted_per_position)
 
 

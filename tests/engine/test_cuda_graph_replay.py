@@ -136,6 +136,7 @@ SMALL_BLOCKS = {
     "causal": False,
     "aux_hidden_state_layer_ids": [0, 1],
 }
+SMALL_PARD2 = {"num_hidden_layers": 1, "hidden_state_ids": [-1, 0]}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,10 @@ SMALL_BLOCKS = {
     [
         ("eagle3", "greedy", 2, {"aux_hidden_state_layer_ids": [1, 2]}),
         ("dspark", "sampling", 1, SMALL_BLOCKS),
+        pytest.param("dflash2", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
+        pytest.param("domino", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
         ("pard", "sampling", 1, {"num_hidden_layers": 1}),
+        pytest.param("pard2", "sampling", 1, SMALL_PARD2, marks=pytest.mark.slow),
         ("mtp", "end of sequence", 1, {}),
     ],
 )

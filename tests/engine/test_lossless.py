@@ -20,12 +20,15 @@ ALSO_TRIED = {
     "p-eagle": "gemma3",
     "dflash": "qwen3-moe",
     "dspark": "qwen3-next",
+    "dflash2": "mistral",
+    "domino": "deepseek-v3",
     "pard": "gpt-oss",
+    "pard2": "gemma3",
     "draft-model": "deepseek-v3",
 }
 # EAGLE-3 reads hidden states of the target and MTP modules are made of its layers; others have models of their own.
 KINDS_AND_FAMILIES = cases(
-    every := list(product(["eagle3", "p-eagle", "dflash", "dspark", "pard", "draft-model", "mtp"], STATIC_FAMILIES)),
+    every := list(product(["eagle3", "mtp", *ALSO_TRIED], STATIC_FAMILIES)),
     [(kind, family) for kind, family in every if kind in ("eagle3", "mtp") or family in ("llama", ALSO_TRIED[kind])],
 )
 

@@ -13,7 +13,7 @@ from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from model_state import traces
-from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
+from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3, random_mtp
 from targets import HYBRIDS, PAD, build_target, new_target, padded_prompts, set_policy, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
@@ -89,7 +89,9 @@ def test_copy_of_the_target_is_accepted_completely(family):
         assert drafter.stats.acceptance_length == num_draft_tokens + 1
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in RANDOM_DRAFTERS if "mtp" not in kind), "noisy-copy", "none"])
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in RANDOM_DRAFTERS if "mtp" not in kind and kind not in SELDOM), "noisy-copy", "none"]
+)
 def test_every_family_of_drafters(kind):
     makers = {**RANDOM_DRAFTERS, "noisy-copy": partial(copy_of, noise=0.05), "none": NoDrafter}
     for family in cases(list(HYBRIDS), ["falcon-h1"]):

@@ -44,13 +44,17 @@ from training import card, data, drafters, objective, prompts, repetition  # noq
 
 VOCAB, STOP, MASK = 61, 2, 60
 FAMILIES = ["eagle3", "p-eagle", "pard", "mtp"]
-IN_PARALLEL = ("p-eagle", "pard")
+BLOCK_FAMILIES = ["dflash", "dspark"]
+IN_PARALLEL = ("p-eagle", "pard", "pard2", *BLOCK_FAMILIES)
 OPTIONS = {
     "eagle3": ["--draft-vocab-size", "48"],
     "p-eagle": ["--draft-vocab-size", "48", "--mask-token-id", str(MASK), "--layers", "1"],
     "pard": ["--mask-token-id", str(MASK), "--layers", "1"],
+    "pard2": ["--mask-token-id", str(MASK), "--layers", "1"],
     "mtp": ["--layers", "2", "--intermediate-size", "40"],
+    "dflash": ["--draft-vocab-size", "48", "--mask-token-id", str(MASK), "--layers", "1", "--anchors", "6"],
 }
+OPTIONS["dspark"] = [*OPTIONS["dflash"], "--markov-rank", "8"]
 
 
 def tiny_target(seed: int = 0) -> LlamaForCausalLM:
@@ -149,7 +153,7 @@ def train(monkeypatch, target, folder: Path, out: Path, *more: str, family: str 
     return json.loads((out / "training.json").read_text())["curve"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "pard2", *BLOCK_FAMILIES])
 def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, family):
     target = tiny_target()
     folder = write_tiny_data(target, tmp_path / "data")
@@ -175,7 +179,7 @@ def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, fam
         torch.testing.assert_close(tensor, other.state_dict()[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "pard2", *BLOCK_FAMILIES])
 def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
     target, out = tiny_target(), tmp_path / "out"
     folder = write_tiny_data(target, tmp_path / "data")
@@ -198,7 +202,7 @@ def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp
 def test_card_of_a_folder_without_weights(monkeypatch, tmp_path):
     target, out = tiny_target(), tmp_path / "out"
     folder = write_tiny_data(target, tmp_path / "data")
-    papers = {"p-eagle": "2602.01469", "pard": "2504.18583", "mtp": "2412.19437"}
+    papers = {"p-eagle": "2602.01469", "pard": "2504.18583", "mtp": "2412.19437", "dspark": "2607.05147"}
     for family, named in papers.items():
         train(monkeypatch, target, folder, out / family, "--steps", "1", "--max-shard-size", "8KB", family=family)
         for file in (out / family).glob("model*.safetensors"):
@@ -480,6 +484,19 @@ def test_rows_of_a_depth():
     assert objective.leading_rows(1, 3, 0.1) == [1, 1, 1]
 
 
+def test_pard2_begins_as_pard():
+    target = tiny_target()
+    tokens = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for family in ("pard", "pard2"):
+        args = train_drafter.parse_arguments(["--family", family, "--layers", "2", "--steps", "1"])
+        drafter = drafters.new_drafter(args, target, torch.zeros(VOCAB, dtype=torch.int64), MASK)
+        outputs.append(drafter.unroll(tokens, read_hidden_states(target, drafter, tokens), 3))
+    assert drafter.config.hidden_state_ids == [-1, -2, -3]
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_draft_models_are_initialised_from_layers_of_the_target():
     target = tiny_target()
     assert drafters.spread_layers(30, 4) == [0, 10, 19, 29]
@@ -501,6 +518,7 @@ def test_draft_models_are_initialised_from_layers_of_the_target():
         ("eagle3", "mask-token-id"),
         ("p-eagle", None),
         *[("pard", name) for name in ("draft-vocab-size", "intermediate-size", "init-from", "no-norm-output")],
+        *[("dflash", name) for name in ("markov-rank", "depth-ratio", "fc-norm", "init-from")],
         *[("mtp", name) for name in ("draft-vocab-size", "init-from", "fc-norm", "no-fc-norm", "mask-token-id")],
     ],
 )
@@ -674,6 +692,85 @@ def test_counts_and_loss_of_the_objective_by_hand(family, floor):
     expected = torch.autograd.grad(expected_loss, list(trained.values()))
     for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
+@pytest.mark.parametrize("floor", [1.0, 0.25])
+def test_counts_and_loss_of_blocks_by_hand(family, floor):
+    """Each block on its own, after the text up to it."""
+    target, steps, decay = tiny_target(), 3, 0.5
+    options = [*OPTIONS[family], "--num-steps", str(steps), "--anchors", "20", "--steps", "1"]
+    args = train_drafter.parse_arguments(["--family", family, *options])
+    d2t, _ = data.draft_vocabulary(torch.rand(VOCAB), 48, [STOP])
+    drafter = drafters.new_drafter(args, target, d2t, MASK).eval()
+    if family == "dspark":
+        drafter.markov_head.markov_w2.weight.data.normal_()
+    tokens = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=13, min_new_tokens=13, do_sample=False).int()
+    tokens[0, 9] = 4
+    texts = [tokens[0], tokens[0, :11]]  # of other lengths, so that one is padded
+    lengths = torch.tensor([len(text) for text in texts])
+    documents = data.Documents(torch.cat(texts), lengths, torch.tensor([3, 2]), max_length=512)
+    batch = documents.batch(torch.tensor([0, 1]))
+    lesson = objective.Teacher(target, drafter).read(batch)
+    whole = objective.BlockObjective(drafter, steps, decay, floor, num_anchors=20)
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=0.01)
+    for _ in range(15):  # so that it is often right
+        optimizer.zero_grad()
+        whole(lesson)[0].backward()
+        optimizer.step()
+    loss, counts = whole.eval()(lesson)
+
+    ids, sums = drafter.target_ids, [[[], [], 0, 0, 0, 0] for _ in range(steps)]
+    for text, prompt_length in zip(texts, (3, 2), strict=True):
+        text = text.long()
+        logits = target(text[None]).logits[0]
+        best = logits.argmax(-1)
+        for anchor in range(prompt_length, len(text) - 1):
+            states = read_hidden_states(target, drafter, text[None])
+            normed = drafter.unroll_blocks(text[None], states, torch.tensor([[anchor]]), steps)[0, 0]
+            alive = True
+            for step in range(min(steps, len(text) - 1 - anchor)):
+                place = anchor + step
+                draft = drafter.logits(normed[step])
+                if family == "dspark":
+                    draft = draft + drafter.markov_head(text[place], normed[step], None)[0]
+                losses, weights, *numbers = sums[step]
+                hit = int(ids[draft.argmax()] == best[place])
+                if best[place] in ids:
+                    weights.append(1.0 if alive else floor)
+                    losses.append(-weights[-1] * (logits[place, ids].softmax(-1) * draft.log_softmax(-1)).sum())
+                added = (1, hit, int(alive), int(alive and hit))
+                sums[step][2:] = [number + more for number, more in zip(numbers, added, strict=True)]
+                alive = bool(alive and hit and text[place + 1] == best[place])
+    expected_loss = 0.0
+    for step, (losses, weights, *numbers) in enumerate(sums):
+        assert counts[step, 1:].tolist() == pytest.approx([sum(weights), *numbers])
+        weight = decay**step / sum(decay**s for s in range(steps))
+        expected_loss = expected_loss + weight * sum(losses) / max(sum(weights), 1)
+    torch.testing.assert_close(loss, torch.as_tensor(expected_loss))
+    assert 0 < sums[1][4] < sums[1][2]  # some chains live on
+
+    trained = dict(drafter.named_parameters())
+    grads = torch.autograd.grad(loss, list(trained.values()), retain_graph=True)
+    expected = torch.autograd.grad(expected_loss, list(trained.values()))
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_random_anchors_are_different_places_of_the_answers():
+    target = tiny_target()
+    args = train_drafter.parse_arguments(["--family", "dflash", *OPTIONS["dflash"], "--steps", "1"])
+    drafter = drafters.new_drafter(args, target, torch.zeros(48, dtype=torch.int64), MASK)
+    choose = objective.BlockObjective(drafter, 3, 0.5, num_anchors=4)._choose
+    is_place = torch.zeros(2, 9, dtype=torch.bool)
+    is_place[0, 2:8] = is_place[1, 5:7] = True
+    seen = set()
+    for _ in range(20):
+        anchors, is_anchor = choose(is_place)
+        assert is_anchor.sum(dim=1).tolist() == [4, 2] and bool(is_place.gather(1, anchors)[is_anchor].all())
+        assert all(len(set(row)) == 4 for row in anchors.tolist())
+        seen.add(tuple(anchors[0].sort().values.tolist()))
+    assert len(seen) > 1
 
 
 def test_generate_equals_greedy_generate_for_ragged_prompts():

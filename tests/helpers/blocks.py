@@ -1,4 +1,4 @@
-"""DFlash and DSpark drafters: written to disk in every published layout, and what they draft, recomputed in float64.
+"""Drafters of blocks: written to disk in every published layout, and what they draft, recomputed in float64.
 
 Layouts as the publishers' own code writes them: z-lab/dflash, sgl-project/SpecForge, vllm-project/speculators,
 NVIDIA/Model-Optimizer, deepseek-ai/DeepSpec, and transformers' assistant of Muse Glimmer.
@@ -24,7 +24,8 @@ from transformers import Qwen3Config
 class Block:
     """A drafter of blocks, described without any publisher's names. Its auxiliary hidden states enter layers 2, 4, 5.
 
-    `windows` and `causal` are by layer; `markov` is the kind of Markov head, None for DFlash.
+    `windows` and `causal` are by layer; `markov` is the kind of Markov head, None for others than DSpark. With `taps`
+    of its convolutions and `top_k` candidates of each draft it is DFlash-2; with a width `gru` of its state, Domino.
     """
 
     hidden_size: int = 32
@@ -52,6 +53,12 @@ class Block:
     markov: str | None = None
     rank: int = 6
     confidence: bool = False
+    taps: int = 0
+    group: int = 8
+    top_k: int = 0
+    gru: int = 0
+    emb: int = 7
+    prefix: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -72,6 +79,8 @@ class Block:
 
 DFLASH = Block()
 DSPARK = Block(anchor_first=True, block_size=16, markov="vanilla")
+DOMINO = Block(anchor_first=True, block_size=16, gru=10)
+DFLASH2 = Block(windows=(4, 4), taps=2, top_k=5, multiplier=0.7, softcap=3.0)
 # What each layout can state. The first of a layout is what its publisher trains by default.
 LAYOUTS: dict[str, list[Block]] = {
     "z-lab": [
@@ -87,12 +96,19 @@ LAYOUTS: dict[str, list[Block]] = {
     "modelopt-dflash": [DFLASH, Block(windows=(4, 4), causal=(False, False))],
     "deepspec-dflash": [Block(anchor_first=True, own_embedding=True, own_head=True)],
     "muse": [Block(windows=(4, 4), causal=(False, False))],
+    "z-lab-2": [DFLASH2, Block(taps=3, group=4, top_k=1, embedding_scale=0.5)],
+    "speculators-dflash2": [
+        Block(windows=(None, 4), taps=2, top_k=8, group=16),
+        Block(anchor_first=True, block_size=16, causal=(False, False), taps=1, top_k=16, group=32),
+    ],
     "deepspec": [
         Block(anchor_first=True, block_size=16, markov="vanilla", own_embedding=True, own_head=True, confidence=True),
         Block(anchor_first=True, block_size=16, markov="gated", own_embedding=True, own_head=True),
     ],
     "specforge": [DSPARK, Block(anchor_first=True, causal=(True, True), markov="rnn", confidence=True)],
     "specforge-nested": [DSPARK],
+    "specforge-domino": [DOMINO, Block(gru=5, prefix=0, windows=(None, 4), causal=(False, True))],
+    "modelopt-domino": [DOMINO, Block(gru=5, prefix=2)],
     "modelopt": [DSPARK, Block(anchor_first=True, markov="gated"), Block(anchor_first=True, markov="rnn")],
     "speculators": [
         Block(anchor_first=True, markov="vanilla", draft_vocab_size=40, own_head=True, confidence=True),
@@ -131,6 +147,10 @@ def make_weights(spec: Block, seed: int = 1) -> dict[str, torch.Tensor]:
             prefix + "input_layernorm.weight": (width,),
             prefix + "post_attention_layernorm.weight": (width,),
         }
+        if spec.taps:
+            for name in ("attention_conv", "mlp_conv"):
+                shapes[f"{prefix}{name}.base_kernel"] = (2, spec.taps, width)
+                shapes[f"{prefix}{name}.kernel_projection.weight"] = (2 * spec.taps * (width // spec.group), width)
         if spec.bias:
             sizes = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": width}
             shapes |= {f"{prefix}self_attn.{name}.bias": (size,) for name, size in sizes.items()}
@@ -147,14 +167,27 @@ def make_weights(spec: Block, seed: int = 1) -> dict[str, torch.Tensor]:
     if spec.markov == "rnn":
         shapes["markov_head.joint_proj.weight"] = (3 * spec.rank, 2 * spec.rank + width)
         shapes["markov_head.joint_proj.bias"] = (3 * spec.rank,)
+    if spec.gru:
+        shapes["prefix_gru.weight_ih_l0"] = (3 * spec.gru, width)
+        shapes["prefix_gru.weight_hh_l0"] = (3 * spec.gru, spec.gru)
+        shapes["embed_proj.0.weight"] = (spec.emb, width + spec.gru)
+        shapes["embed_proj.2.weight"] = (spec.draft_vocab_size, spec.emb)
+    if spec.top_k:
+        shapes["candidate_selector.hidden_projection.weight"] = (spec.rank, width)
+        shapes["candidate_selector.predecessor_codebook"] = (spec.vocab_size, spec.rank)
+        shapes["candidate_selector.successor_codebook"] = (spec.vocab_size, spec.rank)
     if spec.confidence:
         shapes |= {"confidence_head.proj.weight": (1, width + spec.rank), "confidence_head.proj.bias": (1,)}
     weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         weights[name] = 1 + 0.3 * noise if "norm" in name else noise / shape[-1] ** 0.5
-        if "markov" in name:
+        if "markov" in name or "codebook" in name:
             weights[name] = 2 * weights[name]
+        if "base_kernel" in name or "embed_proj" in name:
+            weights[name] = 2 * weights[name]
+        if "prefix_gru" in name:
+            weights[name] = 3 * weights[name]
     if spec.draft_vocab_size < spec.vocab_size:
         tokens = draft_tokens(spec)
         weights["d2t"] = tokens - torch.arange(len(tokens))
@@ -233,11 +266,44 @@ def modelopt_config(spec: Block) -> dict[str, Any]:
     return config
 
 
+def zlab2_config(spec: Block) -> dict[str, Any]:
+    config = zlab_config(spec) | {"architectures": ["DFlash2DraftModel"], "is_causal": all(spec.causal)}
+    del config["auto_map"]
+    config["dflash_config"] |= {"block_size": config.pop("block_size"), **_dflash2_settings(spec)}
+    return config
+
+
+def _dflash2_settings(spec: Block) -> dict[str, Any]:
+    return {
+        "conv_kernel_size": spec.taps,
+        "conv_group_size": spec.group,
+        "selector_rank": spec.rank,
+        "selector_top_k": spec.top_k,
+    }
+
+
 def specforge_config(spec: Block) -> dict[str, Any]:
     config = zlab_config(spec) | {"architectures": ["DSparkDraftModel"]}
     config["auto_map"] = {"AutoModel": "dspark.DSparkDraftModel"}
     config["dflash_config"] |= {"projector_type": "dspark", "attention_mode": "gqa", **_markov_settings(spec)}
     return config | ({"is_causal": True} if all(spec.causal) else {})
+
+
+def specforge_domino_config(spec: Block) -> dict[str, Any]:
+    config = modelopt_domino_config(spec) | {"architectures": ["DominoDraftModel"]}
+    return config | {"auto_map": {"AutoModel": "domino.DominoDraftModel"}}
+
+
+def modelopt_domino_config(spec: Block) -> dict[str, Any]:
+    config = zlab_config(spec)
+    config["dflash_config"] |= {
+        "projector_type": "domino",
+        "emb_dim": spec.emb,
+        "gru_hidden_dim": spec.gru,
+        "pure_draft_prefix_len": spec.prefix,
+        "shift_label": spec.anchor_first,
+    }
+    return config
 
 
 def specforge_nested_config(spec: Block) -> dict[str, Any]:
@@ -282,6 +348,9 @@ def speculators_config(spec: Block) -> dict[str, Any]:
             "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
         },
     }
+    if spec.taps:
+        config |= {"architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2"}
+        return config | _dflash2_settings(spec)
     if spec.markov is None:
         return config | {"projector_type": "dflash", "shift_label": False}
     return config | _markov_settings(spec)
@@ -307,9 +376,13 @@ _CONFIGS = {
     "modelopt-dflash": modelopt_dflash_config,
     "deepspec-dflash": deepspec_config,
     "muse": muse_config,
+    "z-lab-2": zlab2_config,
+    "speculators-dflash2": speculators_config,
     "deepspec": deepspec_config,
     "specforge": specforge_config,
     "specforge-nested": specforge_nested_config,
+    "specforge-domino": specforge_domino_config,
+    "modelopt-domino": modelopt_domino_config,
     "modelopt": modelopt_config,
     "speculators": speculators_config,
 }
@@ -328,7 +401,7 @@ def write(layout: str, folder: Path, spec: Block, weights: dict[str, torch.Tenso
             )
         if layout == "modelopt":
             name = name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj")
-        if layout == "specforge" and name.startswith("markov_head."):
+        if layout.startswith("specforge") and name.startswith(("markov_head.", "prefix_gru.", "embed_proj.")):
             name = f"logit_head.{name}"
         renamed[name] = tensor.clone()
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -358,6 +431,20 @@ def _double(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.double() if value.is_floating_point() else value for name, value in weights.items()}
 
 
+def _convolve(
+    w: dict[str, torch.Tensor], spec: Block, name: str, side: int, read: torch.Tensor, states: torch.Tensor
+) -> torch.Tensor:
+    """`[n, H]`: `states` convolved before (side 0) or after a sublayer which reads `read`, channel by channel."""
+    groups = spec.hidden_size // spec.group
+    out = torch.zeros_like(states)
+    for token in range(len(states)):
+        dynamic = (w[f"{name}.kernel_projection.weight"] @ read[token]).view(2, spec.taps, groups)
+        for tap in range(min(spec.taps, token + 1)):
+            factors = w[f"{name}.base_kernel"][side, tap] + dynamic[side, tap].repeat_interleave(spec.group)
+            out[token] += factors * states[token - tap]
+    return out
+
+
 @torch.no_grad()
 def block_hidden_states(
     weights: dict[str, torch.Tensor], spec: Block, target, token_ids: torch.Tensor, num_tokens: int
@@ -370,7 +457,9 @@ def block_hidden_states(
     hidden, block = table[tokens] * spec.embedding_scale, torch.arange(anchor, anchor + num_tokens)
     for index, (window, is_causal) in enumerate(zip(spec.windows, spec.causal, strict=True)):
         w = _layer(weights, index)
-        x = _rms(hidden, w["input_layernorm.weight"], spec.eps)
+        x = normed = _rms(hidden, w["input_layernorm.weight"], spec.eps)
+        if spec.taps:
+            x = _convolve(w, spec, "attention_conv", 0, normed, x)
         positions = torch.arange(anchor + num_tokens)
         key, value = _keys_and_values(w, spec, torch.cat([context, x]), positions)
         query = (x @ w["self_attn.q_proj.weight"].T + w.get("self_attn.q_proj.bias", 0.0)).view(
@@ -388,8 +477,17 @@ def block_hidden_states(
             kv = head // (spec.num_heads // spec.num_kv_heads)
             scores = query[:, head] @ key[:, kv].T / spec.head_dim**0.5
             out[:, head] = scores.masked_fill(is_hidden, float("-inf")).softmax(-1) @ value[:, kv]
-        hidden = hidden + out.flatten(1) @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0.0)
-        hidden = hidden + _mlp(w, spec, hidden)
+        out = out.flatten(1) @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0.0)
+        if spec.taps:
+            hidden = hidden + _convolve(w, spec, "attention_conv", 1, normed, out)
+            normed = _rms(hidden, w["post_attention_layernorm.weight"], spec.eps)
+            x = _convolve(w, spec, "mlp_conv", 0, normed, normed)
+            gate, up = x @ w["mlp.gate_proj.weight"].T, x @ w["mlp.up_proj.weight"].T
+            out = (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T
+            hidden = hidden + _convolve(w, spec, "mlp_conv", 1, normed, out)
+        else:
+            hidden = hidden + out
+            hidden = hidden + _mlp(w, spec, hidden)
     return _rms(hidden, weights["norm.weight"], spec.eps)
 
 
@@ -417,6 +515,10 @@ def propose(
         if spec.markov is not None:
             bias, memory = markov_bias(weights, spec, last, state, memory)
             scored = scored + bias
+        if spec.gru and len(drafts) >= spec.prefix:
+            scored = scored + correction(weights, spec, target, [int(token_ids[-1]), *drafts], state)
+        if spec.top_k:
+            scored = selected(weights, spec, last, state, scored)
         last = int(own[scored.argmax()])
         drafts.append(last)
         logits.append(scored)
@@ -437,6 +539,30 @@ def markov_bias(
         memory = torch.sigmoid(keep) * memory + (1 - torch.sigmoid(keep)) * torch.tanh(new)
         embed = torch.tanh(out)
     return w2 @ embed, memory
+
+
+def correction(
+    weights: dict[str, torch.Tensor], spec: Block, target, before: list[int], state: torch.Tensor
+) -> torch.Tensor:
+    """`[V_d]`, what Domino adds to the logits of a draft token after the tokens `before`, the anchor the first."""
+    gru = torch.nn.GRU(spec.hidden_size, spec.gru, bias=False, dtype=torch.float64)
+    gru.load_state_dict({name: weights[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+    table = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
+    _, memory = gru(table[before] * spec.embedding_scale)
+    inner = weights["embed_proj.0.weight"] @ torch.cat([state, memory[0]])
+    return weights["embed_proj.2.weight"] @ (inner * inner.sigmoid())
+
+
+def selected(
+    weights: dict[str, torch.Tensor], spec: Block, last: int, state: torch.Tensor, scored: torch.Tensor
+) -> torch.Tensor:
+    """DFlash-2's scores `[V]` of the candidates, minus infinity for all others."""
+    w = {name.removeprefix("candidate_selector."): value for name, value in weights.items()}
+    context = w["predecessor_codebook"][last] * (w["hidden_projection.weight"] @ state)
+    found = torch.full_like(scored, float("-inf"))
+    for candidate in scored.argsort(descending=True)[: spec.top_k].tolist():
+        found[candidate] = scored[candidate] + context @ w["successor_codebook"][candidate]
+    return found
 
 
 @torch.no_grad()

@@ -3,24 +3,31 @@
 from functools import partial
 
 import torch
+from case_counts import tries_all
 from transformers import LlamaConfig, PreTrainedModel
 
 from hf_specdec import Drafter, DrafterConfig, register_drafter
 from hf_specdec.config import (
+    DFlash2Config,
     DFlashConfig,
+    DominoConfig,
     DraftModelConfig,
     DSparkConfig,
     Eagle3Config,
     MtpConfig,
+    Pard2Config,
     PEagleConfig,
     mtp_block_settings,
 )
 from hf_specdec.drafters import (
+    DFlash2Drafter,
     DFlashDrafter,
+    DominoDrafter,
     DraftModelDrafter,
     DSparkDrafter,
     Eagle3Drafter,
     MtpDrafter,
+    Pard2Drafter,
     PEagleDrafter,
 )
 from hf_specdec.drafters.draft_layers import DraftLayersDrafter
@@ -116,9 +123,16 @@ def random_peagle(target: PreTrainedModel, seed: int = 0, **options) -> PEagleDr
 
 def random_dflash(target: PreTrainedModel, seed: int = 0, **options) -> DFlashDrafter:
     """A random DFlash drafter for `target`, bound to it, whose layers are of every kind: windowed or not, causal or
-    not; with `markov_rank` a DSpark drafter."""
+    not; with `markov_rank` a DSpark drafter, with `selector_rank` a DFlash-2, with `gru_hidden_dim` a Domino one."""
     torch.manual_seed(seed)
-    family, config_class = (DSparkDrafter, DSparkConfig) if "markov_rank" in options else (DFlashDrafter, DFlashConfig)
+    family, config_class = DFlashDrafter, DFlashConfig
+    if "markov_rank" in options:
+        family, config_class = DSparkDrafter, DSparkConfig
+    if "gru_hidden_dim" in options:
+        family, config_class = DominoDrafter, DominoConfig
+    if "selector_rank" in options:
+        family, config_class = DFlash2Drafter, DFlash2Config
+        options["draft_vocab_size"] = target.config.get_text_config().vocab_size
     kinds = {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
@@ -133,6 +147,8 @@ def random_dflash(target: PreTrainedModel, seed: int = 0, **options) -> DFlashDr
 
 
 random_dspark = partial(random_dflash, markov_rank=12, markov_type="rnn")
+random_domino = partial(random_dflash, gru_hidden_dim=12, emb_dim=8, anchor_first=True)
+random_dflash2 = partial(random_dflash, selector_rank=12, selector_top_k=6, conv_group_size=8)
 
 
 def random_mtp(target: PreTrainedModel, seed: int = 0, num_modules: int = 2, **options) -> MtpDrafter:
@@ -166,10 +182,13 @@ def random_draft_model(
     vocab_size: int | None = None,
     mask_token_id: int = 2,
     seed: int = 0,
+    hidden_state_ids: list[int] | None = None,
     **options,
 ) -> DraftModelDrafter:
-    """A random Llama as draft model for `target`, bound to it; `parallel` to draft as PARD."""
-    size = target.config.get_text_config().vocab_size
+    """A random Llama as draft model for `target`, bound to it; `parallel` to draft as PARD, with `hidden_state_ids` as
+    PARD-2."""
+    text = target.config.get_text_config()
+    size = text.vocab_size
     own = LlamaConfig(
         **{
             "vocab_size": vocab_size or size,
@@ -183,13 +202,13 @@ def random_draft_model(
         }
     )
     torch.manual_seed(seed)
-    config = DraftModelConfig(
-        model=own.to_dict(),
-        vocab_size=size,
-        parallel_drafting=parallel,
-        mask_token_id=mask_token_id if parallel else None,
-    )
-    drafter = DraftModelDrafter(config).eval().to(target.device)
+    settings = {"model": own.to_dict(), "vocab_size": size, "parallel_drafting": parallel}
+    settings |= {"mask_token_id": mask_token_id} if parallel else {}
+    if hidden_state_ids is None:
+        drafter = DraftModelDrafter(DraftModelConfig(**settings)).eval().to(target.device)
+    else:
+        settings |= {"hidden_state_ids": hidden_state_ids, "target_hidden_size": text.hidden_size}
+        drafter = Pard2Drafter(Pard2Config(**settings, hidden_state_scale=1.0)).eval().to(target.device)
     drafter.bind(target)
     return drafter
 
@@ -214,9 +233,14 @@ RANDOM_DRAFTERS = {
     "p-eagle": random_peagle,
     "p-eagle-sequential": partial(random_peagle, parallel_drafting=False),
     "pard": partial(random_draft_model, parallel=True),
+    "pard2": partial(random_draft_model, parallel=True, hidden_state_ids=[-1, 1]),
     "draft-model": random_draft_model,
     "dflash": random_dflash,
     "dspark": random_dspark,
+    "dflash2": random_dflash2,
+    "domino": random_domino,
     "mtp": random_mtp,
     "mtp-by-target": partial(random_mtp, chaining="target"),
 }
+# These walk along a block by DSpark's code; tests of what surrounds a drafter leave them out unless they try all cases.
+SELDOM = () if tries_all else ("dflash2", "domino")

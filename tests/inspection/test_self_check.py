@@ -241,7 +241,7 @@ def test_inspect_scores_peagle(parallel, tmp_path, capsys):
     assert report["family"] == "p-eagle" and len(report["self_check"]["scores"]) == 6
 
 
-# ---- DFlash and DSpark
+# ---- DFlash and what is made of it
 
 
 def block_of(layout: str, number: int, folder) -> tuple[torch.nn.Module, DFlashDrafter, blocks.Block, dict]:
@@ -252,7 +252,10 @@ def block_of(layout: str, number: int, folder) -> tuple[torch.nn.Module, DFlashD
     return target, AutoDrafter.from_pretrained(folder, target), spec, weights
 
 
-@pytest.mark.parametrize(("layout", "number"), [("z-lab", 1), ("muse", 0), ("specforge", 1), ("speculators", 0)])
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [("z-lab", 1), ("z-lab-2", 0), ("muse", 0), ("specforge", 1), ("specforge-domino", 1), ("speculators", 0)],
+)
 def test_blocks_are_scored_as_they_draft(layout, number, tmp_path):
     """The logits at each place are those of the block after it."""
     target, drafter, spec, weights = block_of(layout, number, tmp_path)

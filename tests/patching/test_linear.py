@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from lossless import PROMPTS, greedy
-from oracle import RANDOM_DRAFTERS
+from oracle import RANDOM_DRAFTERS, SELDOM
 from targets import padded_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,7 +41,7 @@ def test_torch_linear_with_a_frozen_weight_is_one_matmul_a_row():
 
 # float64 takes the way that a GPU takes: a few float32 rows on a CPU are computed otherwise, see `ops.linear`.
 @pytest.mark.core_for(kind=["eagle3", "draft-model"])
-@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+@pytest.mark.parametrize("kind", [kind for kind in RANDOM_DRAFTERS if kind not in SELDOM])
 def test_weights_are_read_once_a_batch(kind):
     target = copy.deepcopy(tiny_target("llama")).double().requires_grad_(False)
     drafter = RANDOM_DRAFTERS[kind](target).double().requires_grad_(False)

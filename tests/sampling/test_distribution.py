@@ -465,7 +465,9 @@ CALLS = {
 def tiny_drafter(kind, target, num_draft_tokens, draft_probs):
     """A random drafter of a family for the tiny target; the EAGLE ones do not know one of its tokens."""
     options = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    if kind in ("eagle3", "p-eagle", "dflash", "dspark"):
+    if kind == "dflash2":
+        options |= {"aux_hidden_state_layer_ids": [1, 2, 3], "selector_top_k": 3}
+    if kind in ("eagle3", "p-eagle", "dflash", "dspark", "domino"):
         options |= {"draft_vocab_size": 4, "aux_hidden_state_layer_ids": [1, 2, 3]}
     drafter = RANDOM_DRAFTERS[kind](target, seed=3, **options)
     return drafter.configure(num_assistant_tokens=num_draft_tokens, draft_probs=draft_probs)
@@ -517,11 +519,16 @@ def test_distribution_with_the_drafts_of_a_parallel_drafter(kind, width, monkeyp
     torch.testing.assert_close(found, text.law_of_continuations(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    cases(
+        every := list(itertools.product(["dflash", "dspark", "dflash2", "domino"], [2, 3])),
+        [one for one in every if one[0] in ("dflash", "dspark") or one[1] == 2],
+    ),
+)
 def test_distribution_with_the_drafts_of_a_drafter_of_blocks(kind, width, monkeypatch):
     """The laws of all drafts are found by forcing each in a row of its own; what is drawn has their product as law, and
-    the law that is reported beside it, of DSpark given the drafts before it."""
+    the law that is reported beside it, but for DFlash's given the drafts before it."""
     target = tiny_target()
     text = ModelText(target, width, [])
     drafter = tiny_drafter(kind, target, width, draft_probs=True)
@@ -537,7 +544,7 @@ def test_distribution_with_the_drafts_of_a_drafter_of_blocks(kind, width, monkey
         forced = first_proposals(monkeypatch, target, drafter, text.prompt, rows=len(drafts))
     laws = ops.over_vocabulary(forced.probs, forced.draft_ids, VOCABULARY)
     depends = not torch.allclose(laws, laws[:1], rtol=0, atol=1e-3)
-    assert depends == (kind == "dspark")
+    assert depends == (kind != "dflash")
 
     proposal = first_proposals(monkeypatch, target, drafter, text.prompt, rows=4000)
     cells = (proposal.tokens * VOCABULARY ** torch.arange(width - 1, -1, -1)).sum(dim=1)
@@ -608,7 +615,7 @@ def test_samples_detect_random_numbers_shared_by_two_rounds(monkeypatch):
     cases(
         every := [
             (kind, *rule)
-            for kind in ("p-eagle", "dflash", "dspark", "pard", "draft-model", "mtp")
+            for kind in ("p-eagle", "dflash", "dspark", "dflash2", "domino", "pard", "pard2", "draft-model", "mtp")
             for rule in (("token", "hot", 2), ("token", "top_k", 3), ("block", "top_k", 3))
         ],
         [one for one in every if (one[2] == "hot") == (one[0] in ("p-eagle", "dspark", "mtp")) or one[1] == "block"],

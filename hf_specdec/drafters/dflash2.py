@@ -1,0 +1,70 @@
+"""DFlash-2 (z-lab): DFlash with convolutions in its layers, and a selector that walks over candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..config import DFlash2Config
+from .base import register_drafter
+from .walking import WalkingDrafter
+
+
+class CandidateSelector(nn.Module):
+    """Scores the candidates of a draft token, given the token before it.
+
+    With h the input of the draft head, p the token before and c a candidate, it adds to the logit of c
+
+        < predecessor_codebook[p] * hidden_projection(h), successor_codebook[c] >
+    """
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__()
+        size, rank = config.vocab_size, config.selector_rank
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.empty(size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(size, rank))
+        for codebook in (self.predecessor_codebook, self.successor_codebook):
+            nn.init.normal_(codebook, std=config.initializer_range)
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """What is added to the candidates' logits, `[..., k]`, in float32 or wider.
+
+        Args:
+            tokens: `[...]` int64, the tokens before.
+            hidden: `[..., r]`, `hidden_projection` of what the draft head reads.
+            candidates: `[..., k]` int64.
+        """
+        context = _widened(self.predecessor_codebook[tokens] * hidden)
+        return (context[..., None, :] * self.successor_codebook[candidates]).sum(dim=-1)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@register_drafter
+class DFlash2Drafter(WalkingDrafter):
+    """DFlash-2 drafter: one pass over a block as DFlash's, then a walk over candidates, left to right.
+
+    The candidates of a draft token are the most likely ones by the head. It is drawn from them by their logits and what
+    the selector adds given the token before it; all other tokens have probability 0 in what verification reads.
+    """
+
+    config_class = DFlash2Config
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+        self.post_init()
+
+    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        logits, last = _widened(self.logits(normed)), anchors
+        hidden = self.candidate_selector.hidden_projection(normed)
+        values, candidates = logits.topk(self.config.selector_top_k, dim=-1)
+        for step in range(normed.shape[-2]):
+            at = (..., slice(step, step + 1), slice(None))
+            scores = values[at] + self.candidate_selector(last, hidden[at], candidates[at])
+            last = choose(torch.full_like(logits[at], -torch.inf).scatter(-1, candidates[at], scores))

@@ -1,0 +1,72 @@
+"""Domino (arXiv 2605.29707): DFlash with a recurrent correction, so that a draft token depends on all before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..config import DominoConfig
+from ..patching.linear import linear
+from .base import register_drafter
+from .walking import WalkingDrafter
+
+
+class PrefixGRU(nn.Module):
+    """One step of a gated recurrent unit without biases, its tensors named as those of `torch.nn.GRU`.
+
+    With x the input and h the state, r | z | n' = weight_ih x and r' | z' | n'' = weight_hh h,
+
+        r = sigmoid(r + r'), z = sigmoid(z + z'), n = tanh(n' + r n''), and h becomes (1 - z) n + z h
+    """
+
+    def __init__(self, input_size: int, hidden_size: int):
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * hidden_size, input_size))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
+        for weight in (self.weight_ih_l0, self.weight_hh_l0):
+            nn.init.uniform_(weight, -(hidden_size**-0.5), hidden_size**-0.5)
+
+    def forward(self, inputs: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The state `[..., g]` after `inputs` `[..., H]`; None for a state of zeros."""
+        reset, update, new = linear(inputs, self.weight_ih_l0).chunk(3, dim=-1)
+        if state is None:
+            return (1 - update.sigmoid()) * new.tanh()
+        of_reset, of_update, of_new = linear(state, self.weight_hh_l0).chunk(3, dim=-1)
+        update = (update + of_update).sigmoid()
+        new = (new + (reset + of_reset).sigmoid() * of_new).tanh()
+        return (1 - update) * new + update * state
+
+
+@register_drafter
+class DominoDrafter(WalkingDrafter):
+    """Domino drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
+
+    With z the input of the draft head and h the state of a GRU that has read the embeddings of the anchor and of the
+    draft tokens before, `embed_proj([z | h])` is added to the logits of a draft token, but for the first
+    `config.pure_draft_prefix_len` ones. A draft token is drawn from its own logits given those before it.
+    """
+
+    config_class = DominoConfig
+
+    def __init__(self, config: DominoConfig):
+        super().__init__(config)
+        width, size = config.hidden_size, config.gru_hidden_dim
+        self.prefix_gru = PrefixGRU(width, size)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + size, config.emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(config.emb_dim, config.draft_vocab_size, bias=False),
+        )
+        self.post_init()
+
+    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        logits, last, state = self.logits(normed), anchors, None
+        for step in range(normed.shape[-2]):
+            state = self.prefix_gru(self.embed(last), state)
+            at = (..., slice(step, step + 1), slice(None))
+            scores = logits[at]
+            if step >= self.config.pure_draft_prefix_len:
+                scores = scores + self.embed_proj(torch.cat([normed[at], state], dim=-1))
+            last = choose(scores)

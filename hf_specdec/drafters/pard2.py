@@ -1,0 +1,163 @@
+"""PARD-2 (arXiv 2605.08632): PARD whose input embeddings have a projection of the target's hidden states added."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..checkpoints.checkpoint import PROJECTION_FILE, Checkpoint
+from ..config import Pard2Config
+from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
+from ..state import DecodeState
+from .base import register_drafter
+from .draft_model import DraftModelDrafter
+
+
+def check_hidden_states(config: Pard2Config, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
+    """Check that a drafter called `name` can read the hidden states of a target with `num_layers` layers.
+
+    Returns:
+        the indices of those that it reads, 0 to `num_layers`, in the order in which it reads them.
+
+    Raises:
+        ValueError: expected a target of the hidden size and layers that the drafter was made for.
+    """
+    width, target_name = target.get_text_config().hidden_size, target.name_or_path or target.model_type
+    if width != config.target_hidden_size:
+        raise ValueError(
+            f"{name} was made for a target with hidden_size {config.target_hidden_size}, but {target_name} has "
+            f"hidden_size {width}: it is a drafter for another model."
+        )
+    return config.layer_ids(num_layers, name)
+
+
+@register_drafter
+class Pard2Drafter(DraftModelDrafter):
+    """PARD-2 drafter: a causal language model with mask tokens, which reads tokens and hidden states of the target.
+
+    Slot p holds token p with the projected hidden states at position p - 1, which said it, and predicts token p + 1.
+    The first slot, and a text's first token that follows nothing the target has read here, has zeros for them. The
+    K - 1 slots of mask tokens after the newest token have what that one has.
+    """
+
+    config_class = Pard2Config
+    own_tensors = frozenset({"target_proj.weight", "target_proj.bias"})
+
+    def __init__(self, config: Pard2Config, model: PreTrainedModel | None = None):
+        super().__init__(config, model)
+        embedding = self.model.get_input_embeddings()
+        weight = next(embedding.parameters())
+        self.target_proj = nn.Linear(
+            len(config.hidden_state_ids) * config.target_hidden_size,
+            self.model.config.get_text_config().hidden_size,
+            bias=config.projection_bias,
+            device=weight.device,
+            dtype=self.model.dtype,
+        )
+        self._layer_ids: list[int] = []
+        self._reads_last = False
+        # For each hidden state that `target_proj` reads, its place among those of ascending layers.
+        self._order: list[int] = []
+
+    @classmethod
+    def check_checkpoint(cls, checkpoint: Checkpoint, config: Pard2Config) -> None:
+        super().check_checkpoint(checkpoint, config)
+        width = config.model_config.get_text_config().hidden_size
+        expected = {"target_proj.weight": (width, len(config.hidden_state_ids) * config.target_hidden_size)}
+        if config.projection_bias:
+            expected["target_proj.bias"] = (width,)
+        stored = {name: checkpoint.tensors[name].shape for name in expected}
+        others = {name for name, tensor in checkpoint.tensors.items() if tensor.file.name == PROJECTION_FILE}
+        checkpoint.check_differences(
+            unexpected=others - expected.keys(),
+            mismatched=[(name, stored[name], shape) for name, shape in expected.items() if stored[name] != shape],
+        )
+
+    @classmethod
+    def load_checkpoint(cls, checkpoint: Checkpoint, config: Pard2Config, **options: Any) -> Pard2Drafter:
+        drafter = super().load_checkpoint(checkpoint, config, **options)
+        with torch.no_grad():
+            for name, parameter in drafter.target_proj.named_parameters():
+                parameter.copy_(checkpoint.read(f"target_proj.{name}"))
+        return drafter
+
+    @property
+    def aux_hidden_state_layer_ids(self) -> list[int]:
+        return list(self._layer_ids)
+
+    @property
+    def reads_last_hidden_state(self) -> bool:
+        return self._reads_last
+
+    def bind(self, target: PreTrainedModel) -> None:
+        config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        num_layers = len(decoder_layers(target))
+        ids = check_hidden_states(config, target.config, num_layers, name)
+        ascending = sorted(ids)
+        layer_ids, reads_last = [one for one in ascending if one < num_layers], num_layers in ids
+        check_aux_hidden_states(target, layer_ids, reads_last, config.target_hidden_size, name)
+        super().bind(target)
+        self._layer_ids, self._reads_last = layer_ids, reads_last
+        self._order = [ascending.index(one) for one in ids]
+
+    def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[B, n, count * H_t]` of the target, those of ascending layers, to `[B, n, H]`."""
+        states = aux_hidden_states.to(self.target_proj.weight.dtype)
+        if self._order != sorted(self._order):
+            parts = states.split(self.config.target_hidden_size, dim=-1)
+            states = torch.cat([parts[place] for place in self._order], dim=-1)
+        return self.target_proj(states) * self.config.hidden_state_scale
+
+    def gather_hidden_states(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        newest = sources.amax(dim=1, keepdim=True).clamp(min=0)
+        sources = torch.where(sources < 0, newest, sources)
+        return hidden.gather(1, sources[..., None].expand(-1, -1, hidden.shape[-1]))
+
+    def model_inputs(self, tokens: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"inputs_embeds": self.model.get_input_embeddings()(tokens) + hidden}
+
+    def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.combine_hidden_states(_after_nothing(aux_hidden_states)[:, :-1])
+
+    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
+        # Hidden states at position p go with the token at p + 1, which the first round reads if it is the newest one.
+        first = torch.where(positions[:, :1] == state.draft_starts[:, None], positions[:, :1], state.dummy_slot)
+        later = torch.where(positions + 1 < state.lengths[:, None] - 1, positions + 1, state.dummy_slot)
+        slots = torch.cat([first, later], dim=1)
+        hidden = self.combine_hidden_states(_after_nothing(aux_hidden_states))
+        self.extend_cache(state, state.tokens.gather(1, slots), slots, state.position_ids(slots), hidden, num_logits=0)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save the model as transformers does, and the projection beside it, as AMD's own code reads them.
+
+        Raises:
+            ValueError: expected no `push_to_hub`, which leaves out the projection; the method of that name uploads all.
+        """
+        if kwargs.get("push_to_hub"):
+            raise ValueError("save_pretrained(push_to_hub=True) uploads the model alone; call drafter.push_to_hub().")
+        config = self.config
+        keys = {
+            "pard_token": config.mask_token_id,
+            "spd_type": "pard2",
+            "pard2": True,
+            "pard2_target_layers": config.hidden_state_ids,
+            "pard2_target_dim": self.target_proj.in_features,
+            "pard2_scale": config.hidden_state_scale,
+            "pard2_proj_bias": config.projection_bias,
+            "para_num": config.num_assistant_tokens,
+        }
+        self.model.config.update(keys)
+        self.model.save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            tensors = {f"target_proj.{name}": one.detach().cpu() for name, one in self.target_proj.named_parameters()}
+            torch.save(tensors, Path(save_directory) / PROJECTION_FILE)
+
+
+def _after_nothing(aux_hidden_states: torch.Tensor) -> torch.Tensor:
+    """`[B, n, width]` with zeros before the first column, `[B, n + 1, width]`."""
+    return torch.cat([torch.zeros_like(aux_hidden_states[:, :1]), aux_hidden_states], dim=1)
