@@ -124,6 +124,10 @@ class Pard2Drafter(DraftModelDrafter):
     def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         return self.combine_hidden_states(_after_nothing(aux_hidden_states)[:, :-1])
 
+    @property
+    def packs_prompts(self) -> bool:
+        return False  # a slot has the hidden state of the position before it, in the row
+
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         # Hidden states at position p go with the token at p + 1, which the first round reads if it is the newest one.
         first = torch.where(positions[:, :1] == state.draft_starts[:, None], positions[:, :1], state.dummy_slot)
