@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -59,12 +59,14 @@ class DecodeState:
         verification: see `Drafter.configure`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
+        position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
         num_prefilled: `[]` int64, positions of each row after `cached` that are prefilled.
         aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
         result: of the last round's verification, for `most_draft_tokens` drafts; after prefill as if a round had
             committed the last token of each prompt.
         block_width: how many columns of the two may be in use: tokens of the last block.
+        records: of the pass by which the target itself has run the prompts, while the drafter reads them; else None.
         cache: the target's cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
         memory: buffers of the drafter; set from `Drafter.new_memory`.
@@ -86,12 +88,14 @@ class DecodeState:
     verification: str
     cached: torch.Tensor
     draft_starts: torch.Tensor
+    position_offsets: torch.Tensor
     num_prefilled: torch.Tensor
     cache: RaggedCache | None
     live: int
     result: VerificationResult
     block_width: int = 1
     aux_hidden_states: torch.Tensor | None = None
+    records: PromptRecords | None = None
     memory: Any = None
 
     @classmethod
@@ -122,6 +126,7 @@ class DecodeState:
             verification=shape.verification,
             cached=torch.zeros(batch, dtype=torch.int64, device=device),
             draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
+            position_offsets=torch.zeros(batch, dtype=torch.int64, device=device),
             num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
             cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
             live=shape.slots,
@@ -142,6 +147,7 @@ class DecodeState:
         row_temperatures: torch.Tensor | None = None,
         cached: Sequence[int] | None = None,
         draft_starts: Sequence[int] | None = None,
+        position_offsets: Sequence[int] | None = None,
     ) -> None:
         """Fill the buffers for a batch before prefill.
 
@@ -152,7 +158,7 @@ class DecodeState:
             seeds: `[len(prompts)]` int64.
             temperature: of sampling; None when decoding is greedy.
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
-            cached, draft_starts: of each prompt; 0 for all if None.
+            cached, draft_starts, position_offsets: of each prompt; 0 for all if None.
         """
         self.clear()
         for row, prompt in enumerate(prompts):
@@ -165,14 +171,15 @@ class DecodeState:
         self.seeds[:count] = seeds
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures
-        for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
+        by_row = (self.cached, cached), (self.draft_starts, draft_starts), (self.position_offsets, position_offsets)
+        for buffer, values in by_row:
             if values is not None:
                 buffer[:count] = upload(values, buffer)
         self.live = max(map(len, prompts))
 
     def clear(self) -> None:
         """Make all rows finished ones, of one token."""
-        for buffer in (self.tokens, self.cached, self.draft_starts):
+        for buffer in (self.tokens, self.cached, self.draft_starts, self.position_offsets):
             buffer.zero_()
         for buffer in (self.lengths, self.limits, self.row_temperatures):
             buffer.fill_(1)
@@ -201,7 +208,8 @@ class DecodeState:
         """
         taken = slice(len(rows)) if source_rows is None else source_rows
         self.tokens[rows, :slots] = source.tokens[taken, :slots]
-        for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts", "finished"):
+        numbers = ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts", "position_offsets")
+        for name in (*numbers, "finished"):
             getattr(self, name)[rows] = getattr(source, name)[taken]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):
@@ -237,9 +245,21 @@ class DecodeState:
             finished, limits = finished[:, None], limits[:, None]
         return torch.where(finished | (positions > limits - 2), self.dummy_slot, positions)
 
-    def position_ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """Position ids of `slots`; 0 for the dummy slot, whose number may exceed the model's position embedding."""
+    def text_positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """Positions of `slots` in their texts; 0 for the dummy slot, whose number may exceed a position embedding."""
         return torch.where(slots < self.dummy_slot, slots, 0)
+
+    def position_ids(self, slots: torch.Tensor, sections: bool = False) -> torch.Tensor:
+        """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot.
+
+        Args:
+            slots: of the cache.
+            sections: whether `[sections, B, n]` may be returned, where M-RoPE gives a token of a prompt several
+                positions; of these the first is returned otherwise.
+        """
+        if self.records is not None:
+            return self.records.position_ids(slots, sections)
+        return torch.where(slots < self.dummy_slot, slots + self.position_offsets[:, None], 0)
 
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
@@ -299,6 +319,16 @@ class DecodeState:
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
         return VerificationResult(result.tokens, result.accepted, committed)
+
+
+class PromptRecords(Protocol):
+    """What drafters read of prompts that the target itself has run, see `engine.first_pass`."""
+
+    def position_ids(self, slots: torch.Tensor, sections: bool) -> torch.Tensor:
+        """As `DecodeState.position_ids`."""
+
+    def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """What the decoder was given in the place of embeddings of the tokens at `slots`, `[B, n, H]`, if recorded."""
 
 
 def upload(values: int | Sequence[int], like: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,7 @@ class DraftModelDrafter(CachedDrafter):
     """
 
     config_class = DraftModelConfig
+    follows_target_positions = False
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)

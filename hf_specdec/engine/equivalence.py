@@ -7,8 +7,9 @@ target, it generates a few tokens with drafts of which some are wrong, and the l
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from ..patching.attention import registered_attention
 from ..patching.masked_attention import why_not_masked
 from ..patching.support import settings_of, uses_attention_interface
 from ..state import DecodeState
+from .first_pass import kept_rope_deltas
+from .prompts import Prompts
 
 # Lengths of the prompts, unequal so that wrong treatment of padding shows, and numbers of new tokens: two rounds cover
 # everything on a static cache; caches of the stock engine are cropped after every round, which takes more.
@@ -48,19 +51,83 @@ _outcomes: dict[Hashable, str | None] = {}
 _outcomes_lock = threading.Lock()
 
 
-def why_not_equivalent(model: PreTrainedModel, engine: str) -> str | None:
+def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: bool = False) -> str | None:
     """The reason why `engine`, `"static"` or `"stock"`, does not generate what plain `generate()` does; None if it
     does.
 
     The first call for a class and configuration runs the model on a few tokens.
+
+    Args:
+        model: the target.
+        engine: to check.
+        prompts_by_target: whether the static engine lets the target itself run the prompts, see `first_pass`.
     """
-    key = (engine, *_kind_of(model))
+    key = (engine, prompts_by_target, *_kind_of(model))
     if key not in _outcomes:
-        with torch.no_grad(), ops.references():
-            outcome = _compare(model, engine) or (_why_not_windows(model) if engine == "static" else None)
+        with torch.no_grad(), ops.references(), kept_rope_deltas(model):
+            outcome = _compare(model, engine, prompts_by_target)
+            if outcome is None and engine == "static":
+                outcome = _why_not_windows(model, prompts_by_target)
         with _outcomes_lock:
             _outcomes[key] = outcome
     return _outcomes[key]
+
+
+def why_not_equivalent_with(
+    model: PreTrainedModel, prompts: Prompts, model_kwargs: Mapping[str, Any], besides: Mapping[str, Any]
+) -> str | None:
+    """As `why_not_equivalent` of the static engine for calls with inputs besides tokens, such as images.
+
+    What a model takes for images is not known, so the first call with these inputs is itself run, for a few tokens. If
+    plain `generate()` fails, the inputs may be wrong, and nothing is kept of that.
+
+    Args:
+        model: the target.
+        prompts: of the call.
+        model_kwargs: its inputs as prepared by `generate()`.
+        besides: those that are neither tokens nor replaced by the engine's own.
+    """
+    key = ("static", *sorted(besides), *_kind_of(model))
+    if key not in _outcomes:
+        inputs = {"input_ids": prompts.input_ids, **besides}
+        if model_kwargs.get("attention_mask") is not None:
+            inputs["attention_mask"] = model_kwargs["attention_mask"]
+        cache = model_kwargs.get("past_key_values") if prompts.cached else None
+        what = f"prompts with {', '.join(sorted(besides))}"
+
+        def generate(**options: Any) -> _Generated:
+            own = {} if cache is None else {"past_key_values": copy.deepcopy(cache)}
+            return _generate(model, inputs, NUM_NEW_TOKENS["static"], **own, **options)
+
+        with torch.no_grad(), ops.references(), kept_rope_deltas(model):
+            try:
+                expected = generate()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a model may raise anything
+                return f"plain generate() fails on {what} ({type(error).__name__}: {first_line(error)})"
+            outcome = _compare_with(model, generate, expected, prompts.lengths, what)
+        with _outcomes_lock:
+            _outcomes[key] = outcome
+    return _outcomes[key]
+
+
+def _compare_with(
+    model: PreTrainedModel, generate: Callable[..., _Generated], expected: _Generated, lengths: Sequence[int], what: str
+) -> str | None:
+    """Compare the static engine with plain `generate()`, of which `expected` is known, on `what` `generate` is of."""
+    drafter = _ScriptedDrafter(model, "static", expected.tokens, lengths)
+    try:
+        generated = generate(assistant_model=drafter)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"it fails there on {what} ({type(error).__name__}: {first_line(error)})"
+    is_exact = _is_exact(model)
+    difference = _difference(generated, expected, is_exact)
+    if difference <= (EXACT_LIMIT if is_exact else LARGEST_LIMIT):
+        return None
+    return f"its logits after {what} differ there from plain generate()'s by {difference:.2g}"
 
 
 def why_not_separate_rows(model: PreTrainedModel) -> str | None:
@@ -97,7 +164,7 @@ class _ScriptedDrafter(Drafter):
     config_class = DrafterConfig
     is_equivalence_check = True
 
-    def __init__(self, target: PreTrainedModel, engine: str, answers: torch.Tensor, lengths: tuple[int, ...]):
+    def __init__(self, target: PreTrainedModel, engine: str, answers: torch.Tensor, lengths: Sequence[int]):
         super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
         self.configure(num_assistant_tokens=NUM_DRAFT_TOKENS, draft_probs=False, engine=engine)
         columns = torch.arange(answers.shape[1], device=answers.device)
@@ -118,7 +185,7 @@ class _ScriptedDrafter(Drafter):
         return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
 
-def _compare(model: PreTrainedModel, engine: str) -> str | None:
+def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> str | None:
     """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together."""
     inputs = _prompts(model)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
@@ -135,6 +202,7 @@ def _compare(model: PreTrainedModel, engine: str) -> str | None:
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
         lengths = PROMPT_LENGTHS[: len(expected.tokens)]
         drafter = _ScriptedDrafter(model, engine, expected.tokens, lengths)
+        drafter.prompts_by_target = prompts_by_target
         try:
             generated = _generate(model, given, count, assistant_model=drafter)
         except torch.OutOfMemoryError:
@@ -285,10 +353,11 @@ ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_mask)
 
 
-def _why_not_windows(model: PreTrainedModel) -> str | None:
+def _why_not_windows(model: PreTrainedModel, prompts_by_target: bool) -> str | None:
     """The reason why masks differ from the sliding windows passed to attention; None if they agree.
 
-    The few tokens of the comparison above are inside any window, so this is checked separately.
+    The few tokens of the comparison above are inside any window, so this is checked separately. What tokens of prompts
+    see of each other does not matter if the target itself runs them.
     """
     inputs = _prompts(model)
     _probe.__init__()
@@ -299,14 +368,20 @@ def _why_not_windows(model: PreTrainedModel) -> str | None:
     finally:
         _probe.__init__()
     for number, call in enumerate(calls):
-        if call.mask is not None and not _has_window(call.mask, call.window):
+        if call.mask is not None and not _has_window(call.mask, call.window, not prompts_by_target):
             handed = "no window" if call.window is None else f"a window of {call.window}"
             return f"the mask of attention {number} differs from its sliding window (it is called with {handed})"
     return None
 
 
-def _has_window(mask: _Mask, window: int | None) -> bool:
-    """Whether `mask` is a causal mask with a sliding `window`, without one if None."""
+def _has_window(mask: _Mask, window: int | None, is_causal: bool) -> bool:
+    """Whether `mask` is a causal mask with a sliding `window`, without one if None.
+
+    Args:
+        mask: of a prompt.
+        window: to be found.
+        is_causal: whether it must be causal among the tokens of the prompt, too.
+    """
 
     def visible_as_expected(query: int, key: int) -> bool:
         expected = key <= query and (window is None or key > query - window)
@@ -314,7 +389,7 @@ def _has_window(mask: _Mask, window: int | None) -> bool:
 
     near = range(min(PROMPT_LENGTHS))
     edges = (0,) if window is None else (_FAR - window + 1, _FAR - window)
-    if not all(visible_as_expected(query, key) for query in near for key in near):
+    if is_causal and not all(visible_as_expected(query, key) for query in near for key in near):
         return False
     try:
         return all(visible_as_expected(_FAR, key) for key in (_FAR + 1, _FAR, *edges))

@@ -22,6 +22,7 @@ from .buckets import captured_width, group_chunks, next_power_of_two, slots_for,
 from .capture import CapturedRound, capture_catch_up, capture_prefill, capture_round, why_not_captured
 from .cuda_graphs import start_compiler
 from .fingerprint import Fingerprint, fingerprint, weights_of
+from .first_pass import FirstPass
 from .request import Request
 from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, prefill_chunk, run_round, start_prefill
 from .sessions import Session, SessionKey, sessions_of
@@ -304,17 +305,26 @@ class SessionLease:
             return captured.execution
         return f"eager: {self._target.eager_reason or 'a round cannot be captured'}"
 
-    def prefill(self, longest: int, bring_cached: Callable[[], None] | None = None) -> None:
+    def prefill(
+        self, longest: int, bring_cached: Callable[[], None] | None = None, first_pass: FirstPass | None = None
+    ) -> None:
         """Prefill the session with the prompts that its state holds, by graphs as far as they are captured.
 
         Args:
             longest: uncached tokens of the longest prompt.
             bring_cached: brings what is cached of the prompts into the session; None if nothing is.
+            first_pass: by which the target itself has run the prompts; then only the drafter is prefilled.
         """
         session, drafter = self.session, self._target.drafter
         start_prefill(session.state, drafter)
         if bring_cached is not None:
             bring_cached()
+        if first_pass is not None:
+            self._target()  # which patches the drafter, too
+            with first_pass.records_of(session.state):
+                for chunk in self._eager_chunks(longest):
+                    prefill_chunk(session.state, first_pass, drafter, chunk)
+            return
         for chunk in self._chunks(longest):
             replay = session.prefills.get(chunk)
             if replay is not None:
@@ -355,6 +365,9 @@ class SessionLease:
         prefills = self.session.prefills
         if captured and not any(chunk in prefills and prefills.get(chunk) is None for chunk in captured):
             return captured
+        return self._eager_chunks(longest)
+
+    def _eager_chunks(self, longest: int) -> list[int]:
         width = max(longest - 1, MIN_PREFILL_COLUMNS)
         return [min(self._chunk_size, width - first) for first in range(0, width, self._chunk_size)]
 
