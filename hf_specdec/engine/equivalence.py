@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,6 +28,7 @@ from ..patching.masked_attention import why_not_masked
 from ..patching.support import settings_of, uses_attention_interface
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
+from .kv_transfer import run_as_given
 from .prompts import Prompts
 
 # Lengths of the prompts, unequal so that wrong treatment of padding shows, and numbers of new tokens: two rounds cover
@@ -42,6 +43,10 @@ WRONG_DRAFTS, PERIOD = (1, 4), 5
 # above. In reduced precision ten times the target's own difference between batch sizes is allowed, but at most the
 # third number.
 EXACT_LIMIT, ROUNDED_LIMIT, LARGEST_LIMIT = 1e-3, 0.05, 0.25
+
+# Inputs with a column for each token, of which generated ones are given those of text.
+_TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
+_GIVEN_WITH_EVERY_TOKEN = "are read with every token, also in rounds"
 
 PROBE_NAME = "hf_specdec_probe"
 # A position beyond every sliding window.
@@ -73,61 +78,127 @@ def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: b
     return _outcomes[key]
 
 
-def why_not_equivalent_with(
-    model: PreTrainedModel, prompts: Prompts, model_kwargs: Mapping[str, Any], besides: Mapping[str, Any]
-) -> str | None:
+class CallWithInputs(NamedTuple):
+    """A call with inputs besides tokens.
+
+    Attributes:
+        model: the target.
+        prompts, config: of the call.
+        model_kwargs: its inputs as prepared by `generate()`.
+        besides: those that are neither tokens nor replaced by the engine's own.
+        following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
+    """
+
+    model: PreTrainedModel
+    prompts: Prompts
+    config: GenerationConfig
+    model_kwargs: Mapping[str, Any]
+    besides: Mapping[str, Any]
+    following: Mapping[str, Any]
+
+    @property
+    def names(self) -> str:
+        return ", ".join(sorted(self.besides))
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """The inputs that are given with every token, but for types of tokens, which are those of text then."""
+        return {
+            name: value for name, value in self.following.items() if name in self.besides and name not in _TOKEN_TYPES
+        }
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """What an outcome is kept for: the names of tensors, and what is not a tensor by value."""
+        values = (
+            (name, None if isinstance(value, (torch.Tensor, Mapping, list, tuple)) else repr(value))
+            for name, value in sorted(self.besides.items())
+        )
+        return ("static", *values, *_kind_of(self.model))
+
+
+def why_not_equivalent_with(call: CallWithInputs) -> str | None:
     """As `why_not_equivalent` of the static engine for calls with inputs besides tokens, such as images.
 
     What a model takes for images is not known, so the first call with these inputs is itself run, for a few tokens. If
     plain `generate()` fails, the inputs may be wrong, and nothing is kept of that.
-
-    Args:
-        model: the target.
-        prompts: of the call.
-        model_kwargs: its inputs as prepared by `generate()`.
-        besides: those that are neither tokens nor replaced by the engine's own.
     """
-    key = ("static", *sorted(besides), *_kind_of(model))
-    if key not in _outcomes:
-        inputs = {"input_ids": prompts.input_ids, **besides}
-        if model_kwargs.get("attention_mask") is not None:
-            inputs["attention_mask"] = model_kwargs["attention_mask"]
-        cache = model_kwargs.get("past_key_values") if prompts.cached else None
-        what = f"prompts with {', '.join(sorted(besides))}"
-
-        def generate(**options: Any) -> _Generated:
-            own = {} if cache is None else {"past_key_values": copy.deepcopy(cache)}
-            return _generate(model, inputs, NUM_NEW_TOKENS["static"], **own, **options)
-
-        with torch.no_grad(), ops.references(), kept_rope_deltas(model):
+    what = f"the call has model inputs besides tokens: {call.names}"
+    others = [name for name, value in call.repeated.items() if isinstance(value, (Mapping, list, tuple))]
+    if others:
+        return f"{what}, of which {', '.join(others)} {_GIVEN_WITH_EVERY_TOKEN}"
+    if call.key not in _outcomes:
+        with torch.no_grad(), ops.references(), kept_rope_deltas(call.model):
             try:
-                expected = generate()
+                read = _read_with_every_token(call)
+                expected = _generate_with(call)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a model may raise anything
-                return f"plain generate() fails on {what} ({type(error).__name__}: {first_line(error)})"
-            outcome = _compare_with(model, generate, expected, prompts.lengths, what)
+                return f"{what}, on which plain generate() fails ({type(error).__name__}: {first_line(error)})"
+            if read:
+                outcome = f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
+            else:
+                outcome = _compare_with(call, expected, what)
         with _outcomes_lock:
-            _outcomes[key] = outcome
-    return _outcomes[key]
+            _outcomes[call.key] = outcome
+    return _outcomes[call.key]
 
 
-def _compare_with(
-    model: PreTrainedModel, generate: Callable[..., _Generated], expected: _Generated, lengths: Sequence[int], what: str
-) -> str | None:
-    """Compare the static engine with plain `generate()`, of which `expected` is known, on `what` `generate` is of."""
-    drafter = _ScriptedDrafter(model, "static", expected.tokens, lengths)
+def _read_with_every_token(call: CallWithInputs) -> list[str]:
+    """The names of inputs that `call.model` reads with new tokens, too, and not with the prompts only.
+
+    With the first new token the model is given other values; what it reads changes its logits, or is an error.
+    """
+    tensors = {name: value for name, value in call.repeated.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        return []
+    model, cache = call.model, DynamicCache(config=call.model.config.get_text_config(decoder=True))
+    if call.prompts.cached:
+        cache = copy.deepcopy(call.model_kwargs["past_key_values"])
+    run_as_given(model, call.prompts.input_ids, call.config, call.model_kwargs, cache)
+
+    def logits(**changed: torch.Tensor) -> torch.Tensor:
+        inputs = {**call.following, **changed, "past_key_values": copy.deepcopy(cache), "return_dict": True}
+        return model(**inputs).logits
+
+    expected, read = logits(), []
+    for name, value in tensors.items():
+        other = ~value if value.dtype == torch.bool else value + 1
+        try:
+            is_read = not torch.equal(logits(**{name: other}), expected)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it does not fit to something
+            is_read = True
+        read += [name] * is_read
+    return read
+
+
+def _generate_with(call: CallWithInputs, **options: Any) -> _Generated:
+    """A few greedy tokens after the prompts of `call`."""
+    inputs = {"input_ids": call.prompts.input_ids, **call.besides}
+    if call.model_kwargs.get("attention_mask") is not None:
+        inputs["attention_mask"] = call.model_kwargs["attention_mask"]
+    if call.prompts.cached:
+        inputs["past_key_values"] = copy.deepcopy(call.model_kwargs["past_key_values"])
+    return _generate(call.model, inputs, NUM_NEW_TOKENS["static"], **options)
+
+
+def _compare_with(call: CallWithInputs, expected: _Generated, what: str) -> str | None:
+    """Compare the static engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
+    drafter = _ScriptedDrafter(call.model, "static", expected.tokens, call.prompts.lengths)
     try:
-        generated = generate(assistant_model=drafter)
+        generated = _generate_with(call, assistant_model=drafter)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"it fails there on {what} ({type(error).__name__}: {first_line(error)})"
-    is_exact = _is_exact(model)
+        return f"{what}, on which it fails there ({type(error).__name__}: {first_line(error)})"
+    is_exact = _is_exact(call.model)
     difference = _difference(generated, expected, is_exact)
     if difference <= (EXACT_LIMIT if is_exact else LARGEST_LIMIT):
         return None
-    return f"its logits after {what} differ there from plain generate()'s by {difference:.2g}"
+    return f"{what}, after which logits differ there from plain generate()'s by {difference:.2g}"
 
 
 def why_not_separate_rows(model: PreTrainedModel) -> str | None:

@@ -55,10 +55,12 @@ def kept_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
             module.rope_deltas = value
 
 
-def position_offsets(model: PreTrainedModel, prompts: Prompts, model_kwargs: Mapping[str, Any]) -> list[int] | str:
-    """For each row the difference of position ids and positions after the prompt, or why it is not a number.
+def inputs_after_prompts(
+    model: PreTrainedModel, prompts: Prompts, model_kwargs: Mapping[str, Any]
+) -> dict[str, Any] | str:
+    """What plain `generate()` gives `model` with the first new token, without a cache; or why that is not known.
 
-    Plain `generate()` is asked what it would give the model after the prompts; nothing is run.
+    Nothing is run.
 
     Args:
         model: the target.
@@ -73,19 +75,27 @@ def position_offsets(model: PreTrainedModel, prompts: Prompts, model_kwargs: Map
     try:
         with kept_rope_deltas(model):
             given = model._update_model_kwargs_for_generation(ModelOutput(), given, num_new_tokens=1)
-            inputs = model.prepare_inputs_for_generation(
+            return model.prepare_inputs_for_generation(
                 longer, next_sequence_length=1, is_first_iteration=False, **given
             )
     except Exception as error:  # a model may raise anything
         return f"what follows its prompt cannot be told ({type(error).__name__}: {first_line(error)})"
-    position_ids = inputs.get("position_ids")
-    if position_ids is None:
+
+
+def position_offsets(prompts: Prompts, following: Mapping[str, Any]) -> list[int] | str:
+    """For each row the difference of position ids and positions after the prompt, or why it is not a number.
+
+    Args:
+        prompts: of the call.
+        following: from `inputs_after_prompts`.
+    """
+    if following.get("position_ids") is None:
         return [0] * len(prompts.lengths)
-    following = _sections(position_ids)[..., -1]
-    if bool((following != following[0]).any()):
+    position_ids = _sections(following["position_ids"])[..., -1]
+    if bool((position_ids != position_ids[0]).any()):
         return "the tokens after its prompt have several position ids each"
     lengths = torch.tensor(prompts.lengths)
-    return (following[0].cpu().expand_as(lengths) - lengths).tolist()
+    return (position_ids[0].cpu().expand_as(lengths) - lengths).tolist()
 
 
 class _ByColumn:
@@ -194,6 +204,12 @@ class FirstPass:
                     with suppress(Exception):
                         cache.crop(prompts.cached)
                 raise
+            found = int(cache.get_seq_length())
+            if found != prompts.width:
+                raise ValueError(
+                    f"{type(model).__name__} made {found} columns of a prompt of {prompts.width}; expected a token for "
+                    "each of them in input_ids, as its processor makes them, or a call without assistant_model."
+                )
             self._logits = out.logits[:, -1:]
             self._aux_hidden_states = recorder.aux_hidden_states
             self._embeddings = inputs.embeddings if drafter.reads_embeddings else None

@@ -20,8 +20,8 @@ from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import ContinuousOutput, decode_continuously
-from ..engine.equivalence import why_not_equivalent, why_not_equivalent_with
-from ..engine.first_pass import position_offsets
+from ..engine.equivalence import CallWithInputs, why_not_equivalent, why_not_equivalent_with
+from ..engine.first_pass import inputs_after_prompts, position_offsets
 from ..engine.prompts import read_prompts
 from ..engine.request import Request
 from ..engine.request_rows import ContinuousBatching
@@ -120,11 +120,13 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[R
     if request.config.prefill_chunk_size is not None:
         what = ", ".join(sorted(besides)) or "position_ids of its own"
         return request, f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
-    offsets = position_offsets(model, prompts, model_kwargs)
+    following = inputs_after_prompts(model, prompts, model_kwargs)
+    offsets = following if isinstance(following, str) else position_offsets(prompts, following)
     if isinstance(offsets, str):
         return request, offsets
     if besides and not drafter.is_equivalence_check:
-        obstacle = why_not_equivalent_with(model, prompts, model_kwargs, besides)
+        call = CallWithInputs(model, prompts, request.config, model_kwargs, besides, following)
+        obstacle = why_not_equivalent_with(call)
     return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
 
 

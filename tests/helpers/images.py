@@ -12,22 +12,27 @@ from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, tiny_config
 from zoo_models import enliven
 
 PAD = 0
+IMAGE = "image"
 
 
 class Kind(NamedTuple):
-    """How images of a class of models are given to it.
+    """How images, or sounds, are given to a class of models.
 
     Attributes:
         settings: of the configuration, besides those of `tiny_config`.
-        image: for the model and a generator the inputs of one image, each `[1, ...]`, and how many tokens stand for it.
-        types: name of the input that tells tokens of images from others, `[B, P]`; None for none.
-        join: how inputs of several images are put together.
+        one: for the model and a generator the inputs of one image, each `[1, ...]`, and how many tokens stand for it.
+        types: name of the input that tells the tokens of images from others, `[B, P]`; None for none.
+        token: name of the token that stands for an image in the configuration.
+        marks: names of the tokens before and after these.
+        by_row: whether inputs are `[B, images of a row, ...]`, with zeros for rows of fewer images.
     """
 
     settings: dict[str, Any]
-    image: Callable[[PreTrainedModel, torch.Generator], tuple[dict[str, torch.Tensor], int]]
+    one: Callable[[PreTrainedModel, torch.Generator], tuple[dict[str, torch.Tensor], int]]
     types: str | None = None
-    join: Callable[[str, Sequence[torch.Tensor]], torch.Tensor] = lambda name, parts: torch.cat(list(parts))
+    token: str = "image_token_id"
+    marks: tuple[str, ...] = ()
+    by_row: bool = False
 
 
 def _size(model: PreTrainedModel, name: str) -> int:
@@ -35,78 +40,87 @@ def _size(model: PreTrainedModel, name: str) -> int:
     return value[0] if isinstance(value, (list, tuple)) else value
 
 
-def _square(num_tokens: int) -> Callable:
-    """Images of one size."""
+def _square(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
+    side = _size(model, "image_size")
+    return {"pixel_values": torch.randn(1, 3, side, side, generator=generator)}, 4
 
-    def image(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
-        side = _size(model, "image_size")
-        return {"pixel_values": torch.randn(1, 3, side, side, generator=generator)}, num_tokens
 
-    return image
+def _square_of_row(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
+    inputs, count = _square(model, generator)
+    return {name: value[:, None] for name, value in inputs.items()}, count
 
 
 def _patches(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
-    """Images of any size, as rows of patches, two by two of which are merged."""
+    """Of any size, as rows of patches; two by two are merged."""
     height, width = (2 * int(torch.randint(1, 4, (), generator=generator)) for _ in range(2))
     values = 3 * _size(model, "temporal_patch_size") * _size(model, "patch_size") ** 2
     pixels = torch.randn(height * width, values, generator=generator)
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}, height * width // 4
 
 
-def _pixtral(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
+def _padded_patches(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
+    """As `_patches`, padded to a fixed number of patches."""
+    height, width = (2 * int(torch.randint(1, 4, (), generator=generator)) for _ in range(2))
+    pixels = torch.randn(1, 36, 3 * _size(model, "patch_size") ** 2, generator=generator)
+    is_patch = (torch.arange(36) < height * width)[None].long()
+    shapes = torch.tensor([[height, width]])
+    inputs = {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": is_patch}
+    return inputs, height * width // 4
+
+
+def _sized(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
     side = 4 * _size(model, "patch_size")
     pixels = torch.randn(1, 3, side, side, generator=generator)
     return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]])}, 4
 
 
 def _tiles(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
-    """An image of two tiles and one of the whole, with an embedding at the end of every row of patches."""
+    """Of two tiles and one of the whole, with an embedding at the end of every row of patches."""
     side = _size(model, "image_size")
     pixels = torch.randn(1, 3, 3, side, side, generator=generator)
     return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, 2 * side]])}, 4 + 2 * (4 + 1)
 
 
-def _of_rows(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
-    """An image of the first of each row's images, which are a dimension of their own."""
-    side = _size(model, "image_size")
-    return {"pixel_values": torch.randn(1, 1, 3, side, side, generator=generator)}, 4
+def _sound(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
+    audio = model.config.audio_config
+    length = 2 * audio.max_source_positions
+    features = torch.randn(1, audio.num_mel_bins, length, generator=generator)
+    given = int(torch.randint(8, 24, (), generator=generator))
+    is_given = (torch.arange(length) < given)[None].long()
+    return {"input_features": features, "feature_attention_mask": is_given}, ((given - 1) // 2 + 1 - 2) // 2 + 1
 
 
-def _join_by_row(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    raise NotImplementedError
-
-
-_PATCHES = Kind({"vision_config": {"depth": 2}}, _patches, "mm_token_type_ids")
-_DEEPSTACK = Kind({"vision_config": {"depth": 2, "deepstack_visual_indexes": [0, 1]}}, _patches, "mm_token_type_ids")
+_SHALLOW = Kind({"vision_config": {"depth": 2}}, _patches, "mm_token_type_ids")
+_QWEN = _SHALLOW._replace(marks=("vision_start_token_id", "vision_end_token_id"))
+_DEEPSTACK = _QWEN._replace(settings={"vision_config": {"depth": 2, "deepstack_visual_indexes": [0, 1]}})
 _CLIP = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 2}
+_IDEFICS = {"vision_config": {"image_size": 64, "patch_size": 16, "num_hidden_layers": 2}}
 KINDS = {
-    "Qwen2VLForConditionalGeneration": _PATCHES,
-    "Qwen2_5_VLForConditionalGeneration": Kind(
-        {"vision_config": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]}}, _patches, "mm_token_type_ids"
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN._replace(
+        settings={"vision_config": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]}}
     ),
     "Qwen3VLForConditionalGeneration": _DEEPSTACK,
     "Qwen3VLMoeForConditionalGeneration": _DEEPSTACK,
-    "Qwen3_5ForConditionalGeneration": _PATCHES,
-    "Qwen3_5MoeForConditionalGeneration": _PATCHES,
-    "Glm4vForConditionalGeneration": _PATCHES,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "Glm4vForConditionalGeneration": _SHALLOW._replace(marks=("image_start_token_id", "image_end_token_id")),
     "Gemma3ForConditionalGeneration": Kind(
-        {"vision_config": _CLIP | {"image_size": 56}, "mm_tokens_per_image": 4}, _square(4), "token_type_ids"
+        {"vision_config": _CLIP | {"image_size": 56}, "mm_tokens_per_image": 4}, _square, "token_type_ids"
     ),
-    "PaliGemmaForConditionalGeneration": Kind({"vision_config": _CLIP}, _square(4), "token_type_ids"),
-    "LlavaForConditionalGeneration": Kind({"vision_config": _CLIP}, _square(4)),
+    "PaliGemmaForConditionalGeneration": Kind({"vision_config": _CLIP}, _square, "token_type_ids"),
+    "LlavaForConditionalGeneration": Kind({"vision_config": _CLIP}, _square),
     "LlavaNextForConditionalGeneration": Kind(
         {"vision_config": _CLIP, "image_grid_pinpoints": [[28, 56], [56, 28]]}, _tiles
     ),
-    "Mistral3ForConditionalGeneration": Kind({"vision_config": {"image_size": 112, "num_hidden_layers": 2}}, _pixtral),
+    "Mistral3ForConditionalGeneration": Kind({"vision_config": {"image_size": 112, "num_hidden_layers": 2}}, _sized),
     "InternVLForConditionalGeneration": Kind(
-        {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14], "num_hidden_layers": 2}}, _square(4)
+        {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14], "num_hidden_layers": 2}}, _square
     ),
-    "SmolVLMForConditionalGeneration": Kind(
-        {"vision_config": {"image_size": 64, "patch_size": 16, "num_hidden_layers": 2}}, _of_rows
-    ),
-    "Idefics3ForConditionalGeneration": Kind(
-        {"vision_config": {"image_size": 64, "patch_size": 16, "num_hidden_layers": 2}}, _of_rows
-    ),
+    "SmolVLMForConditionalGeneration": Kind(_IDEFICS, _square_of_row, by_row=True),
+    "Idefics3ForConditionalGeneration": Kind(_IDEFICS, _square_of_row, by_row=True),
+    "Lfm2VlForConditionalGeneration": Kind({"vision_config": {"num_hidden_layers": 2}}, _padded_patches),
+    "Qwen2AudioForConditionalGeneration": Kind({}, _sound, token="audio_token_id"),
 }
 
 
@@ -124,6 +138,10 @@ def image_model(name: str, weight_std: float = 0.3, seed: int = 0) -> PreTrained
     torch.manual_seed(seed)
     model = model_class._from_config(config, dtype=torch.float32).eval()
     enliven(model, weight_std)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2 and not parameter.any():  # a projection of images
+                parameter.normal_(std=weight_std)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, None
     model.generation_config.bos_token_id = 1
     return model
@@ -136,49 +154,34 @@ def image_prompts(
 
     Args:
         model: of one of `KINDS`.
-        rows: each a list of numbers of text tokens, and "image" where an image is.
+        rows: each a list of numbers of text tokens, and `IMAGE` where an image is.
         seed: of tokens and pixels.
     """
     kind, generator = KINDS[type(model).__name__], torch.Generator().manual_seed(seed)
-    config = model.config
-    image_token = getattr(config, "image_token_id", None) or config.image_token_index
-    texts, types, images = [], [], []
-    for row in rows:
+    texts, images = [], []
+    for number, row in enumerate(rows):
         tokens: list[int] = []
-        flags: list[int] = []
         for part in row:
-            if part == "image":
-                inputs, count = kind.image(model, generator)
-                images.append((len(texts), inputs))
-                tokens += [image_token] * count
-                flags += [1] * count
+            if part == IMAGE:
+                inputs, count = kind.one(model, generator)
+                images.append((number, inputs))
+                marks = [getattr(model.config, name) for name in kind.marks]
+                tokens += marks[:1] + [getattr(model.config, kind.token)] * count + marks[1:]
             else:
                 tokens += torch.randint(FIRST_PROMPT_ID, LAST_PROMPT_ID + 1, (part,), generator=generator).tolist()
-                flags += [0] * part
         texts.append(tokens)
-        types.append(flags)
     width = max(map(len, texts))
-
-    def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([[fill] * (width - len(row)) + row for row in values])
-
-    made = {
-        "input_ids": padded(texts, PAD),
-        "attention_mask": padded([[1] * len(row) for row in texts], 0),
-    }
+    padding = [width - len(text) for text in texts]
+    input_ids = torch.tensor([[PAD] * pad + text for pad, text in zip(padding, texts, strict=True)])
+    made = {"input_ids": input_ids, "attention_mask": (torch.arange(width) >= torch.tensor(padding)[:, None]).long()}
     if kind.types is not None and images:
-        made[kind.types] = padded(types, 0)
-    names = images[0][1] if images else ()
-    for name in names:
+        made[kind.types] = (input_ids == getattr(model.config, kind.token)).long()
+    for name in images[0][1] if images else ():
         parts = [inputs[name] for _, inputs in images]
-        if kind.image is _of_rows:
-            most = max(sum(row == number for row, _ in images) for number in range(len(texts)))
-            joined = torch.zeros(len(texts), most, *parts[0].shape[2:])
-            for number in range(len(texts)):
-                own = [part for (row, _), part in zip(images, parts, strict=True) if row == number]
-                if own:
-                    joined[number, : len(own)] = torch.cat(own, dim=1)
-            made[name] = joined
-        else:
-            made[name] = torch.cat(parts)
+        made[name] = torch.cat(parts)
+        if kind.by_row:
+            owners = [number for number, _ in images]
+            made[name] = parts[0].new_zeros(len(texts), max(map(owners.count, owners)), *parts[0].shape[2:])
+            for place, (number, part) in enumerate(zip(owners, parts, strict=True)):
+                made[name][number, owners[:place].count(number)] = part[0, 0]
     return made
