@@ -160,19 +160,28 @@ def _read_with_every_token(call: CallWithInputs) -> list[str]:
 
     def logits(**changed: torch.Tensor) -> torch.Tensor:
         inputs = {**call.following, **changed, "past_key_values": copy.deepcopy(cache), "return_dict": True}
-        return model(**inputs).logits
+        return model(**inputs).logits.float()
 
     expected, read = logits(), []
+    limit = EXACT_LIMIT if _is_exact(model) else ROUNDED_LIMIT
     for name, value in tensors.items():
-        other = ~value if value.dtype == torch.bool else value + 1
         try:
-            is_read = not torch.equal(logits(**{name: other}), expected)
+            is_read = float((logits(**{name: _changed(value)}) - expected).norm() / expected.norm()) > limit
         except torch.OutOfMemoryError:
             raise
         except Exception:  # it does not fit to something
             is_read = True
         read += [name] * is_read
     return read
+
+
+def _changed(values: torch.Tensor) -> torch.Tensor:
+    """`values` with every entry changed."""
+    if values.dtype == torch.bool:
+        return ~values
+    if not values.is_floating_point():
+        return values + 1
+    return values + torch.linspace(1, 2, values.numel()).to(values).view_as(values)
 
 
 def _generate_with(call: CallWithInputs, **options: Any) -> _Generated:
