@@ -7,7 +7,7 @@ import pytest
 import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
-from images import IMAGE, KINDS, image_model, image_prompts
+from images import IMAGE, KINDS, VIDEOS, image_model, image_prompts
 from oracle import RANDOM_DRAFTERS, OracleDrafter, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts
 from transformers import DynamicCache
@@ -63,6 +63,17 @@ def test_texts(name, num_drafts, accuracy):
         # The first new token is the prompt's pass's.
         assert drafter.stats.committed == len(expected) * (NEW - 1)
         assert (accuracy < 1.0) or drafter.stats.accepted == drafter.stats.drafted > 0
+
+
+def test_videos():
+    target = model_of(QWEN)
+    inputs = image_prompts(target, ROWS[:2], kind=VIDEOS)
+    expected = target.generate(**inputs, **OPTIONS)
+    changed = inputs | {"pixel_values_videos": inputs["pixel_values_videos"].flip(0)}
+    assert not torch.equal(target.generate(**changed, **OPTIONS), expected)
+    drafter = random_eagle3(target)
+    assert torch.equal(target.generate(**inputs, **OPTIONS, assistant_model=drafter), expected)
+    assert drafter.stats.engine == "static"
 
 
 @pytest.mark.parametrize("name", cases(list(KINDS), [QWEN, GEMMA]))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from transformers import PreTrainedModel
-from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, tiny_config
+from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, VOCAB, tiny_config
 from zoo_models import enliven
 
 PAD = 0
@@ -22,6 +22,7 @@ class Kind(NamedTuple):
         settings: of the configuration, besides those of `tiny_config`.
         one: for the model and a generator the inputs of one image, each `[1, ...]`, and how many tokens stand for it.
         types: name of the input that tells the tokens of images from others, `[B, P]`; None for none.
+        type_id: what it has for them.
         token: name of the token that stands for an image in the configuration.
         marks: names of the tokens before and after these.
         by_row: whether inputs are `[B, images of a row, ...]`, with zeros for rows of fewer images.
@@ -30,6 +31,7 @@ class Kind(NamedTuple):
     settings: dict[str, Any]
     one: Callable[[PreTrainedModel, torch.Generator], tuple[dict[str, torch.Tensor], int]]
     types: str | None = None
+    type_id: int = 1
     token: str = "image_token_id"
     marks: tuple[str, ...] = ()
     by_row: bool = False
@@ -56,6 +58,17 @@ def _patches(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[s
     values = 3 * _size(model, "temporal_patch_size") * _size(model, "patch_size") ** 2
     pixels = torch.randn(height * width, values, generator=generator)
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}, height * width // 4
+
+
+def _frames(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
+    """A video of two pairs of frames."""
+    values = 3 * _size(model, "temporal_patch_size") * _size(model, "patch_size") ** 2
+    inputs = {
+        "pixel_values_videos": torch.randn(2 * 4 * 4, values, generator=generator),
+        "video_grid_thw": torch.tensor([[2, 4, 4]]),
+        "second_per_grid_ts": torch.tensor([1.0]),
+    }
+    return inputs, 2 * 4 * 4 // 4
 
 
 def _padded_patches(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
@@ -90,6 +103,13 @@ def _sound(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str
     return {"input_features": features, "feature_attention_mask": is_given}, ((given - 1) // 2 + 1 - 2) // 2 + 1
 
 
+def _mel(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
+    """A sound of a fixed length."""
+    audio = model.config.audio_config
+    features = torch.randn(1, audio.num_mel_bins, 2 * audio.max_source_positions, generator=generator)
+    return {"input_features": features}, audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+
+
 _SHALLOW = Kind({"vision_config": {"depth": 2}}, _patches, "mm_token_type_ids")
 _QWEN = _SHALLOW._replace(marks=("vision_start_token_id", "vision_end_token_id"))
 _DEEPSTACK = _QWEN._replace(settings={"vision_config": {"depth": 2, "deepstack_visual_indexes": [0, 1]}})
@@ -121,7 +141,9 @@ KINDS = {
     "Idefics3ForConditionalGeneration": Kind(_IDEFICS, _square_of_row, by_row=True),
     "Lfm2VlForConditionalGeneration": Kind({"vision_config": {"num_hidden_layers": 2}}, _padded_patches),
     "Qwen2AudioForConditionalGeneration": Kind({}, _sound, token="audio_token_id"),
+    "VoxtralForConditionalGeneration": Kind({"audio_token_id": VOCAB - 1}, _mel, token="audio_token_id"),
 }
+VIDEOS = _QWEN._replace(one=_frames, type_id=2, token="video_token_id")
 
 
 def image_model(name: str, weight_std: float = 0.3, seed: int = 0) -> PreTrainedModel:
@@ -148,7 +170,7 @@ def image_model(name: str, weight_std: float = 0.3, seed: int = 0) -> PreTrained
 
 
 def image_prompts(
-    model: PreTrainedModel, rows: Sequence[Sequence[int | str]], seed: int = 1
+    model: PreTrainedModel, rows: Sequence[Sequence[int | str]], seed: int = 1, kind: Kind | None = None
 ) -> dict[str, torch.Tensor]:
     """Left-padded prompts with images.
 
@@ -156,8 +178,9 @@ def image_prompts(
         model: of one of `KINDS`.
         rows: each a list of numbers of text tokens, and `IMAGE` where an image is.
         seed: of tokens and pixels.
+        kind: of what is meant by images; None for that of the model's class.
     """
-    kind, generator = KINDS[type(model).__name__], torch.Generator().manual_seed(seed)
+    kind, generator = kind or KINDS[type(model).__name__], torch.Generator().manual_seed(seed)
     texts, images = [], []
     for number, row in enumerate(rows):
         tokens: list[int] = []
@@ -175,7 +198,7 @@ def image_prompts(
     input_ids = torch.tensor([[PAD] * pad + text for pad, text in zip(padding, texts, strict=True)])
     made = {"input_ids": input_ids, "attention_mask": (torch.arange(width) >= torch.tensor(padding)[:, None]).long()}
     if kind.types is not None and images:
-        made[kind.types] = (input_ids == getattr(model.config, kind.token)).long()
+        made[kind.types] = (input_ids == getattr(model.config, kind.token)).long() * kind.type_id
     for name in images[0][1] if images else ():
         parts = [inputs[name] for _, inputs in images]
         made[name] = torch.cat(parts)
