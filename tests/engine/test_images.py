@@ -304,6 +304,20 @@ def test_first_token_takes_one_pass():
     assert seen[1][-1][1][1] == 1, "images are encoded once"
 
 
+@pytest.mark.parametrize("name", cases([QWEN, HYBRID], [QWEN]))
+def test_ends(name):
+    """Texts that end with the token of the prompt's pass, or right after it."""
+    target, inputs, drafter = model_of(name), prompts_of(name), random_eagle3(model_of(name))
+    new = plain(name)[:, -NEW:]
+    ends = {"eos_token_id": [int(new[0, 0]), int(new[2, 4])], "pad_token_id": 0}
+    processed = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    for options in ({"max_new_tokens": 1}, {"max_new_tokens": 2}, ends, processed, {"num_assistant_tokens": "auto"}):
+        given = {key: value for key, value in options.items() if key != "num_assistant_tokens"}
+        expected = target.generate(**inputs, **OPTIONS | given)
+        assert torch.equal(target.generate(**inputs, **OPTIONS | options, assistant_model=drafter), expected)
+        assert drafter.stats.engine == "static"
+
+
 @pytest.mark.parametrize("name", cases([QWEN, HYBRID, GEMMA, PALIGEMMA], [HYBRID]))
 def test_captured_calls(monkeypatch, name):
     """One session serves prompts of text and with images; nothing is captured for their prefill."""
@@ -369,7 +383,8 @@ def test_wrong_inputs_are_not_remembered(monkeypatch):
     target, drafter = model_of(LLAVA), random_draft_model(model_of(LLAVA))
     inputs = image_prompts(target, ROWS[:1])
     with pytest.raises(ValueError, match="do not match"):
-        target.generate(**inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, assistant_model=drafter)
+        wrong = inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}
+        target.generate(**wrong, **OPTIONS, assistant_model=drafter)
     target.generate(**inputs, **OPTIONS, assistant_model=drafter)
     assert drafter.stats.engine == "static"
 
@@ -398,11 +413,12 @@ def test_continuous_batching_refuses_images():
     target, inputs = model_of(LLAVA), prompts_of(LLAVA)
     drafter = random_draft_model(target)
     with pytest.raises(ValueError, match=r"given pixel_values, but continuous batching runs prompts of text only"):
-        target.generate_batch([[5, 6, 7]], assistant_model=drafter, pixel_values=inputs["pixel_values"])
+        target.generate_batch([[5, 6]], assistant_model=drafter, **OPTIONS, pixel_values=inputs["pixel_values"])
     out = target.generate_batch([[5, 6, 7]], assistant_model=drafter, max_new_tokens=4, do_sample=False)
     assert len(out["req_0"].generated_tokens) == 4
     with pytest.raises(ValueError, match="itself must run them in a pass of their own"):
-        model_of(PALIGEMMA).generate_batch([[5, 6, 7]], assistant_model=random_draft_model(model_of(PALIGEMMA)))
+        drafter = random_draft_model(model_of(PALIGEMMA))
+        model_of(PALIGEMMA).generate_batch([[5, 6]], assistant_model=drafter, **OPTIONS)
 
 
 def test_copies_of_keys_are_freed(monkeypatch):
