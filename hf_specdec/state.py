@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +30,7 @@ _OF_ROWS = (
     "row_tail",
     "cached",
     "draft_starts",
+    "position_offsets",
 )
 # What those of a row are, unless a call or a request says otherwise.
 _NEW_ROW = {
@@ -39,6 +40,7 @@ _NEW_ROW = {
     "row_tail": 0.0,
     "cached": 0,
     "draft_starts": 0,
+    "position_offsets": 0,
 }
 
 
@@ -62,47 +64,6 @@ class Shape(NamedTuple):
     draft_probs: bool
     num_ends: int
     verification: str = "token"
-
-
-class PromptSpan(NamedTuple):
-    """Positions of a row that a prefill computes.
-
-    Attributes:
-        row: of the state.
-        begin, end: the first position, and the one after the last.
-    """
-
-    row: int
-    begin: int
-    end: int
-
-
-@dataclass
-class PackedPrompts:
-    """Positions to prefill, of several rows one behind the other.
-
-    Attributes:
-        state: the state whose rows they are, as one row; its drafter's memory, too.
-        slots: `[tokens]` int64 slots of it, of the positions to prefill; the dummy slot after them, and last.
-        last: `[B]` int64, where in `slots` the last position of each row is; -1 for rows without any.
-    """
-
-    state: DecodeState
-    slots: torch.Tensor
-    last: torch.Tensor
-
-    def fill(self, spans: Sequence[PromptSpan]) -> None:
-        """Set the positions to prefill; at most those of all rows."""
-        width, host = self.state.row_slots, torch.device("cpu")
-        self.slots.fill_(self.state.dummy_slot)
-        self.last.fill_(-1)
-        spans = [span for span in spans if span.end > span.begin]
-        if not spans:
-            return
-        parts = [torch.arange(one.begin, one.end, device=host) + one.row * width for one in spans]
-        slots, ends = torch.cat(parts), torch.tensor([len(part) for part in parts]).cumsum(0) - 1
-        self.slots[: len(slots)] = upload(slots, self.slots)
-        self.last[upload([one.row for one in spans], self.last)] = upload(ends, self.last)
 
 
 class SamplingSettings(NamedTuple):
@@ -147,17 +108,18 @@ class DecodeState:
         verification: see `Drafter.configure`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
+        position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
         num_prefilled: `[]` int64, positions of each row after `cached` that are prefilled.
         aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
         result: of the last round's verification, for `most_draft_tokens` drafts; after prefill as if a round had
             committed the last token of each prompt.
         block_width: how many columns of the two may be in use: tokens of the last block.
+        records: of the pass by which the target itself has run the prompts, while the drafter reads them; else None.
         cache: the target's cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
         num_before: see `RaggedCache`; set for chunks of a prefill that are not captured.
         row_slots: slots of a row of the call; fewer than `slots` where all rows are packed in one.
-        packed: of prefills; None before the first one, and where prompts are not packed.
         memory: buffers of the drafter; set from `Drafter.new_memory`.
     """
 
@@ -179,6 +141,7 @@ class DecodeState:
     verification: str
     cached: torch.Tensor
     draft_starts: torch.Tensor
+    position_offsets: torch.Tensor
     num_prefilled: torch.Tensor
     cache: RaggedCache | None
     live: int
@@ -186,9 +149,9 @@ class DecodeState:
     row_slots: int
     block_width: int = 1
     aux_hidden_states: torch.Tensor | None = None
+    records: PromptRecords | None = None
     memory: Any = None
     num_before: int | None = None
-    packed: PackedPrompts | None = None
 
     @classmethod
     def allocate(cls, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
@@ -220,6 +183,7 @@ class DecodeState:
             verification=shape.verification,
             cached=torch.zeros(batch, dtype=torch.int64, device=device),
             draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
+            position_offsets=torch.zeros(batch, dtype=torch.int64, device=device),
             num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
             cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
             live=shape.slots,
@@ -241,6 +205,7 @@ class DecodeState:
         row_temperatures: torch.Tensor | None = None,
         cached: Sequence[int] | None = None,
         draft_starts: Sequence[int] | None = None,
+        position_offsets: Sequence[int] | None = None,
     ) -> None:
         """Fill the buffers for a batch before prefill.
 
@@ -251,7 +216,7 @@ class DecodeState:
             seeds: `[len(prompts)]` int64.
             temperature: of sampling; None when decoding is greedy.
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
-            cached, draft_starts: of each prompt; 0 for all if None.
+            cached, draft_starts, position_offsets: of each prompt; 0 for all if None.
         """
         self.clear()
         self.set_temperature(temperature)
@@ -259,7 +224,8 @@ class DecodeState:
         self.admit(list(range(count)), prompts, max_new_tokens, seeds, eos)
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures
-        for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
+        by_row = (self.cached, cached), (self.draft_starts, draft_starts), (self.position_offsets, position_offsets)
+        for buffer, values in by_row:
             if values is not None:
                 buffer[:count] = upload(values, buffer)
         self.live = max(map(len, prompts))
@@ -298,7 +264,6 @@ class DecodeState:
             slots=batch * self.slots,
             cache=PackedCache(self.cache, batch),
             memory=memory,
-            packed=None,
         )
 
     def clear(self) -> None:
@@ -373,9 +338,25 @@ class DecodeState:
             finished, limits = finished[:, None], limits[:, None]
         return torch.where(finished | (positions > limits - 2), self.dummy_slot, positions)
 
-    def position_ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """Position ids of `slots`; 0 for the dummy slot, whose number may exceed the model's position embedding."""
+    def text_positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """Positions of `slots` in their texts; 0 for the dummy slot, whose number may exceed a position embedding."""
         positions = slots if self.row_slots == self.slots else slots % self.row_slots
+        return torch.where(slots < self.dummy_slot, positions, 0)
+
+    def position_ids(self, slots: torch.Tensor, sections: bool = False) -> torch.Tensor:
+        """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot.
+
+        Args:
+            slots: of the cache.
+            sections: whether `[sections, B, n]` may be returned, where M-RoPE gives a token of a prompt several
+                positions; of these the first is returned otherwise.
+        """
+        if self.records is not None:
+            return self.records.position_ids(slots, sections)
+        if self.row_slots == self.slots:
+            positions = slots + self.position_offsets[:, None]
+        else:
+            positions = slots % self.row_slots + self.position_offsets[slots // self.row_slots]
         return torch.where(slots < self.dummy_slot, positions, 0)
 
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -436,6 +417,16 @@ class DecodeState:
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
         return VerificationResult(result.tokens, result.accepted, committed)
+
+
+class PromptRecords(Protocol):
+    """What drafters read of prompts that the target itself has run, see `engine.first_pass`."""
+
+    def position_ids(self, slots: torch.Tensor, sections: bool) -> torch.Tensor:
+        """As `DecodeState.position_ids`."""
+
+    def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """What the decoder was given in the place of embeddings of the tokens at `slots`, `[B, n, H]`, if recorded."""
 
 
 def upload(values: int | Sequence[int] | torch.Tensor, like: torch.Tensor) -> torch.Tensor:

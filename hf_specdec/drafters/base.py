@@ -59,6 +59,8 @@ class Drafter(PreTrainedModel):
     varies_num_draft_tokens = False
     # Whether its calls are not a user's but check that an engine is equivalent to transformers on the target.
     is_equivalence_check = False
+    # Whether such calls let the target itself run the prompts, see `engine.first_pass`.
+    prompts_by_target = False
 
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
     unread_attributes = frozenset(
@@ -131,6 +133,14 @@ class Drafter(PreTrainedModel):
     @property
     def reads_last_hidden_state(self) -> bool:
         """Whether the drafter reads the target's last hidden state, after the final norm, instead of auxiliary ones."""
+        return False
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether it reads the target's embeddings of images in prompts, from `DecodeState.records`; else tokens only.
+
+        As in vLLM, where MTP modules get an image's embeddings, and EAGLE-3 drafters the token that stands for it.
+        """
         return False
 
     @property

@@ -46,14 +46,17 @@ class CachedDrafter(Drafter):
     before it. Slots that were written for draft or mask tokens are overwritten by the first pass of the next round. A
     round without drafts runs its first pass without the head.
 
-    A family sets `shift` and implements `extend_cache`, `num_cached_layers` and, if it reads hidden states,
-    `combine_hidden_states` and `gather_hidden_states`. To be trained it also implements `unroll` and `head_weight`.
-    `MtpDrafter` overrides `propose`, since each of its modules runs a first pass.
+    A family sets `shift`, and `follows_target_positions` to False if it reads tokens only. It implements
+    `extend_cache`, `num_cached_layers` and, if it reads hidden states, `combine_hidden_states` and
+    `gather_hidden_states`. To be trained it also implements `unroll` and `head_weight`. `MtpDrafter` overrides
+    `propose`, since each of its modules runs a first pass.
     """
 
     varies_num_draft_tokens = True
     # Position of a slot's token minus the slot: 1 for drafters that pair a token with the hidden state before it.
     shift = 0
+    # Whether its position ids are the target's, of which tokens of images may share one; else those of a text.
+    follows_target_positions = True
     # Factor on the logits, the products of `unroll`'s outputs with `head_weight`.
     logit_scale = 1.0
 
@@ -79,6 +82,10 @@ class CachedDrafter(Drafter):
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
         return max(num_draft_tokens - 1, 0) if self.config.parallel_drafting else 0
+
+    def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
+        """Position ids `[B, n]` int64 of `slots`."""
+        return state.position_ids(slots) if self.follows_target_positions else state.text_positions(slots)
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
         """`[B, n, width]` hidden states of the target to `[B, n, H]`; None for a drafter that reads none."""
@@ -177,7 +184,7 @@ class CachedDrafter(Drafter):
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))
         hidden = self.combine_hidden_states(aux_hidden_states)
-        self.extend_cache(state, tokens, positions, state.position_ids(positions), hidden, num_logits=0)
+        self.extend_cache(state, tokens, positions, self.position_ids(state, positions), hidden, num_logits=0)
 
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
@@ -197,14 +204,18 @@ class CachedDrafter(Drafter):
         )
         hidden = self.gather_hidden_states(self.combine_hidden_states(aux_hidden_states), inputs.sources)
         num_logits = 1 + num_masks if state.num_draft_tokens > 0 else 0
-        logits, feedback = self.extend_cache(state, inputs.tokens, inputs.slots, inputs.positions, hidden, num_logits)
+        positions = inputs.positions
+        if self.follows_target_positions:
+            positions = positions + state.position_offsets[:, None]
+        logits, feedback = self.extend_cache(state, inputs.tokens, inputs.slots, positions, hidden, num_logits)
         if state.num_draft_tokens == 0:
             return no_drafts(state)
         drafts = [self.draw(state, logits, first=0)]
         for step in range(1 + num_masks, state.num_draft_tokens):
             slots = state.slot_of(state.lengths - 1 - self.shift + step)[:, None]
             last = drafts[-1].tokens
-            logits, feedback = self.extend_cache(state, last, slots, state.position_ids(slots), feedback, num_logits=1)
+            positions = self.position_ids(state, slots)
+            logits, feedback = self.extend_cache(state, last, slots, positions, feedback, num_logits=1)
             drafts.append(self.draw(state, logits, first=step))
         return self.join(state, drafts)
 

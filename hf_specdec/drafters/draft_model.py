@@ -86,6 +86,7 @@ class DraftModelDrafter(CachedDrafter):
     config_class = DraftModelConfig
     # Names of tensors in the files that are the drafter's and not the model's.
     own_tensors: frozenset[str] = frozenset()
+    follows_target_positions = False
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)

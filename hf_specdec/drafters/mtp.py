@@ -169,6 +169,10 @@ class MtpDrafter(CachedDrafter):
         return True
 
     @property
+    def reads_embeddings(self) -> bool:
+        return True
+
+    @property
     def num_cached_layers(self) -> int:
         return self.config.num_modules
 
@@ -215,7 +219,13 @@ class MtpDrafter(CachedDrafter):
         )
 
     def run(
-        self, state: DecodeState, step: int, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor
+        self,
+        state: DecodeState,
+        step: int,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        hidden: torch.Tensor,
+        embeds: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the module of `step` over `[B, n]` slots.
 
@@ -225,6 +235,7 @@ class MtpDrafter(CachedDrafter):
             tokens: `[B, n]` int64 to embed.
             slots: `[B, n]` int64 of the cache to write.
             hidden: `[B, n, H]` hidden states at the slots.
+            embeds: `[B, n, H]`, embeddings that take the place of those of the tokens.
 
         Returns:
             inputs of the head and of the next module (feedback), both `[B, n, H]`.
@@ -237,8 +248,9 @@ class MtpDrafter(CachedDrafter):
             index,
             tokens,
             slots,
-            state.position_ids(slots),
+            state.position_ids(slots, sections=True),
             hidden,
+            embeds,
             attention_mask=cache.attention_mask(slots),
             past_key_values=cache,
             use_cache=True,
@@ -251,12 +263,13 @@ class MtpDrafter(CachedDrafter):
         slots: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
+        embeds: torch.Tensor | None = None,
         **attention: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run module `index` over `[B, n]` slots, see `run`; `attention` are arguments of its decoder layer."""
         frame = self.frames[index]
         weight = self._shared_weights["embedding"].weight if frame.embed_tokens is None else frame.embed_tokens.weight
-        embeds = embed(tokens, weight, self.dtype)
+        embeds = embed(tokens, weight, self.dtype) if embeds is None else embeds.to(self.dtype)
         if self.config.zero_first_embedding:
             embeds = torch.where(slots[..., None] == 0, 0.0, embeds)
         inputs = frame(embeds, hidden)
@@ -270,8 +283,10 @@ class MtpDrafter(CachedDrafter):
         return normed, normed if self.config.norm_output else output
 
     def _rotary(self, index: int, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of module `index` for `[B, n]` positions."""
+        """Cosines and sines of module `index` for positions, `[B, n]` or with M-RoPE `[sections, B, n]`."""
         rotary = self.decoder.rotary_emb
+        if positions.dim() == 3 and not hasattr(rotary, "mrope_section"):
+            positions = positions[0]
         if self._layer_types is not None:
             return rotary(inputs, positions, layer_type=self._layer_types[index])
         # M-RoPE: tokens of text have the same position in all three sections.
@@ -344,7 +359,8 @@ class MtpDrafter(CachedDrafter):
         for step in range(num_drafts if self._chains_modules else min(num_drafts, self.config.num_modules)):
             ahead = step if self._chains_modules else 0
             tokens = state.tokens.gather(1, (positions + self.shift + ahead).clamp(max=state.dummy_slot))
-            _, feedback = self.run(state, step, tokens, positions, hidden)
+            embeds = None if state.records is None else state.records.embeddings(positions + self.shift + ahead)
+            _, feedback = self.run(state, step, tokens, positions, hidden, embeds)
             if self._chains_modules:
                 hidden = feedback
         # The hidden state before the prompt's last token is left out: the first `propose` appends it.

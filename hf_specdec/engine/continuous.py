@@ -20,13 +20,14 @@ from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
-from ..state import NO_TOKEN, DecodeState, PromptSpan, Shape, upload
+from ..state import NO_TOKEN, DecodeState, Shape, upload
 from ..stats import Counters, SpeculationStats
 from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .groups import PaddedGroups
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
+from .packed_prompts import PromptSpan
 from .request import Request
 from .request_rows import ContinuousBatching, RequestRows, RowRequest, end
 from .rounds import RoundLoop, Stage

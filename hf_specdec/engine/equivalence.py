@@ -7,12 +7,13 @@ target, it generates a few tokens with drafts of which some are wrong, and the l
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,6 +27,9 @@ from ..patching.attention import registered_attention
 from ..patching.masked_attention import why_not_masked
 from ..patching.support import settings_of, uses_attention_interface
 from ..state import DecodeState
+from .first_pass import kept_rope_deltas
+from .kv_transfer import run_as_given
+from .prompts import Prompts
 
 # Lengths of the prompts, unequal so that wrong treatment of padding shows, and numbers of new tokens: two rounds cover
 # everything on a static cache; caches of the stock engine are cropped after every round, which takes more.
@@ -40,6 +44,10 @@ WRONG_DRAFTS, PERIOD = (1, 4), 5
 # third number.
 EXACT_LIMIT, ROUNDED_LIMIT, LARGEST_LIMIT = 1e-3, 0.05, 0.25
 
+# Inputs with a column for each token, of which generated ones are given those of text.
+_TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
+_GIVEN_WITH_EVERY_TOKEN = "are read with every token, also in rounds"
+
 PROBE_NAME = "hf_specdec_probe"
 # A position beyond every sliding window.
 _FAR = 1 << 30
@@ -48,19 +56,158 @@ _outcomes: dict[Hashable, str | None] = {}
 _outcomes_lock = threading.Lock()
 
 
-def why_not_equivalent(model: PreTrainedModel, engine: str) -> str | None:
+def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: bool = False) -> str | None:
     """The reason why `engine`, `"static"` or `"stock"`, does not generate what plain `generate()` does; None if it
     does.
 
     The first call for a class and configuration runs the model on a few tokens.
+
+    Args:
+        model: the target.
+        engine: to check.
+        prompts_by_target: whether the static engine lets the target itself run the prompts, see `first_pass`.
     """
-    key = (engine, *_kind_of(model))
+    key = (engine, prompts_by_target, *_kind_of(model))
     if key not in _outcomes:
-        with torch.no_grad(), ops.references():
-            outcome = _compare(model, engine) or (_why_not_windows(model) if engine == "static" else None)
+        with torch.no_grad(), ops.references(), kept_rope_deltas(model):
+            outcome = _compare(model, engine, prompts_by_target)
+            if outcome is None and engine == "static":
+                outcome = _why_not_windows(model, prompts_by_target)
         with _outcomes_lock:
             _outcomes[key] = outcome
     return _outcomes[key]
+
+
+class CallWithInputs(NamedTuple):
+    """A call with inputs besides tokens.
+
+    Attributes:
+        model: the target.
+        prompts, config: of the call.
+        model_kwargs: its inputs as prepared by `generate()`.
+        besides: those that are neither tokens nor replaced by the engine's own.
+        following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
+    """
+
+    model: PreTrainedModel
+    prompts: Prompts
+    config: GenerationConfig
+    model_kwargs: Mapping[str, Any]
+    besides: Mapping[str, Any]
+    following: Mapping[str, Any]
+
+    @property
+    def names(self) -> str:
+        return ", ".join(sorted(self.besides))
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """The inputs that are given with every token, but for types of tokens, which are those of text then."""
+        return {
+            name: value for name, value in self.following.items() if name in self.besides and name not in _TOKEN_TYPES
+        }
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """What an outcome is kept for: the names of tensors, and what is not a tensor by value."""
+        values = (
+            (name, None if isinstance(value, (torch.Tensor, Mapping, list, tuple)) else repr(value))
+            for name, value in sorted(self.besides.items())
+        )
+        return ("static", *values, *_kind_of(self.model))
+
+
+def why_not_equivalent_with(call: CallWithInputs) -> str | None:
+    """As `why_not_equivalent` of the static engine for calls with inputs besides tokens, such as images.
+
+    What a model takes for images is not known, so the first call with these inputs is itself run, for a few tokens. If
+    plain `generate()` fails, the inputs may be wrong, and nothing is kept of that.
+    """
+    what = f"the call has model inputs besides tokens: {call.names}"
+    others = [name for name, value in call.repeated.items() if isinstance(value, (Mapping, list, tuple))]
+    if others:
+        return f"{what}, of which {', '.join(others)} {_GIVEN_WITH_EVERY_TOKEN}"
+    if call.key not in _outcomes:
+        with torch.no_grad(), ops.references(), kept_rope_deltas(call.model):
+            try:
+                read = _read_with_every_token(call)
+                expected = _generate_with(call)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a model may raise anything
+                return f"{what}, on which plain generate() fails ({type(error).__name__}: {first_line(error)})"
+            if read:
+                outcome = f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
+            else:
+                outcome = _compare_with(call, expected, what)
+        with _outcomes_lock:
+            _outcomes[call.key] = outcome
+    return _outcomes[call.key]
+
+
+def _read_with_every_token(call: CallWithInputs) -> list[str]:
+    """The names of inputs that `call.model` reads with new tokens, too, and not with the prompts only.
+
+    With the first new token the model is given other values; what it reads changes its logits, or is an error.
+    """
+    tensors = {name: value for name, value in call.repeated.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        return []
+    model, cache = call.model, DynamicCache(config=call.model.config.get_text_config(decoder=True))
+    if call.prompts.cached:
+        cache = copy.deepcopy(call.model_kwargs["past_key_values"])
+    run_as_given(model, call.prompts.input_ids, call.config, call.model_kwargs, cache)
+
+    def logits(**changed: torch.Tensor) -> torch.Tensor:
+        inputs = {**call.following, **changed, "past_key_values": copy.deepcopy(cache), "return_dict": True}
+        return model(**inputs).logits.float()
+
+    expected, read = logits(), []
+    limit = EXACT_LIMIT if _is_exact(model) else ROUNDED_LIMIT
+    for name, value in tensors.items():
+        try:
+            is_read = float((logits(**{name: _changed(value)}) - expected).norm() / expected.norm()) > limit
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it does not fit to something
+            is_read = True
+        read += [name] * is_read
+    return read
+
+
+def _changed(values: torch.Tensor) -> torch.Tensor:
+    """`values` with every entry changed."""
+    if values.dtype == torch.bool:
+        return ~values
+    if not values.is_floating_point():
+        return values + 1
+    return values + torch.linspace(1, 2, values.numel()).to(values).view_as(values)
+
+
+def _generate_with(call: CallWithInputs, **options: Any) -> _Generated:
+    """A few greedy tokens after the prompts of `call`."""
+    inputs = {"input_ids": call.prompts.input_ids, **call.besides}
+    if call.model_kwargs.get("attention_mask") is not None:
+        inputs["attention_mask"] = call.model_kwargs["attention_mask"]
+    if call.prompts.cached:
+        inputs["past_key_values"] = copy.deepcopy(call.model_kwargs["past_key_values"])
+    return _generate(call.model, inputs, NUM_NEW_TOKENS["static"], **options)
+
+
+def _compare_with(call: CallWithInputs, expected: _Generated, what: str) -> str | None:
+    """Compare the static engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
+    drafter = _ScriptedDrafter(call.model, "static", expected.tokens, call.prompts.lengths)
+    try:
+        generated = _generate_with(call, assistant_model=drafter)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"{what}, on which it fails there ({type(error).__name__}: {first_line(error)})"
+    is_exact = _is_exact(call.model)
+    difference = _difference(generated, expected, is_exact)
+    if difference <= (EXACT_LIMIT if is_exact else LARGEST_LIMIT):
+        return None
+    return f"{what}, after which logits differ there from plain generate()'s by {difference:.2g}"
 
 
 def why_not_separate_rows(model: PreTrainedModel) -> str | None:
@@ -97,7 +244,7 @@ class _ScriptedDrafter(Drafter):
     config_class = DrafterConfig
     is_equivalence_check = True
 
-    def __init__(self, target: PreTrainedModel, engine: str, answers: torch.Tensor, lengths: tuple[int, ...]):
+    def __init__(self, target: PreTrainedModel, engine: str, answers: torch.Tensor, lengths: Sequence[int]):
         super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
         self.configure(num_assistant_tokens=NUM_DRAFT_TOKENS, draft_probs=False, engine=engine)
         columns = torch.arange(answers.shape[1], device=answers.device)
@@ -118,7 +265,7 @@ class _ScriptedDrafter(Drafter):
         return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
 
-def _compare(model: PreTrainedModel, engine: str) -> str | None:
+def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> str | None:
     """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together."""
     inputs = _prompts(model)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
@@ -135,6 +282,7 @@ def _compare(model: PreTrainedModel, engine: str) -> str | None:
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
         lengths = PROMPT_LENGTHS[: len(expected.tokens)]
         drafter = _ScriptedDrafter(model, engine, expected.tokens, lengths)
+        drafter.prompts_by_target = prompts_by_target
         try:
             generated = _generate(model, given, count, assistant_model=drafter)
         except torch.OutOfMemoryError:
@@ -285,10 +433,11 @@ ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_mask)
 
 
-def _why_not_windows(model: PreTrainedModel) -> str | None:
+def _why_not_windows(model: PreTrainedModel, prompts_by_target: bool) -> str | None:
     """The reason why masks differ from the sliding windows passed to attention; None if they agree.
 
-    The few tokens of the comparison above are inside any window, so this is checked separately.
+    The few tokens of the comparison above are inside any window, so this is checked separately. What tokens of prompts
+    see of each other does not matter if the target itself runs them.
     """
     inputs = _prompts(model)
     _probe.__init__()
@@ -299,14 +448,20 @@ def _why_not_windows(model: PreTrainedModel) -> str | None:
     finally:
         _probe.__init__()
     for number, call in enumerate(calls):
-        if call.mask is not None and not _has_window(call.mask, call.window):
+        if call.mask is not None and not _has_window(call.mask, call.window, not prompts_by_target):
             handed = "no window" if call.window is None else f"a window of {call.window}"
             return f"the mask of attention {number} differs from its sliding window (it is called with {handed})"
     return None
 
 
-def _has_window(mask: _Mask, window: int | None) -> bool:
-    """Whether `mask` is a causal mask with a sliding `window`, without one if None."""
+def _has_window(mask: _Mask, window: int | None, is_causal: bool) -> bool:
+    """Whether `mask` is a causal mask with a sliding `window`, without one if None.
+
+    Args:
+        mask: of a prompt.
+        window: to be found.
+        is_causal: whether it must be causal among the tokens of the prompt, too.
+    """
 
     def visible_as_expected(query: int, key: int) -> bool:
         expected = key <= query and (window is None or key > query - window)
@@ -314,7 +469,7 @@ def _has_window(mask: _Mask, window: int | None) -> bool:
 
     near = range(min(PROMPT_LENGTHS))
     edges = (0,) if window is None else (_FAR - window + 1, _FAR - window)
-    if not all(visible_as_expected(query, key) for query in near for key in near):
+    if is_causal and not all(visible_as_expected(query, key) for query in near for key in near):
         return False
     try:
         return all(visible_as_expected(_FAR, key) for key in (_FAR + 1, _FAR, *edges))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..state import DecodeState, PromptSpan, upload
+from ..state import DecodeState, upload
 from . import request_rows
 from .lazy_target import LazyTarget
 from .lease import SessionLease, shape_of
+from .packed_prompts import PromptSpan
 from .request import Request
 from .request_rows import RowRequest
 from .sessions import settled_on_error

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.utils import ModelOutput
 
 from ..patching.cache import RaggedCache
 from .prompts import Prompts
+from .request import Request
 
 # Layers of a cache that are stored column by column. Exact types: a subclass may store states in another form.
 _READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -40,11 +44,18 @@ def _held(layer: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, device: torch.device) -> None:
-    """Copy what `cache` holds of `prompts` into `ragged`, whose buffers have `batch` rows and are on `device`."""
+    """Copy what `cache` holds of `prompts` into `ragged`, whose buffers have `batch` rows and are on `device`.
+
+    Recurrent states are those of another `RaggedCache`, with a row for each prompt.
+    """
+    if ragged.recurrence is not None:
+        ragged.copy_states(torch.arange(len(prompts.padding), device=device), cache)
     rows_by_padding: dict[int, list[int]] = {}
     for row, pad in enumerate(prompts.padding):
         rows_by_padding.setdefault(pad, []).append(row)
     for layer, ours in zip(cache.layers, ragged.layers, strict=True):
+        if not getattr(layer, "is_initialized", False):  # a layer without keys, or one that no attention uses
+            continue
         keys, values, first = _held(layer)
         if not ours.is_initialized:
             ours.allocate(keys.to(device), values.to(device), batch)
@@ -54,6 +65,24 @@ def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, 
                 held, slots = slice(begin - first, end - first), slice(begin - pad, end - pad)
                 for theirs, buffer in ((keys, ours.keys), (values, ours.values)):
                     buffer[rows, slots] = theirs[rows, :, held].transpose(1, 2).to(buffer)
+
+
+def run_as_given(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    inputs: Mapping[str, Any],
+    cache: Cache,
+) -> ModelOutput:
+    """Run `model` over prompts as plain `generate()` does.
+
+    Args:
+        model: the target.
+        input_ids: `[B, P]` int64.
+        config, inputs: of the call, as prepared by `generate()`.
+        cache: to fill.
+    """
+    return model._prefill(input_ids, config, dict(inputs) | {"past_key_values": cache})
 
 
 @dataclass
@@ -66,6 +95,9 @@ class FinishedCall:
         prompts: of the call.
         sequences: `[B, P + new]` int64, what the call returns.
         columns: leading columns that all rows have keys and values of; never the last column of the text.
+        position_offsets: see `Request`.
+        run_prompts: runs the target over the prompts as plain `generate()` does, into the cache that it is given; None
+            where their tokens are all that it needs.
     """
 
     model: PreTrainedModel
@@ -73,6 +105,16 @@ class FinishedCall:
     prompts: Prompts
     sequences: torch.Tensor
     columns: int
+    position_offsets: Sequence[int] | None = None
+    run_prompts: Callable[[Cache], Any] | None = None
+
+    @classmethod
+    def of(cls, request: Request, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
+        """The call of `request`; what its inputs hold is kept where keys and values are not copied."""
+        model, prompts, run_prompts = request.model, request.prompts, None
+        if request.inputs is not None and ragged.recurrence is not None:
+            run_prompts = functools.partial(run_as_given, model, prompts.input_ids, request.config, request.inputs)
+        return cls(model, ragged, prompts, sequences, columns, request.position_offsets, run_prompts)
 
     def write_to(self, cache: Cache) -> None:
         """Append to `cache` those of the `columns` that it lacks; none where there are recurrent states.
@@ -99,19 +141,24 @@ class FinishedCall:
 
         In these columns some rows had ended and continue with padding tokens.
         """
-        prompts, held = self.prompts, int(cache.get_seq_length())
+        prompts = self.prompts
+        with torch.no_grad():
+            if self.run_prompts is not None and not int(cache.get_seq_length()):
+                self.run_prompts(cache)
+        held = int(cache.get_seq_length())
         text = self.sequences[:, held - prompts.hidden : -1]
         if not text.shape[1]:
             return
         width = held + text.shape[1]
         padding = torch.tensor(prompts.padding, device=text.device)[:, None]
         positions = torch.arange(width, device=text.device) - padding
+        offsets = torch.tensor(self.position_offsets or [0] * len(padding), device=text.device)[:, None]
         options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         with torch.no_grad():
             self.model(
                 input_ids=text,
                 attention_mask=(positions >= 0).long(),
-                position_ids=positions.clamp(min=0)[:, held:],
+                position_ids=(positions.clamp(min=0) + offsets)[:, held:],
                 past_key_values=cache,
                 use_cache=True,
                 **options,

@@ -11,6 +11,8 @@ import torch
 
 from ..drafters.base import Drafter
 from ..state import DecodeState
+from .first_pass import FirstPass
+from .packed_prompts import PackedPrompts
 from .target import Target
 
 
@@ -32,23 +34,28 @@ def reset_rows(state: DecodeState, rows: torch.Tensor | slice) -> None:
         state.aux_hidden_states[rows] = 0
 
 
-def prefill_chunk(state: DecodeState, target: Target, drafter: Drafter, columns: int) -> None:
+def prefill_chunk(
+    state: DecodeState,
+    target: Target | FirstPass,
+    drafter: Drafter,
+    columns: int,
+    packed: PackedPrompts | None = None,
+) -> None:
     """Prefill target and drafter with the next positions of the prompts, except for the prompts' last tokens.
 
     After the last chunk the state is as if a round had just committed the last token of each prompt: that token has not
     passed through the target, and the drafter has not seen it. Prefilling again changes nothing.
 
     Args:
-        state: holds the prompts. With `packed` it is filled with the positions to prefill. Without, positions below
-            `state.cached` are in the target's cache already and are left out.
+        state: holds the prompts. Positions below `state.cached` are in the target's cache already and are left out.
         target, drafter: to run.
         columns: positions to run: of all rows together if packed, else of each row, where those beyond its prompt are
             padding.
+        packed: the positions to prefill, packed in one row; None if each row has its own.
     """
     device = state.tokens.device
     steps = state.num_prefilled + torch.arange(columns, device=device)
-    if state.packed is not None:
-        packed = state.packed
+    if packed is not None:
         view, last = packed.state, packed.last - state.num_prefilled
         slots = packed.slots[steps.clamp(max=len(packed.slots) - 1)][None]
         rows = torch.zeros_like(last)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import Cache
 
-from ..state import PromptSpan
+from .packed_prompts import PromptSpan
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -37,6 +39,9 @@ class Request:
         randomness: where random numbers come from.
         cache: `past_key_values` of the caller, which the call fills; None if the caller passed none.
         reason: why this engine runs, for the statistics.
+        position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
+        inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
+            `engine.first_pass`; None where the static engine does.
     """
 
     model: PreTrainedModel
@@ -51,6 +56,8 @@ class Request:
     cache: Cache | None = None
     is_auto: bool = False
     reason: str = ""
+    position_offsets: Sequence[int] | None = None
+    inputs: Mapping[str, Any] | None = None
 
     @property
     def batch(self) -> int:

@@ -9,12 +9,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..device_policy import policy_of
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, no_drafts
 from ..kernels.types import Proposal, VerificationResult
 from ..ops import verify_block, verify_greedy, verify_sampling
 from ..sampling.processors import BlockProcessor
@@ -23,6 +23,9 @@ from ..stats import Counters
 from .auto_drafts import RoundTimes
 from .target import Target
 from .transcript import Transcript
+
+if TYPE_CHECKING:
+    from .first_pass import FirstPass
 
 
 def run_round(
@@ -38,6 +41,31 @@ def run_round(
     proposal, block, logits, aux_hidden_states = draft_and_forward(state, target, drafter)
     scores = process(logits, block, state)
     return verify_and_commit(state, scores, proposal, aux_hidden_states), scores, logits
+
+
+def commit_first_token(
+    state: DecodeState, target: Target | FirstPass, drafter: Drafter, process: BlockProcessor
+) -> tuple[VerificationResult, torch.Tensor, torch.Tensor]:
+    """Commit the token after the prompts, of which `target` has logits: a round without drafts.
+
+    Returns:
+        as `run_round`, with one column.
+    """
+    before = state.num_draft_tokens
+    if drafter.varies_num_draft_tokens:
+        state.num_draft_tokens = 0
+    try:
+        # What is proposed, if anything, is not used: the drafter reads what is kept of the prompts' last tokens.
+        drafter.propose(state, *state.last_block(state.num_draft_tokens + 1))
+    finally:
+        state.num_draft_tokens = before
+    proposal = no_drafts(state)
+    block, slots = state.block(proposal.tokens)
+    logits, aux_hidden_states = target(state, block, slots)
+    scores = process(logits, block, state)
+    result = verify_and_commit(state, scores, proposal, aux_hidden_states)
+    state.block_width = 1
+    return result, scores, logits
 
 
 def draft_and_forward(
@@ -361,7 +389,11 @@ class CallRows:
             if num_committed > 0 and not self.transcript.is_done(row):
                 remaining = self._remaining[row] - self.transcript.length(row)
                 self.counters.count(row, num_accepted, num_committed, min(remaining, len(tokens[row]) - 1))
-        before = self.transcript.stopped
+        self.take_first(tokens, committed, **records)
+
+    def take_first(self, tokens: list[list[int]], committed: list[int], **records: torch.Tensor | None) -> None:
+        """Take tokens that no round has drafted: the first ones after prompts that the target itself has run."""
+        batch, before = len(self.counters.rows), self.transcript.stopped
         self.transcript.add(tokens[:batch], committed[:batch], **records)
         for row, remaining in enumerate(self._remaining):
             if not self.transcript.stopped[row] and self.transcript.steps >= remaining:

@@ -8,10 +8,11 @@ import torch
 
 from ..patching.cache import packs_prompts
 from ..patching.support import cache_layers
-from ..state import PackedPrompts, PromptSpan
 from .buckets import captured_width, group_chunks, packed_chunks
 from .capture import capture_prefill
+from .first_pass import FirstPass
 from .lazy_target import LazyTarget
+from .packed_prompts import PackedPrompts, PromptSpan
 from .prefill import prefill_chunk, reset_rows, start_prefill
 from .sessions import Session
 
@@ -48,17 +49,30 @@ class SessionPrefill:
         else:
             self.chunk_size = chunk_size or (ROW_TOKENS if self._batch == 1 else PADDED_COLUMNS)
 
-    def run(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None] | None = None) -> None:
+    def run(
+        self,
+        spans: Sequence[PromptSpan],
+        bring_cached: Callable[[], None] | None = None,
+        first_pass: FirstPass | None = None,
+    ) -> None:
         """Prefill all rows, by graphs as far as they are captured.
 
         Args:
             spans: positions to run of the prompts that the state holds: the last token of none, and what is cached of
                 none.
             bring_cached: brings what is cached of the prompts into the session; None if nothing is.
+            first_pass: by which the target itself has run the prompts; then only the drafter is prefilled, padded.
         """
-        start_prefill(self._session.state, self._target.drafter)
+        state, drafter = self._session.state, self._target.drafter
+        start_prefill(state, drafter)
         if bring_cached is not None:
             bring_cached()
+        if first_pass is not None:
+            self._target()  # which patches the drafter, too
+            with first_pass.records_of(state):
+                for chunk in self._eager_chunks(max(span.end - span.begin for span in spans)):
+                    prefill_chunk(state, first_pass, drafter, chunk)
+            return
         self._pack(spans)
         self._run_chunks(spans)
 
@@ -73,12 +87,10 @@ class SessionPrefill:
     def _pack(self, spans: Sequence[PromptSpan]) -> None:
         if not self._is_packed:
             return
-        state = self._session.state
-        if state.packed is None:
-            view = state.as_one_row(self._target.drafter.as_one_row(state.memory, self._batch))
-            slots = torch.empty(self._batch * state.slots + 1, dtype=torch.int64, device=state.tokens.device)
-            state.packed = PackedPrompts(view, slots, torch.empty_like(state.lengths))
-        state.packed.fill(spans)
+        session = self._session
+        if session.packed is None:
+            session.packed = PackedPrompts.of(session.state, self._target.drafter)
+        session.packed.fill(spans)
 
     def _run_chunks(self, spans: Sequence[PromptSpan]) -> None:
         session, state, done = self._session, self._session.state, 0
@@ -90,7 +102,7 @@ class SessionPrefill:
             if self._batch == 1 and spans and done + chunk <= spans[0].end - spans[0].begin:
                 state.num_before = spans[0].begin + done
             try:
-                prefill_chunk(state, self._target(), self._target.drafter, chunk)
+                prefill_chunk(state, self._target(), self._target.drafter, chunk, session.packed)
             finally:
                 state.num_before = None
             done += chunk
@@ -130,5 +142,8 @@ class SessionPrefill:
         captured, prefills = self._captured_chunks(spans), self._session.prefills
         if captured and not any(chunk in prefills and prefills.get(chunk) is None for chunk in captured):
             return captured
-        width = max(self._columns(spans), 1 if self._is_packed else FEWEST_PADDED_COLUMNS)
+        return self._eager_chunks(self._columns(spans))
+
+    def _eager_chunks(self, columns: int) -> list[int]:
+        width = max(columns, 1 if self._is_packed else FEWEST_PADDED_COLUMNS)
         return [min(self.chunk_size, width - first) for first in range(0, width, self.chunk_size)]

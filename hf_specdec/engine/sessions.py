@@ -15,6 +15,7 @@ from .auto_drafts import RoundTimes
 from .cuda_graphs import Fence, GraphPool
 from .fingerprint import Fingerprint
 from .kv_transfer import DeferredCache
+from .packed_prompts import PackedPrompts
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
 # groups, and of rows down to those of its end.
@@ -74,6 +75,7 @@ class Session:
         rounds: captured rounds, by `BlockProcessor.key` and K.
         catch_ups: captured `catch_up`, by width.
         prefills: captured prefills, by width.
+        packed: buffers of prompts that are packed in one row; None before the first prefill of such.
         graph_pool: memory pool of all these graphs.
         round_times: of its rounds, for `num_assistant_tokens="auto"`.
         capture_seconds: how long the last capture of a round took.
@@ -83,6 +85,7 @@ class Session:
     def __init__(self, state: DecodeState):
         self.state = state
         self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
+        self.packed: PackedPrompts | None = None
         self.graph_pool = GraphPool()
         self.round_times = RoundTimes()
         self.capture_seconds = 0.0

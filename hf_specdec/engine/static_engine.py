@@ -17,13 +17,14 @@ from ..sampling.processors import BlockProcessor
 from ..stats import Counters
 from .auto_drafts import Acceptance
 from .buckets import next_power_of_two
+from .first_pass import FirstPass
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
 from .prefill import prefill_drafter
 from .request import Request
-from .rounds import CallRows, RoundLoop
+from .rounds import CallRows, RoundLoop, RoundReport, commit_first_token
 from .sessions import Session, sessions_of, settled_on_error
 from .transcript import Transcript
 
@@ -53,6 +54,7 @@ class StaticRun:
     def __init__(self, request: Request):
         self._request = request
         kept = [name for name in ("scores", "logits", "hidden_states") if request.keeps(name)]
+        self._first_pass = None if request.inputs is None else FirstPass(request, "hidden_states" in kept)
         self._target = LazyTarget(request.model, request.drafter, kept)
         prompts = request.prompts
         self._process = BlockProcessor(
@@ -106,6 +108,8 @@ class StaticRun:
 
     def _prepare_session(self) -> None:
         lease, process, spans = self._lease, self._process, self._request.prompts.spans
+        if self._first_pass is not None:
+            self._first_pass.run(lease.shape.slots, lease.shape.num_draft_tokens)
         session = lease.take()
         with settled_on_error(session):
             self._begin(session)
@@ -117,7 +121,8 @@ class StaticRun:
             if lacks_round:
                 lease.capture_round(process, num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
-            if lease.captured_round(process, num_drafts) is not None and lease.prefill.lacks(spans):
+            is_by_engine = self._first_pass is None and lease.captured_round(process, num_drafts) is not None
+            if is_by_engine and lease.prefill.lacks(spans):
                 lease.prefill.capture(spans)
                 self._prefill(session)
 
@@ -132,17 +137,25 @@ class StaticRun:
             request.row_temperatures,
             prompts.cached_lengths,
             prompts.draft_starts(self._target.reads_hidden_states),
+            request.position_offsets,
         )
 
     def _prefill(self, session: Session) -> None:
         """Bring the caller's cache and the prompts into the session."""
         prompts = self._request.prompts
-        bring_cached = functools.partial(self._bring_cached, session) if prompts.cached else None
-        self._lease.prefill.run(prompts.spans, bring_cached)
+        is_there = prompts.cached or self._first_pass is not None
+        bring_cached = functools.partial(self._bring_cached, session) if is_there else None
+        self._lease.prefill.run(prompts.spans, bring_cached, self._first_pass)
 
     def _bring_cached(self, session: Session) -> None:
         request, prompts, state = self._request, self._request.prompts, session.state
-        read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.model.device)
+        if self._first_pass is not None:
+            self._target()
+            self._first_pass.bring(state, self._target.hidden_states)
+            if not prompts.cached:
+                return
+        else:
+            read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.model.device)
         if not (self._target.reads_hidden_states or prompts.hidden):
             self._target()  # which patches the drafter, too
             prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._lease.prefill.chunk_size)
@@ -160,6 +173,8 @@ class StaticRun:
                 session.state.finished,
             )
             stage = self._lease.stage(self._process, request, acceptance, self._rows.tokens_left)
+            if self._first_pass is not None:
+                self._commit_first_token(session)
             loop = RoundLoop(stage, self._rows)
             start = time.perf_counter()
             loop.run()
@@ -167,12 +182,19 @@ class StaticRun:
             self._hand_over_cache(session)
         self._lease.keep()
 
+    def _commit_first_token(self, session: Session) -> None:
+        drafter = self._request.drafter
+        result, scores, logits = commit_first_token(session.state, self._first_pass, drafter, self._process)
+        tokens, _, committed = RoundReport(result).read()
+        self._rows.take_first(tokens, committed, scores=scores, logits=logits)
+        self._first_pass = None
+
     def _hand_over_cache(self, session: Session) -> None:
         """Copy keys and values to the caller's cache; if there is none, let the output copy them when it is asked."""
         request, transcript = self._request, self._transcript
         self._sequences = transcript.sequences
         columns = transcript.columns_run(request.prompts)
-        self._finished = FinishedCall(request.model, session.state.cache, request.prompts, self._sequences, columns)
+        self._finished = FinishedCall.of(request, session.state.cache, self._sequences, columns)
         self._past_key_values = request.cache
         if request.cache is not None:
             with caller():

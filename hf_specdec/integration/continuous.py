@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..drafters.base import Drafter
 from ..engine.request_rows import ContinuousBatching, RowRequest
 from .dispatch import continuous_batching
+from .eligibility import REPLACED_INPUTS
 from .validation import TOKEN_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ def generate_batch(
     if len(inputs) == 0:
         return {}
     prompts = [tokens_of(prompt, index) for index, prompt in enumerate(inputs)]
+    _check_inputs(model, kwargs)
     check_length(model, generation_config, kwargs)
     settings = continuous_batching_config or ContinuousBatchingConfig()
     check_config(settings)
@@ -117,6 +120,17 @@ def tokens_of(prompt: Any, index: int) -> torch.Tensor:
             "dimension, at least one, without padding."
         )
     return tokens.long().cpu()
+
+
+def _check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` if a call has inputs of `model` besides the tokens of its prompts, such as images."""
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters.keys() - REPLACED_INPUTS
+    given = sorted(name for name, value in kwargs.items() if name in parameters and value is not None)
+    if given:
+        raise ValueError(
+            f"generate_batch() was given {', '.join(given)}, but continuous batching runs prompts of text only; "
+            "expected none of those. Use generate(assistant_model=...), which takes batches with images."
+        )
 
 
 def check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:

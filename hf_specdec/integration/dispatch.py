@@ -20,7 +20,8 @@ from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import ContinuousOutput, decode_continuously
-from ..engine.equivalence import why_not_equivalent
+from ..engine.equivalence import CallWithInputs, why_not_equivalent, why_not_equivalent_with
+from ..engine.first_pass import inputs_after_prompts, position_offsets
 from ..engine.prompts import read_prompts
 from ..engine.request import Request
 from ..engine.request_rows import ContinuousBatching
@@ -29,7 +30,7 @@ from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
-from .eligibility import empty_attentions, why_not_static
+from .eligibility import empty_attentions, inputs_besides_tokens, ordinary_offsets, why_not_static
 from .validation import check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
@@ -100,16 +101,43 @@ def _warn(message: str) -> None:
     logger.warning("hf_specdec: %s", message)
 
 
-def _choose_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[str, str]:
-    """The engine that runs `request`, `"static"` or `"stock"`, and why.
+def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[Request, str | None]:
+    """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
+    model, prompts, drafter = request.model, request.prompts, request.drafter
+    obstacle = why_not_static(model, request.config, prompts, model_kwargs)
+    if obstacle is not None:
+        return request, obstacle
+    besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
+    is_by_target = bool(besides) or offsets is None
+    if drafter.is_equivalence_check:
+        is_by_target |= drafter.prompts_by_target
+    else:
+        obstacle = why_not_equivalent(model, "static")
+        if obstacle is not None and why_not_equivalent(model, "static", prompts_by_target=True) is None:
+            is_by_target, obstacle = True, None
+    if obstacle is not None or not is_by_target:
+        return replace(request, position_offsets=offsets), obstacle
+    if request.config.prefill_chunk_size is not None:
+        what = ", ".join(sorted(besides)) or "position_ids of its own"
+        return request, f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
+    following = inputs_after_prompts(model, prompts, model_kwargs)
+    offsets = following if isinstance(following, str) else position_offsets(prompts, following)
+    if isinstance(offsets, str):
+        return request, offsets
+    if besides and not drafter.is_equivalence_check:
+        call = CallWithInputs(model, prompts, request.config, model_kwargs, besides, following)
+        obstacle = why_not_equivalent_with(call)
+    return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
+
+
+def _choose_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[Request, str]:
+    """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = request.drafter
-    obstacle = why_not_static(request.model, request.config, request.prompts, model_kwargs)
-    if obstacle is None and not drafter.is_equivalence_check:
-        obstacle = why_not_equivalent(request.model, "static")
+    on_static, obstacle = _on_static_engine(request, model_kwargs)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
@@ -120,7 +148,7 @@ def _choose_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[str,
         _log_engine(engine, reason)
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
-    return engine, reason
+    return replace(on_static if engine == "static" else request, reason=reason), engine
 
 
 def generate_with_drafter(
@@ -184,8 +212,8 @@ def generate_with_drafter(
     if attentions is not None:
         generation_config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
-    engine, reason = _choose_engine(request, model_kwargs)
-    request = _for_engine(replace(request, reason=reason), engine)
+    request, engine = _choose_engine(request, model_kwargs)
+    request = _for_engine(request, engine)
     if engine == "static":
         check_same_device(model, drafter)
         check_tokens(model, input_ids.cpu(), mask)
@@ -229,6 +257,12 @@ def _check_continuous(request: Request, engine: str) -> None:
         raise ValueError(
             f"Continuous batching runs on the static engine, but {type(request.model).__name__} with this drafter runs "
             f"on the {engine} engine: {request.reason}. Use generate(assistant_model=...)."
+        )
+    if request.inputs is not None:
+        raise ValueError(
+            f"Continuous batching runs prompts together with other requests, but {type(request.model).__name__} itself "
+            "must run them in a pass of their own; expected a target whose text is causal. Use "
+            "generate(assistant_model=...)."
         )
 
 

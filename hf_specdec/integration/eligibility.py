@@ -98,25 +98,33 @@ def _why_not_call(
             return obstacle
     if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):
         return f"the call asks for a {config.cache_implementation} cache"
-    given = sorted(name for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value))
-    if given:
-        return f"the call has model inputs besides tokens: {', '.join(given)}"
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and not _are_ordinary(positions, prompts):
-        return "the call has position_ids of its own"
     return None
+
+
+def inputs_besides_tokens(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a call that are neither its tokens nor replaced by the engine's own, such as images."""
+    return {name: value for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value)}
+
+
+def ordinary_offsets(prompts: Prompts, model_kwargs: dict[str, Any]) -> list[int] | None:
+    """For each row position ids minus positions, if they differ by one number for all tokens; None otherwise.
+
+    `position_ids` are `[B, P]`, or with M-RoPE `[sections, B, P]`. They are numbers of the tokens of each row, unless
+    a text continues a cache that holds images.
+    """
+    given = model_kwargs.get("position_ids")
+    if given is None:
+        return [0] * len(prompts.padding)
+    if given.dim() not in (2, 3) or given.shape[-1] != prompts.width:
+        return None
+    given = given.cpu().expand(*given.shape[:-2], len(prompts.padding), -1)
+    positions = torch.arange(prompts.width) - torch.tensor(prompts.padding)[:, None]
+    last = given.reshape(-1, *given.shape[-2:])[-1, :, -1:]
+    offsets = last - positions[:, -1:]
+    is_run = (positions >= 0) & (torch.arange(prompts.width) >= prompts.cached)
+    return offsets[:, 0].tolist() if bool(((given == positions + offsets) | ~is_run).all()) else None
 
 
 def _is_input(value: Any) -> bool:
     # transformers passes an empty dictionary of images to a multimodal model with a text prompt.
     return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
-
-
-def _are_ordinary(position_ids: torch.Tensor, prompts: Prompts) -> bool:
-    """Whether `position_ids`, `[B, P]` or with M-RoPE `[sections, B, P]`, count the tokens of each row."""
-    if position_ids.dim() not in (2, 3) or position_ids.shape[-1] != prompts.width:
-        return False
-    padding = torch.tensor(prompts.padding, device=position_ids.device)[:, None]
-    expected = torch.arange(prompts.width, device=position_ids.device) - padding
-    expected = expected.expand_as(position_ids)
-    return torch.equal(torch.where(expected < 0, expected, position_ids), expected)

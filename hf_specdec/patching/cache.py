@@ -259,7 +259,8 @@ class RaggedCache(Cache):
     def copy_rows(
         self, rows: torch.Tensor, source: RaggedCache, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:
-        """Copy rows of another cache of the same layers, and of the same K, whose layers hold some; so do this one's.
+        """Copy rows of another cache of the same layers, and of the same K, whose layers hold some; so do this one's
+        with keys and values.
 
         Args:
             rows: `[n]` int64, where to.
@@ -272,6 +273,18 @@ class RaggedCache(Cache):
             layer.copy_rows(rows, other, taken, slots)
         if self.recurrence is not None:
             self.recurrence.copy_rows(rows, source.recurrence, taken)
+
+    def copy_states(self, rows: torch.Tensor, source: RaggedCache) -> None:
+        """Copy the recurrent states of all rows of another cache of the same layers and K, no keys and values.
+
+        Args:
+            rows: `[n]` int64, where to.
+            source: whose rows are copied.
+        """
+        for layer, other in zip(self.layers, source.layers, strict=True):
+            if isinstance(layer, RecurrentLayer):
+                RecurrentLayer.copy_rows(layer, rows, other, slice(len(rows)), 0)
+        self.recurrence.copy_rows(rows, source.recurrence, slice(len(rows)))
 
     def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.

@@ -154,6 +154,11 @@ class RecurrentState:
             self.state.zero_()
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentState, taken: slice | torch.Tensor) -> None:
+        if self.state is None:
+            batch = len(self.cache.recurrence.base)
+            self.state, *ring = (part.new_zeros(batch, *part.shape[1:]) for part in (source.state, *source.ring))
+            self.ring = RecurrenceRing(*ring)
+        self.step_limits = source.step_limits
         for ours, theirs in zip((self.state, *self.ring), (source.state, *source.ring), strict=True):
             ours[rows] = theirs[taken]
 
@@ -232,16 +237,25 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         ring = self._rings[state_idx]
         if conv_states.shape[-1] <= MOST_STEPS:
             return ConvolutionInputs(self._cache, ring, conv_states)
-        inputs = conv_states.transpose(1, 2)
+        # Columns that are no tokens may stand before a row's first token.
+        is_token = self._cache.positions < self._cache.dummy_slot
+        inputs = torch.where(is_token[..., None], conv_states.transpose(1, 2), 0)
         extended = torch.cat([self._before(ring, conv_kernel_size - 1).to(inputs.dtype), inputs], dim=1)
         self._store(ring, inputs)
         return extended.transpose(1, 2)
 
     def _span(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and the last position of each row's block `[B, 1]`, which begins with its first token."""
+        """The position of the first column and the last position of each row's block, `[B, 1]` each.
+
+        Positions of adjacent tokens are consecutive. With columns before the tokens the first may be negative; in a row
+        without a token it is the dummy slot's number.
+        """
         positions, dummy = self._cache.positions, self._cache.dummy_slot
-        last = torch.where(positions < dummy, positions, -1).amax(dim=1, keepdim=True)
-        return positions[:, :1], last
+        columns = torch.arange(positions.shape[1], device=positions.device)
+        is_token = positions < dummy
+        last = torch.where(is_token, positions, -1).amax(dim=1, keepdim=True)
+        first = torch.where(is_token, positions - columns, dummy).amin(dim=1, keepdim=True)
+        return first, last
 
     def _before(self, ring: torch.Tensor, count: int) -> torch.Tensor:
         """The last `count` inputs before the block, `[B, count, C]`; 0 where there are none."""
@@ -284,11 +298,13 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             ring.zero_()
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, taken: slice | torch.Tensor, slots: int) -> None:
-        for index, state in self.recurrent_states.items():
+        for index, state in source.recurrent_states.items():
             if state.state is not None:
-                state.copy_rows(rows, source.recurrent_states[index], taken)
-        for index, ring in self._rings.items():
-            ring[rows] = source._rings[index][taken]
+                self.recurrent_states[index].copy_rows(rows, state, taken)
+        for index, ring in source._rings.items():
+            if index not in self._rings:
+                self._rings[index] = ring.new_zeros(len(self._cache.recurrence.base), *ring.shape[1:])
+            self._rings[index][rows] = ring[taken]
 
     def get_max_length(self) -> int:
         return self._cache.slots

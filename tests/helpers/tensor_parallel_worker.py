@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
+from images import IMAGE, image_prompts
 from oracle import RANDOM_DRAFTERS, OracleDrafter
 from targets import padded_prompts, set_policy
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     ContinuousBatchingConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -51,6 +53,8 @@ NEW_TOKENS = num_cases(12, 8)
 BENCHED_TOKENS = num_cases(24, 12)
 COMPILED_TOKENS = 4
 BENCHED = cases(["eagle3", "p-eagle"], ["eagle3"])
+# Recurrent layers, images, and several positions a token.
+IMAGE_CLASS = "Qwen3_5ForConditionalGeneration"
 OTHER_FAMILIES = ("gemma3", "gpt-oss", "qwen3-moe", "qwen3-next")
 
 
@@ -173,9 +177,20 @@ def generate_briefly(target: PreTrainedModel) -> list:
     return [generate(target, drafter), generate(target, drafter, **SAMPLING)]
 
 
-def load_split(folder: Path) -> PreTrainedModel:
+def generate_with_images(target: PreTrainedModel) -> list:
+    """What `target` says of prompts with and without images, and how many drafts of MTP modules were accepted."""
+    drafter = RANDOM_DRAFTERS["mtp"](target).configure(compile_rounds=False)
+    inputs = image_prompts(target, [[4, IMAGE, 5], [3]])
+    inputs = {name: tensor.to(target.device) for name, tensor in inputs.items()}
+    out = target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter)
+    assert drafter.stats.engine == "static"
+    drafter.release()
+    return [out.tolist(), [row.accepted_per_position for row in drafter.stats.rows]]
+
+
+def load_split(folder: Path, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
     split = DistributedConfig(tp_plan="auto")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=split).eval()
+    return auto_class.from_pretrained(folder, dtype=torch.float32, distributed_config=split).eval()
 
 
 def check_weights(target: PreTrainedModel) -> None:
@@ -378,6 +393,7 @@ def main(folder: str, answers: str, device: str) -> None:
         stock = borrower(target).configure(engine="stock")
         generated["seeds of hosts"] = generate(target, stock, lengths=[9], host_seed=rank, **SAMPLING)
     generated |= {family: generate_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
+    generated["images"] = generate_with_images(load_split(Path(folder) / "images", AutoModelForImageTextToText))
     if device == "cpu":
         generated["replayed"] = generate_replayed(target)
         generated |= errors_of_disagreeing_ranks(target)

@@ -5,7 +5,8 @@
 
 Each class is built with the default configuration of its own family, shrunk by `zoo_configs`. Then greedy `generate()`
 with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must generate
-what plain `generate()` generates, or refuse the call before it begins.
+what plain `generate()` generates, or refuse the call before it begins. So must the classes of `images.KINDS`, under
+their names with "(images)" behind, of prompts with images.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from images import IMAGE, image_model, image_prompts
+from images import KINDS as KINDS_OF_IMAGES
 from oracle import OracleDrafter, random_draft_model
 from transformers import PreTrainedModel
 from zoo_models import MAX_NEW_TOKENS, build, class_names, generate, prompts, rows_of
@@ -36,6 +39,10 @@ from hf_specdec import Drafter
 NUM_DRAFT_TOKENS = 4
 ACCURACY = 0.6
 SECONDS_PER_CLASS = 120
+
+# What names of classes have behind them for prompts with images, and the parts of these.
+WITH_IMAGES = " (images)"
+IMAGE_ROWS = [[4, IMAGE, 5], [3], [2, IMAGE, 3, IMAGE, 6]]
 
 RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT = "right", "refused", "wrong", "crash", "not built", "no plain text"
 
@@ -139,14 +146,14 @@ def plain(model: PreTrainedModel, inputs: dict[str, torch.Tensor], notes: list[s
         return None
 
 
-def calls_of(model: PreTrainedModel, notes: list[str]) -> Iterator[tuple[str, Call]]:
-    """Every call, by its name: both prompts as a batch, then each by itself."""
-    inputs = prompts(model)
-    batches = [inputs, *rows_of(inputs)]
+def calls_of(
+    model: PreTrainedModel, batches: list[dict[str, torch.Tensor]], notes: list[str]
+) -> Iterator[tuple[str, Call]]:
+    """Every call, by its name: of prompts as a batch, and of each by itself if `batches` go on with them."""
     texts = [plain(model, batch, notes) for batch in batches]
     new = [None if text is None else text[:, -MAX_NEW_TOKENS:] for text in texts]
     if all(text is not None for text in new):
-        if not torch.equal(new[0], torch.cat(new[1:])):
+        if new[1:] and not torch.equal(new[0], torch.cat(new[1:])):
             notes.append("plain generate() generates other tokens for a padded batch than for its rows")
         variety = [len(set(row.tolist())) for row in new[0]]
         if max(variety) < 4:
@@ -156,7 +163,7 @@ def calls_of(model: PreTrainedModel, notes: list[str]) -> Iterator[tuple[str, Ca
         if continuation is None:
             continuation = torch.zeros(len(lengths), MAX_NEW_TOKENS, dtype=torch.int64)
         answers = torch.nn.functional.pad(continuation, (0, 16), value=2)
-        where = "batch of two" if len(lengths) > 1 else f"row of {lengths[0]}"
+        where = f"batch of {len(lengths)}" if len(lengths) > 1 else f"row of {lengths[0]}"
         yield (
             f"{where}, scripted",
             call(model, batch, text, lambda a=answers, n=lengths: OracleDrafter(model, a, n, ACCURACY)),
@@ -168,12 +175,17 @@ def run(name: str) -> Outcome:
     """Build the class `name` and run all calls with it."""
     start, result = time.perf_counter(), Outcome(name)
     try:
-        model = build(name)
+        if name.endswith(WITH_IMAGES):
+            model = image_model(name.removesuffix(WITH_IMAGES))
+            batches = [image_prompts(model, IMAGE_ROWS)]
+        else:
+            model = build(name)
+            batches = [prompts(model), *rows_of(prompts(model))]
         result.model_type = model.config.model_type
     except Exception as error:  # whatever a class raises that is not made to be built so
         result.error = last_line(error)
     else:
-        judge(result, dict(calls_of(model, result.notes)))
+        judge(result, dict(calls_of(model, batches, result.notes)))
     result.seconds = round(time.perf_counter() - start, 2)
     return result
 
@@ -259,6 +271,8 @@ class Worker:
 
 def table(outcomes: list[Outcome]) -> str:
     """`outcomes` as the Markdown of docs/targets.md."""
+    with_images = [outcome for outcome in outcomes if outcome.name.endswith(WITH_IMAGES)]
+    outcomes = [outcome for outcome in outcomes if outcome not in with_images]
     counts = Counter(kind_of(outcome) for outcome in outcomes)
     lines = [
         "# Targets",
@@ -277,14 +291,26 @@ def table(outcomes: list[Outcome]) -> str:
         "",
         "The static engine runs the rows of a batch together, the stock engine one after the other.",
         "",
-        "| class | engine | outcome | why |",
-        "|---|---|---|---|",
+        *rows_of_table(outcomes),
+        "",
+        "## Images",
+        "",
+        "Prompts with no, one and two images (sounds) as a padded batch, with the same drafters.",
+        "",
+        *rows_of_table(with_images),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def rows_of_table(outcomes: list[Outcome]) -> list[str]:
+    """The lines of a table of `outcomes`."""
+    lines = ["| class | engine | outcome | why |", "|---|---|---|---|"]
     for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower()):
         why = outcome.error if outcome.outcome in (WRONG, CRASH, NOT_BUILT, NO_TEXT) else outcome.reason
         why = "" if outcome.engine == "static" and outcome.outcome == RIGHT else why.replace("|", "\\|")
-        lines.append(f"| {outcome.name} | {outcome.engine or ''} | {outcome.outcome} | {why} |")
-    return "\n".join(lines) + "\n"
+        name = outcome.name.removesuffix(WITH_IMAGES)
+        lines.append(f"| {name} | {outcome.engine or ''} | {outcome.outcome} | {why} |")
+    return lines
 
 
 KINDS = (
@@ -320,7 +346,7 @@ def main() -> None:
     process, outcomes = Worker(), []
     if args.json:
         args.json.write_text("")
-    for name in args.only or class_names():
+    for name in args.only or [*class_names(), *(f"{name}{WITH_IMAGES}" for name in KINDS_OF_IMAGES)]:
         outcomes.append(outcome := process.run(name))
         line = f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:13} {outcome.error or outcome.reason}"
         print(line[:240], *(f"    {note}" for note in (outcome.notes if args.only else ())), sep="\n", flush=True)

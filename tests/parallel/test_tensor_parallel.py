@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from case_counts import num_cases
+from images import image_model
 from oracle import eagle_options
 from processes import ROOT, finish, launch
 from targets import NUM_LAYERS, tiny_target
@@ -15,11 +16,13 @@ from tensor_parallel_worker import (
     BENCHED_TOKENS,
     COMPILED_TOKENS,
     DRAFTERS,
+    IMAGE_CLASS,
     OTHER_FAMILIES,
     generate,
     generate_all,
     generate_briefly,
     generate_with_generator,
+    generate_with_images,
 )
 
 from hf_specdec.bench.traffic import round_bytes
@@ -35,6 +38,7 @@ def run_two_processes(folder, device):
     """What two processes generated on devices of the type `device`, each by the name of the case."""
     for family in ("llama", *OTHER_FAMILIES):
         tiny_target(family).save_pretrained(folder / family)
+    image_model(IMAGE_CLASS).save_pretrained(folder / "images")
     tiny_target("llama", num_layers=SHALLOW).save_pretrained(folder / "shallow")
     target = tiny_target("llama")
     target.config.save_pretrained(folder / "bench" / "target")
@@ -71,6 +75,12 @@ def test_one_process_and_two_generate_the_same(answers):
 def test_other_families(answers, family):
     expected = json.loads(json.dumps(generate_briefly(tiny_target(family))))
     assert [generated[family] for generated in answers] == [expected, expected]
+
+
+@pytest.mark.core
+def test_images(answers):
+    expected = json.loads(json.dumps(generate_with_images(image_model(IMAGE_CLASS))))
+    assert [generated["images"] for generated in answers] == [expected, expected]
 
 
 @pytest.mark.core

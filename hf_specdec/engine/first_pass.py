@@ -1,0 +1,290 @@
+"""The first forward pass of a call by the target as it is, for prompts that are more than tokens.
+
+What images, audio or a caller's own embeddings are for a prompt is known to the target's own code: how they are merged
+with the tokens, which tokens see each other, and which positions they have. So such prompts pass through the target
+once as in plain `generate()`, not patched, with all of the call's inputs. Its keys and values are copied to the slots
+of the engine's cache, and the logits after the last token give the first new one. From then on there is only text, and
+rounds are those of any call: slot == position in the cache, and position ids that differ from the slots by a number of
+each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..errors import first_line
+from ..patching.cache import LayerKind, RaggedCache, RaggedLayer, RaggedRecurrentLayer
+from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
+from ..patching.patch import caller, current_engine, engine
+from ..patching.recurrent_functions import recurrent_functions
+from ..patching.recurrent_layers import RecurrentLayer
+from ..patching.support import cache_layers, has_recurrent_layers
+from ..state import DecodeState
+from .kv_transfer import read_cache, run_as_given
+from .prompts import Prompts
+from .request import Request
+from .target import HiddenStates
+
+# Rows of position ids `[rows, B, n]` with M-RoPE if the first row counts tokens: transformers passes it on for masks.
+_ROWS_WITH_TEXT = 4
+
+
+def _sections(position_ids: torch.Tensor) -> torch.Tensor:
+    """`[sections, B, n]` of the position ids that transformers gives a model: `[B, n]`, or several rows of them."""
+    if position_ids.dim() == 2:
+        return position_ids[None]
+    return position_ids[1:] if len(position_ids) == _ROWS_WITH_TEXT else position_ids
+
+
+@contextmanager
+def kept_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
+    """Context that restores `rope_deltas`, which M-RoPE models keep of their last prompts for the next call."""
+    before = [(module, vars(module)["rope_deltas"]) for module in modules_of(model) if "rope_deltas" in vars(module)]
+    try:
+        yield
+    finally:
+        for module, value in before:
+            module.rope_deltas = value
+
+
+def inputs_after_prompts(
+    model: PreTrainedModel, prompts: Prompts, model_kwargs: Mapping[str, Any]
+) -> dict[str, Any] | str:
+    """What plain `generate()` gives `model` with the first new token, without a cache; or why that is not known.
+
+    Nothing is run.
+
+    Args:
+        model: the target.
+        prompts: of the call.
+        model_kwargs: inputs of the model as prepared by `generate()`.
+    """
+    given = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
+    embeddings, columns = given.get("inputs_embeds"), prompts.input_ids.shape[1]
+    if embeddings is not None and embeddings.shape[1] != columns:
+        return f"inputs_embeds has {embeddings.shape[1]} columns, and input_ids {columns}"
+    longer = torch.nn.functional.pad(prompts.input_ids, (0, 1))
+    try:
+        with kept_rope_deltas(model):
+            given = model._update_model_kwargs_for_generation(ModelOutput(), given, num_new_tokens=1)
+            return model.prepare_inputs_for_generation(
+                longer, next_sequence_length=1, is_first_iteration=False, **given
+            )
+    except Exception as error:  # a model may raise anything
+        return f"what follows its prompt cannot be told ({type(error).__name__}: {first_line(error)})"
+
+
+def position_offsets(prompts: Prompts, following: Mapping[str, Any]) -> list[int] | str:
+    """For each row the difference of position ids and positions after the prompt, or why it is not a number.
+
+    Args:
+        prompts: of the call.
+        following: from `inputs_after_prompts`.
+    """
+    if following.get("position_ids") is None:
+        return [0] * len(prompts.lengths)
+    position_ids = _sections(following["position_ids"])[..., -1]
+    if bool((position_ids != position_ids[0]).any()):
+        return "the tokens after its prompt have several position ids each"
+    lengths = torch.tensor(prompts.lengths)
+    return (position_ids[0].cpu().expand_as(lengths) - lengths).tolist()
+
+
+class _ByColumn:
+    """Of a layer's keys and values: those of one pass, `[B, kv_heads, n, head_dim]`, by column as they are given."""
+
+    is_compileable = False
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    is_initialized: bool
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2] if self.is_initialized else 0
+
+
+class _ColumnLayer(_ByColumn, RaggedLayer):
+    """A layer with keys and values."""
+
+
+class _ColumnRecurrentLayer(_ByColumn, RaggedRecurrentLayer):
+    """A layer with keys and values as well as recurrent states."""
+
+
+class _ColumnCache(RaggedCache):
+    """A cache for one pass over prompts: recurrent states by position, keys and values by column."""
+
+    def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
+        if not kind.has_keys:
+            return super()._new_layer(kind)
+        return _ColumnRecurrentLayer(self, kind.num_states) if kind.num_states else _ColumnLayer(self)
+
+
+class _InputRecorder:
+    """Context in which a forward pass of `decoder` records the embeddings and the position ids that it is given."""
+
+    def __init__(self, decoder: nn.Module):
+        self._decoder = decoder
+        self._engine = current_engine()
+        self.embeddings: torch.Tensor | None = None
+        self.position_ids: torch.Tensor | None = None
+
+    def __enter__(self) -> _InputRecorder:
+        self._handle = self._decoder.register_forward_pre_hook(self._record, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._handle.remove()
+
+    def _record(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if current_engine() is self._engine:
+            self.embeddings, self.position_ids = kwargs.get("inputs_embeds"), kwargs.get("position_ids")
+
+
+class FirstPass:
+    """The first pass of a call, and what it has computed.
+
+    It takes the place of a `Target` where the engine prefills the drafter and commits the first new token.
+
+    Args:
+        request: of the call, with `inputs`.
+        keeps_hidden_states: whether the caller gets the hidden states of the prompt.
+    """
+
+    def __init__(self, request: Request, keeps_hidden_states: bool):
+        self._request = request
+        self._keeps_hidden_states = keeps_hidden_states
+        self._cache: Cache | None = None
+
+    @torch.no_grad()
+    def run(self, slots: int, num_draft_tokens: int) -> None:
+        """Run the target over the prompts, unless what that gave is waiting for `bring`. It should not be patched.
+
+        Args:
+            slots: of the cache that the results are copied to.
+            num_draft_tokens: the largest K of that cache.
+        """
+        if self._cache is not None:
+            return
+        request, model = self._request, self._request.model
+        drafter, prompts = request.drafter, request.prompts
+        columns = torch.arange(prompts.cached, prompts.width) - torch.tensor(prompts.padding)[:, None]
+        self._positions = torch.where(columns < 0, slots - 1, columns).to(model.device)
+        cache = self._new_cache(slots, num_draft_tokens)
+        with ExitStack() as stack:
+            # It is the caller's pass: in inference mode if the caller is. What is recorded is that of this pass only.
+            stack.enter_context(caller())
+            stack.enter_context(engine())
+            recorder = stack.enter_context(
+                AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
+            )
+            inputs = stack.enter_context(_InputRecorder(model.get_decoder()))
+            if isinstance(cache, RaggedCache):
+                stack.enter_context(recurrent_functions(model))
+            try:
+                out = run_as_given(model, prompts.input_ids, request.config, request.inputs, cache)
+            except BaseException:
+                if prompts.cached:  # the caller's cache, which has got longer in some layers
+                    with suppress(Exception):
+                        cache.crop(prompts.cached)
+                raise
+            found = int(cache.get_seq_length())
+            if found != prompts.width:
+                raise ValueError(
+                    f"{type(model).__name__} made {found} columns of a prompt of {prompts.width}; expected a token for "
+                    "each of them in input_ids, as its processor makes them, or a call without assistant_model."
+                )
+            self._logits = out.logits[:, -1:]
+            self._aux_hidden_states = recorder.aux_hidden_states
+            self._embeddings = inputs.embeddings if drafter.reads_embeddings else None
+            self._position_ids = None if inputs.position_ids is None else _sections(inputs.position_ids)
+            self._hidden_states = out.hidden_states if self._keeps_hidden_states else None
+        self._cache = cache
+
+    def _new_cache(self, slots: int, num_draft_tokens: int) -> Cache:
+        model, prompts = self._request.model, self._request.prompts
+        if prompts.cached:
+            return self._request.cache
+        if not has_recurrent_layers(model):
+            return DynamicCache(config=model.config.get_text_config(decoder=True))
+        lengths = torch.tensor(prompts.lengths, device=model.device)
+        cache = _ColumnCache(cache_layers(model), slots, None, lengths, num_draft_tokens)
+        cache.restart()
+        cache.advance(self._positions, slots)
+        return cache
+
+    def bring(self, state: DecodeState, kept: HiddenStates | None) -> None:
+        """Copy keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`.
+
+        The copies that are not the caller's cache are freed.
+        """
+        prompts, batch = self._request.prompts, len(state.lengths)
+        whole = replace(prompts, cached=prompts.width)
+        read_cache(self._cache, state.cache, whole, batch, self._request.model.device)
+        if kept is not None:
+            kept.store(self._hidden_states, self._positions, state.slots)
+        if not prompts.cached:
+            self._cache = None
+
+    @contextmanager
+    def records_of(self, state: DecodeState) -> Iterator[None]:
+        """Context in which drafters that read `state` find in its `records` what the pass was given."""
+        self._state, state.records = state, self
+        try:
+            yield
+        finally:
+            state.records = None
+
+    def __call__(
+        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As a `Target`, at slots of the prompts.
+
+        Returns:
+            logits `[B, 1, V]` after the prompts, whatever `slots` are, and auxiliary hidden states `[B, n, width]` or
+            None.
+        """
+        hidden = None if self._aux_hidden_states is None else self._at(self._aux_hidden_states, slots)
+        return self._logits[self._rows(slots)[:, 0]], hidden
+
+    def position_ids(self, slots: torch.Tensor, sections: bool) -> torch.Tensor:
+        """See `DecodeState.position_ids`."""
+        if self._position_ids is None:
+            return self._state.text_positions(slots)
+        rows, columns = self._rows(slots), self._columns(slots)
+        given = self._position_ids.expand(-1, self._request.batch, -1)
+        found = given[:, rows, columns] if sections and len(given) > 1 else given[0, rows, columns]
+        return torch.where(slots < self._state.dummy_slot, found, 0)
+
+    def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """See `state.PromptRecords`."""
+        return None if self._embeddings is None else self._at(self._embeddings, slots)
+
+    def _at(self, recorded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return recorded[self._rows(slots), self._columns(slots)]
+
+    def _rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Rows of the call `[B, 1]`; for further rows of the state, which are finished, the last."""
+        return torch.arange(len(slots), device=slots.device).clamp(max=self._request.batch - 1)[:, None]
+
+    def _columns(self, slots: torch.Tensor) -> torch.Tensor:
+        """Columns of the pass at `slots` `[B, n]`; any for slots that are not of the prompts."""
+        prompts = self._request.prompts
+        padding = torch.tensor(prompts.padding, device=slots.device)[self._rows(slots)]
+        return (slots + padding - prompts.cached).clamp(0, prompts.width - prompts.cached - 1)
