@@ -14,6 +14,18 @@ from .patching.cache import LayerKind, RaggedCache
 
 # Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
 NO_TOKEN = -1
+# Buffers with an entry for each row, which a row takes along.
+_OF_ROWS = (
+    "lengths",
+    "limits",
+    "seeds",
+    "row_temperatures",
+    "cached",
+    "draft_starts",
+    "prompt_lengths",
+    "ahead",
+    "finished",
+)
 
 
 class Shape(NamedTuple):
@@ -59,6 +71,9 @@ class DecodeState:
         verification: see `Drafter.configure`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
+        prompt_lengths: `[B]` int64, tokens of each prompt.
+        ahead: `[B]` int64, how many more tokens than a row's the longest prompt of its batch has, for RoPE that depends
+            on length.
         num_prefilled: `[]` int64, positions of each row after `cached` that are prefilled.
         aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
@@ -86,6 +101,8 @@ class DecodeState:
     verification: str
     cached: torch.Tensor
     draft_starts: torch.Tensor
+    prompt_lengths: torch.Tensor
+    ahead: torch.Tensor
     num_prefilled: torch.Tensor
     cache: RaggedCache | None
     live: int
@@ -122,6 +139,8 @@ class DecodeState:
             verification=shape.verification,
             cached=torch.zeros(batch, dtype=torch.int64, device=device),
             draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
+            prompt_lengths=torch.ones(batch, dtype=torch.int64, device=device),
+            ahead=torch.zeros(batch, dtype=torch.int64, device=device),
             num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
             cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
             live=shape.slots,
@@ -142,6 +161,7 @@ class DecodeState:
         row_temperatures: torch.Tensor | None = None,
         cached: Sequence[int] | None = None,
         draft_starts: Sequence[int] | None = None,
+        ahead: Sequence[int] | None = None,
     ) -> None:
         """Fill the buffers for a batch before prefill.
 
@@ -152,7 +172,7 @@ class DecodeState:
             seeds: `[len(prompts)]` int64.
             temperature: of sampling; None when decoding is greedy.
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
-            cached, draft_starts: of each prompt; 0 for all if None.
+            cached, draft_starts, ahead: of each prompt; 0 for all if None.
         """
         self.clear()
         for row, prompt in enumerate(prompts):
@@ -165,16 +185,18 @@ class DecodeState:
         self.seeds[:count] = seeds
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures
-        for buffer, values in ((self.cached, cached), (self.draft_starts, draft_starts)):
+        self.prompt_lengths.copy_(self.lengths)
+        given = ((self.cached, cached), (self.draft_starts, draft_starts), (self.ahead, ahead))
+        for buffer, values in given:
             if values is not None:
                 buffer[:count] = upload(values, buffer)
         self.live = max(map(len, prompts))
 
     def clear(self) -> None:
         """Make all rows finished ones, of one token."""
-        for buffer in (self.tokens, self.cached, self.draft_starts):
+        for buffer in (self.tokens, self.cached, self.draft_starts, self.ahead):
             buffer.zero_()
-        for buffer in (self.lengths, self.limits, self.row_temperatures):
+        for buffer in (self.lengths, self.limits, self.prompt_lengths, self.row_temperatures):
             buffer.fill_(1)
         self.finished.fill_(True)
         self.block_width = 1
@@ -201,7 +223,7 @@ class DecodeState:
         """
         taken = slice(len(rows)) if source_rows is None else source_rows
         self.tokens[rows, :slots] = source.tokens[taken, :slots]
-        for name in ("lengths", "limits", "seeds", "row_temperatures", "cached", "draft_starts", "finished"):
+        for name in _OF_ROWS:
             getattr(self, name)[rows] = getattr(source, name)[taken]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):

@@ -23,8 +23,9 @@ from ..drafters.base import Drafter
 from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import registered_attention
+from ..patching.length_rope import why_not_marked
 from ..patching.masked_attention import why_not_masked
-from ..patching.support import settings_of, uses_attention_interface
+from ..patching.support import length_limits, settings_of, uses_attention_interface
 from ..state import DecodeState
 
 # Lengths of the prompts, unequal so that wrong treatment of padding shows, and numbers of new tokens: two rounds cover
@@ -145,7 +146,11 @@ def _compare(model: PreTrainedModel, engine: str) -> str | None:
         if not difference <= limit:
             what = "a padded batch" if len(lengths) > 1 else "one row"
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
-    return None if engine == "stock" or uses_attention_interface(model) else why_not_masked(model, limit)
+    if engine == "stock":
+        return None
+    longest_short = length_limits(model).long
+    obstacle = None if longest_short is None else why_not_marked(model, longest_short, limit)
+    return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
 
 
 def _compare_padding(model: PreTrainedModel) -> str | None:

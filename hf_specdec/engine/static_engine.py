@@ -131,6 +131,7 @@ class StaticRun:
             request.row_temperatures,
             prompts.cached_lengths,
             prompts.draft_starts(self._target.reads_hidden_states),
+            prompts.ahead,
         )
 
     def _prefill(self, session: Session) -> None:

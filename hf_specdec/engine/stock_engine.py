@@ -27,9 +27,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
 from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.length_rope import length_rope
 from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
-from ..patching.support import has_recurrent_layers
+from ..patching.support import has_recurrent_layers, length_limits
 from ..state import DecodeState, Shape
 from ..stats import Counters
 from .equivalence import why_not_equivalent
@@ -125,6 +126,9 @@ class DrafterCandidateGenerator(CandidateGenerator):
             (n for n in range(tokens.shape[1]) if bool(self._criteria(candidates[:, : length + n + 1], None).any())),
             tokens.shape[1],
         )
+        longest = length_limits(self._request.model).last_draft(length)
+        if longest is not None:
+            self._num_candidates = min(self._num_candidates, longest - length)
         if self._num_candidates == 0:
             return input_ids, None
         if proposal.probs is not None:
@@ -383,6 +387,7 @@ def _assist_row(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
         stack.enter_context(recurrent_functions(drafter))
+        stack.enter_context(length_rope(drafter))
         cache = model_kwargs.get("past_key_values")
         stack.enter_context(_restored(cache))
         stack.enter_context(_continuing(model, request.prompts.cached))

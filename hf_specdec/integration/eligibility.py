@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
-from ..patching.support import cache_layers, why_not_supported
+from ..patching.support import cache_layers, length_limits, why_not_supported
 
 # Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
 REPLACED_INPUTS = frozenset(
@@ -38,7 +38,33 @@ def why_not_static(
         prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
     """
-    return why_not_supported(model) or _why_not_inputs(model) or _why_not_call(model, config, prompts, model_kwargs)
+    return (
+        why_not_supported(model)
+        or _why_not_inputs(model)
+        or _why_not_call(model, config, prompts, model_kwargs)
+        or why_not_length(model, config, prompts)
+    )
+
+
+def why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: Prompts) -> str | None:
+    """The reason why plain `generate()` of texts as long as those of the call is not a pass after the other over new
+    tokens, with frequencies of RoPE that `length_rope` knows; None if it is.
+    """
+    limits = length_limits(model)
+    # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.
+    first, last = prompts.width, config.max_length - 1
+    if limits.fixed is not None and last > limits.fixed:
+        return f"a text of up to {last + 1} tokens outgrows {limits.fixed}, from where on RoPE changes with every token"
+    if limits.long is None or last <= limits.long:
+        return None
+    if limits.recomputes and (first <= limits.long or prompts.cached):
+        return (
+            f"a text that begins with {first} tokens and may have {last + 1} outgrows {limits.long}, where the keys of "
+            "all tokens are computed again with other factors of RoPE"
+        )
+    if config.prefill_chunk_size is not None and first > limits.long:
+        return f"RoPE changes inside of the prompt, after {limits.long} tokens, and the prompt is read in chunks"
+    return None
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:

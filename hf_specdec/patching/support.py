@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from .cache import LayerKind, attention_layers
 from .hidden_states import decoder_layers, find_decoder_layers, modules_of
+from .length_rope import RopeLimits, rope_limits
 from .recurrent_functions import why_not_replaced
 
 _T = TypeVar("_T")
@@ -33,7 +34,6 @@ SUPPORTED_LAYER_TYPES = frozenset(
         "mlp",
     }
 )
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 # Types whose values are compared as they are; values of other types are compared by their `repr`.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
@@ -150,6 +150,21 @@ def num_positions(model: PreTrainedModel) -> int | None:
     return stated if any(0 <= size - stated <= 8 for size in itertools.chain(tables, fixed)) else None
 
 
+@_cached_by_settings
+def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
+    """Where RoPE changes with the length of the text; or the reason why that cannot be told."""
+    try:
+        return rope_limits(model)
+    except ValueError as error:
+        return str(error)
+
+
+def length_limits(model: PreTrainedModel) -> RopeLimits:
+    """Where RoPE of `model` changes with the length of the text; nowhere if that cannot be told."""
+    limits = _rope_limits(model)
+    return RopeLimits() if isinstance(limits, str) else limits
+
+
 def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
     """The reason why `model` cannot run on a `RaggedCache`; None if it can. The reason calls the model `role`."""
     text, layers = model.config.get_text_config(), find_decoder_layers(model)
@@ -171,13 +186,5 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role} has cross-attention layers, whose keys and values have no positions"
     if getattr(text, "num_kv_shared_layers", 0):
         return f"layers of {role} share keys and values"
-    return _why_not_positions(text, role)
-
-
-def _why_not_positions(text: Any, role: str) -> str | None:
-    rope = getattr(text, "rope_parameters", None) or {}
-    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in by_layer_type or [rope]:
-        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            return f"{role}'s RoPE ({parameters['rope_type']}) changes with the length of the text"
-    return None
+    limits = _rope_limits(model)
+    return f"{role}'s {limits}" if isinstance(limits, str) else None
