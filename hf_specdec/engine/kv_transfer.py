@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +15,25 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..patching.cache import RaggedCache
+from ..patching.cache import LayerKind, RaggedCache
 from .prompts import Prompts
 
 # Layers of a cache that are stored column by column. Exact types: a subclass may store states in another form.
 _READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+# Layers that compute without memory, or read the keys and values of another one.
+_EMPTY = LayerKind(has_keys=False)
 
 
-def why_not_readable(cache: Cache, num_layers: int) -> str | None:
-    """The reason why a filled `cache` cannot be copied into a `RaggedCache` of `num_layers`; None if it can."""
-    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _READABLE})
+def why_not_readable(cache: Cache, kinds: Sequence[LayerKind]) -> str | None:
+    """The reason why a filled `cache` cannot be copied into a `RaggedCache` of layers of `kinds`; None if it can."""
+    # A cache made without a configuration has no layers after the last one with keys.
+    storing = [layer for layer, kind in zip(cache.layers, kinds, strict=False) if kind != _EMPTY]
+    others = sorted({type(layer).__name__ for layer in storing if type(layer) not in _READABLE})
     if others:
         return f"the call continues a cache with layers of type {', '.join(others)}"
-    filled = sum(layer.is_initialized for layer in cache.layers)
-    if filled != num_layers:
-        return f"the call continues a cache in which {filled} of {num_layers} layers are filled"
+    filled, expected = sum(layer.is_initialized for layer in storing), sum(kind != _EMPTY for kind in kinds)
+    if filled != expected or len(cache.layers) > len(kinds):
+        return f"the call continues a cache in which {filled} of {expected} layers are filled"
     return None
 
 
@@ -44,7 +49,9 @@ def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, 
     rows_by_padding: dict[int, list[int]] = {}
     for row, pad in enumerate(prompts.padding):
         rows_by_padding.setdefault(pad, []).append(row)
-    for layer, ours in zip(cache.layers, ragged.layers, strict=True):
+    for layer, ours in zip(cache.layers, ragged.layers, strict=False):
+        if layer.keys is None:
+            continue
         keys, values, first = _held(layer)
         if not ours.is_initialized:
             ours.allocate(keys.to(device), values.to(device), batch)

@@ -55,7 +55,7 @@ def prefill_chunk(state: DecodeState, target: Target, drafter: Drafter, columns:
     prompt_end = state.lengths - 1
     positions = (state.cached + state.num_prefilled)[:, None] + steps
     slots = torch.where(positions < prompt_end[:, None], positions, state.dummy_slot)
-    _, aux_hidden_states = target(state, state.tokens.gather(1, slots), slots, logits_to_keep=1)
+    _, aux_hidden_states = target(state, state.tokens.gather(1, slots), slots, needs_logits=False)
     drafter.prefill(state, aux_hidden_states, slots)
     if aux_hidden_states is not None:
         last = prompt_end - 1 - positions[:, 0]

@@ -71,13 +71,13 @@ class Target:
     longest_short: int | None = None
 
     def __call__(
-        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: int = 0
+        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, needs_logits: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `[B, n]` tokens at `[B, n]` slots.
 
         Returns:
-            logits `[B, n, V]`, or the last `logits_to_keep` of them, and auxiliary hidden states `[B, n, width]` or
-            None.
+            logits `[B, n, V]`, or of the last tokens if not `needs_logits`, and auxiliary hidden states `[B, n, width]`
+            or None.
         """
         state.cache.advance(slots, state.live)
         position_ids = state.position_ids(slots)
@@ -89,13 +89,23 @@ class Target:
             position_ids=position_ids,
             past_key_values=state.cache,
             use_cache=True,
-            logits_to_keep=logits_to_keep,
+            logits_to_keep=0 if needs_logits else self._last_token(slots),
             output_hidden_states=self.hidden_states is not None,
             return_dict=True,
         )
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)
         return out.logits, self.recorder.aux_hidden_states
+
+    def _last_token(self, slots: torch.Tensor) -> int | torch.Tensor:
+        """Which of the tokens at `slots` `[B, n]` to compute logits for, as models take it.
+
+        Given a number, models whose last layers store no keys run those over as many tokens only, given indices over
+        all, as a drafter that reads hidden states needs it.
+        """
+        if not self.recorder.records:
+            return 1
+        return torch.full((1,), slots.shape[1] - 1, device=slots.device)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def _why_not_call(
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
     if prompts.cached:
-        obstacle = why_not_readable(model_kwargs["past_key_values"], len(cache_layers(model)))
+        obstacle = why_not_readable(model_kwargs["past_key_values"], cache_layers(model))
         if obstacle is not None:
             return obstacle
     if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):

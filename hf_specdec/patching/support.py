@@ -184,7 +184,5 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role} has layers of type {', '.join(sorted(others))}"
     if getattr(text, "cross_attention_layers", None):
         return f"{role} has cross-attention layers, whose keys and values have no positions"
-    if getattr(text, "num_kv_shared_layers", 0):
-        return f"layers of {role} share keys and values"
     limits = _rope_limits(model)
     return f"{role}'s {limits}" if isinstance(limits, str) else None
