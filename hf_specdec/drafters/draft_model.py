@@ -13,8 +13,9 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.draft_model import auto_class
 from ..checkpoints.mtp_layouts import module_names
 from ..config import DraftModelConfig
-from ..patching.attention import registered_attention, set_ragged_attention
+from ..patching.attention import set_ragged_attention
 from ..patching.cache import LayerKind
+from ..patching.implementations import registered_attention
 from ..patching.length_rope import mark_long
 from ..patching.masked_attention import why_not_masked
 from ..patching.support import (

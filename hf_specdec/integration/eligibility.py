@@ -42,14 +42,18 @@ def why_not_static(
         why_not_supported(model)
         or _why_not_inputs(model)
         or _why_not_call(model, config, prompts, model_kwargs)
-        or why_not_length(model, config, prompts)
+        or _why_not_length(model, config, prompts)
     )
 
 
-def why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: Prompts) -> str | None:
-    """The reason why plain `generate()` of texts as long as those of the call is not a pass after the other over new
-    tokens, with frequencies of RoPE that `length_rope` knows; None if it is.
-    """
+def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: Prompts) -> str | None:
+    """The reason why what a token is run with in texts as long as those of the call is not known; None if it is."""
+    text = model.config.get_text_config()
+    if getattr(text, "attn_temperature_tuning", False) and config.max_length > text.floor_scale:
+        return (
+            f"queries are scaled by the number of cached tokens from {text.floor_scale} tokens on, padding included, "
+            f"and a text may have {config.max_length}"
+        )
     limits = length_limits(model)
     # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.
     first, last = prompts.width, config.max_length - 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 from .cache import RaggedCache
+from .implementations import IMPLEMENTATION, registered_attention, runs_flash_attention, submodel_configs
+from .mask_rules import MaskRule, rules_by_module
 from .patch import original, replaced
 from .support import uses_attention_interface
 
 ATTENTION_NAME, MASKED_NAME = "hf_specdec", "hf_specdec_masked"
-_ENTRY = "_attn_implementation_internal"
+# The attribute of an attention layer that holds its `MaskRule`.
+_RULE = "_hf_specdec_mask_rule"
 
 
 def ragged_attention_forward(
@@ -50,6 +53,9 @@ def ragged_attention_forward(
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
     starts = attention_mask[:, 0, 0, 1] if attention_mask.shape[3] > 1 else None
+    rule = vars(module).get(_RULE)
+    if rule is not None:
+        options |= {"sliding_window": rule.window, "chunk": rule.chunk}
     return _attend(query, key, value, attention_mask[:, 0, :, 0], starts, **options), None
 
 
@@ -63,6 +69,7 @@ def _attend(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
     if scaling is None:
@@ -77,6 +84,7 @@ def _attend(
         sinks=s_aux,
         softcap=softcap,
         starts=starts,
+        chunk=chunk,
     )
 
 
@@ -86,7 +94,7 @@ class _Original:
     def __init__(self, module: torch.nn.Module):
         self._module = module
         self.config = copy.copy(module.config)
-        vars(self.config)[_ENTRY] = original(module.config, _ENTRY)
+        vars(self.config)[IMPLEMENTATION] = original(module.config, IMPLEMENTATION)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -98,7 +106,7 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
     Raises:
         RuntimeError: `module` belongs to a drafter's model, which has no other attention.
     """
-    name = original(module.config, _ENTRY)
+    name = original(module.config, IMPLEMENTATION)
     if name in (ATTENTION_NAME, MASKED_NAME):
         raise RuntimeError(
             f"{type(module).__name__} belongs to a drafter, whose model runs on the drafter's cache only; expected the "
@@ -116,7 +124,7 @@ def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.
 
     It makes masks for calls by others while `ragged_attention` is active; engines bring their own masks.
     """
-    name = original(config, _ENTRY)
+    name = original(config, IMPLEMENTATION)
     if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
@@ -184,29 +192,33 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
 def set_ragged_attention(model: PreTrainedModel) -> None:
     """What `ragged_attention` does, for good: for the `model` of a drafter."""
     name = _name_for(model)
+    for module, rule in _rules_of(model):
+        vars(module)[_RULE] = rule
     for config in submodel_configs(model):
-        vars(config)[_ENTRY] = name
+        vars(config)[IMPLEMENTATION] = name
 
 
-def ragged_attention(target: PreTrainedModel) -> AbstractContextManager[None]:
+@contextmanager
+def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
     """Context in which `target` runs on a `RaggedCache`.
 
-    Its attention layers run `ragged_attention_forward` instead of their implementation; those outside of transformers'
-    attention interface run as they are, with `slot_mask`.
+    Its attention layers run `ragged_attention_forward` instead of their implementation, by the rules of their masks;
+    those outside of transformers' attention interface run as they are, with `slot_mask`.
     """
-    return registered_attention(target, _name_for(target))
+    rules = _rules_of(target)
+    with registered_attention(target, _name_for(target)), replaced(_RULE, rules):
+        yield
+
+
+def _rules_of(model: PreTrainedModel) -> list[tuple[torch.nn.Module, MaskRule]]:
+    """The rules that attention layers of `model` have besides the sliding windows that they state.
+
+    Flash attention is given no masks, but the windows only.
+    """
+    if runs_flash_attention(model) or not uses_attention_interface(model):
+        return []
+    return rules_by_module(model)
 
 
 def _name_for(model: PreTrainedModel) -> str:
     return ATTENTION_NAME if uses_attention_interface(model) else MASKED_NAME
-
-
-def registered_attention(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-    """Context in which `model` runs the attention implementation that is registered with transformers as `name`."""
-    return replaced(_ENTRY, [(config, name) for config in submodel_configs(model)])
-
-
-def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations that modules of `model` read, each once."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())

@@ -24,6 +24,7 @@ SUPPORTED_LAYER_TYPES = frozenset(
     {
         "full_attention",
         "sliding_attention",
+        "chunked_attention",
         # Recurrent layers, alone and beside attention.
         "linear_attention",
         "conv",
@@ -54,7 +55,7 @@ def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
     return tuple(settings)
 
 
-def _cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
+def cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
     """Decorator: caches what `function` returns by the class and the settings of the model."""
     results: dict[Hashable, _T] = {}
 
@@ -68,7 +69,7 @@ def _cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[
     return cached
 
 
-@_cached_by_settings
+@cached_by_settings
 def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
     """What the layers of transformers' cache for `model` store; empty if its configuration describes no cache."""
     try:
@@ -97,7 +98,7 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
     return any(kind.num_states for kind in _configured_layers(model))
 
 
-@_cached_by_settings
+@cached_by_settings
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Whether attention layers of `model` look their function up in transformers' attention interface.
 
@@ -110,12 +111,12 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
 
 
-@_cached_by_settings
+@cached_by_settings
 def _why_not_recurrent(model: PreTrainedModel) -> str | None:
     return why_not_replaced(model) if has_recurrent_layers(model) else None
 
 
-@_cached_by_settings
+@cached_by_settings
 def _takes_key_value_cache(model: PreTrainedModel) -> bool:
     return "past_key_values" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
@@ -127,7 +128,7 @@ def stated_positions(model: PreTrainedModel) -> int | None:
     return next((value for value in stated if isinstance(value, int)), None)
 
 
-@_cached_by_settings
+@cached_by_settings
 def num_positions(model: PreTrainedModel) -> int | None:
     """Size of the table of position embeddings of `model`, learned or fixed; None if it has none, such as with RoPE."""
     stated = stated_positions(model)
@@ -150,7 +151,7 @@ def num_positions(model: PreTrainedModel) -> int | None:
     return stated if any(0 <= size - stated <= 8 for size in itertools.chain(tables, fixed)) else None
 
 
-@_cached_by_settings
+@cached_by_settings
 def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
     """Where RoPE changes with the length of the text; or the reason why that cannot be told."""
     try:
