@@ -22,6 +22,7 @@ from .mtp_layouts import (
 from .overrides import MTP_ONLY, without_none
 
 EAGLE3, P_EAGLE, DFLASH, DSPARK, MTP, DRAFT_MODEL = "EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "MTP", "draft model"
+CACHE_READER = "Gemma 4 assistant"
 _NOT_YET = "this version does not support that family yet"
 
 # Values of `speculators_model_type` that are known; the first five are supported.
@@ -265,6 +266,11 @@ def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
     )
 
 
+def _is_cache_reader(config: Mapping[str, Any], names: str) -> bool:
+    """Whether config.json is that of an assistant which reads the target's keys and values."""
+    return config.get("backbone_hidden_size") is not None and "assistantforcausallm" in names
+
+
 def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
     """Whether config.json describes a language model; `read_draft_model` checks whether it can draft."""
     return any(head in names for head in ("forcausallm", "lmhead", "forconditionalgeneration")) or (
@@ -306,7 +312,8 @@ def check_family(
     target: PreTrainedConfig | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
-    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DSPARK`, `MTP` or `DRAFT_MODEL`.
+    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DSPARK`, `CACHE_READER`, `MTP` or
+    `DRAFT_MODEL`.
 
     Args:
         name: of the checkpoint.
@@ -341,6 +348,8 @@ def check_family(
                 "expected 'dflash' or 'dspark'."
             )
         return DSPARK if _is_dspark(config, tensors) else DFLASH
+    if _is_cache_reader(config, names):
+        return CACHE_READER
     if _is_peagle(config, names, tensors):
         return P_EAGLE
     if is_eagle3(config, tensors):

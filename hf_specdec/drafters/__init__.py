@@ -2,6 +2,7 @@
 
 from ..kernels.types import Proposal
 from .base import Drafter, register_drafter
+from .cache_reader import CacheReaderDrafter
 from .dflash import DFlashDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
@@ -11,6 +12,7 @@ from .none import NoDrafter
 from .peagle import PEagleDrafter
 
 __all__ = [
+    "CacheReaderDrafter",
     "DFlashDrafter",
     "DSparkDrafter",
     "DraftModelDrafter",

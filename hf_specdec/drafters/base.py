@@ -134,6 +134,11 @@ class Drafter(PreTrainedModel):
         return False
 
     @property
+    def reads_target_cache(self) -> bool:
+        """Whether the drafter reads keys and values of the target, which the static engine alone has in slots."""
+        return False
+
+    @property
     def sharing_modules(self) -> list[nn.Module]:
         """The modules that may have an `embed_tokens` and an `lm_head` of their own instead of the target's."""
         return [self]

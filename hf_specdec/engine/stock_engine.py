@@ -417,6 +417,12 @@ def _assist_row(
 def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
     name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
+    if request.drafter.reads_target_cache:
+        raise ValueError(
+            f"{type(request.drafter).__name__} reads the keys and values of {name} on the static engine only, which "
+            f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
+            "assistant_model: transformers runs it in its own loop, one row at a time."
+        )
     if prompts.hidden:
         raise ValueError(
             f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "

@@ -189,10 +189,17 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
     return attend
 
 
-def set_ragged_attention(model: PreTrainedModel) -> None:
-    """What `ragged_attention` does, for good: for the `model` of a drafter."""
+def set_ragged_attention(
+    model: PreTrainedModel, rules: Sequence[tuple[torch.nn.Module, MaskRule]] | None = None
+) -> None:
+    """What `ragged_attention` does, for good: for the `model` of a drafter.
+
+    Args:
+        model: of the drafter.
+        rules: by which attention layers see keys; None to find them as `ragged_attention` does.
+    """
     name = _name_for(model)
-    for module, rule in _rules_of(model):
+    for module, rule in _rules_of(model) if rules is None else rules:
         vars(module)[_RULE] = rule
     for config in submodel_configs(model):
         vars(config)[IMPLEMENTATION] = name

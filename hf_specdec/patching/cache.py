@@ -73,9 +73,13 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         ops.write_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
-        span = self._cache.span
-        keys, values = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
+        keys, values = self.shown()
         return (keys.contiguous(), values.contiguous()) if self._cache.takes_mask else (keys, values)
+
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views."""
+        span = self._cache.span
+        return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
 
     @property
     def is_allocated(self) -> bool:
@@ -248,5 +252,9 @@ class RaggedCache(Cache):
         self.positions = positions
         if self.recurrence is not None:
             self.recurrence.advance(positions, self.dummy_slot)
-        span = self.slots if ops.has_kernels(positions.device) else min(live + 1, self.slots)
+        self.show(live, positions.device)
+
+    def show(self, live: int, device: torch.device) -> None:
+        """Set how many leading slots queries may attend to; see `advance`."""
+        span = self.slots if ops.has_kernels(device) else min(live + 1, self.slots)
         self.span = span - self.takes_mask
