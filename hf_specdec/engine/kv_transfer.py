@@ -82,11 +82,12 @@ class FinishedCall:
     columns: int
 
     def write_to(self, cache: Cache) -> None:
-        """Append to `cache` those of the `columns` that it lacks; none where there are recurrent states.
+        """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.
 
-        Those are of the last position of each row, and cannot be taken back to one that all rows have.
+        Recurrent states are of the last position of each row, and cannot be taken back to one that all rows have; and
+        caches take the keys of indexers from the model only.
         """
-        if self.ragged.recurrence is not None:
+        if self.ragged.recurrence is not None or self.ragged.has_indexers:
             return
         device, padding = self.sequences.device, torch.tensor(self.prompts.padding)[:, None]
         columns = torch.arange(int(cache.get_seq_length()), self.columns)

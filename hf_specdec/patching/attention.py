@@ -59,6 +59,30 @@ def ragged_attention_forward(
     return _attend(query, key, value, attention_mask[:, 0, :, 0], starts, **options), None
 
 
+def masked_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention interface for models that are given masks: the attention that the module has otherwise.
+
+    Args:
+        module, query, key, value, options: as of `ragged_attention_forward`.
+        attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`.
+        indices: `[B, n, k]`, the slots that an indexer chose; others are not seen.
+    """
+    if indices is not None and attention_mask is not None:
+        is_chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+        is_chosen.scatter_(-1, indices.long(), True)
+        lowest = torch.finfo(attention_mask.dtype).min
+        attention_mask = attention_mask.masked_fill(~is_chosen[:, None], lowest)
+    return ragged_attention_forward(module, query, key, value, attention_mask, **options)
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -107,7 +131,9 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
         RuntimeError: `module` belongs to a drafter's model, which has no other attention.
     """
     name = original(module.config, IMPLEMENTATION)
-    if name in (ATTENTION_NAME, MASKED_NAME):
+    if name == MASKED_NAME:  # for good, where eager masks are made
+        name = "eager"
+    if name == ATTENTION_NAME:
         raise RuntimeError(
             f"{type(module).__name__} belongs to a drafter, whose model runs on the drafter's cache only; expected the "
             "attention mask of a `RaggedCache`. To run the model by itself load a second copy of it."
@@ -165,10 +191,11 @@ def slot_mask(
     return slots.new_zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-for _name, _mask in ((ATTENTION_NAME, original_mask), (MASKED_NAME, eager_mask_over_slots)):
-    # Models with attention of their own may have others inside, such as towers of images.
-    ALL_ATTENTION_FUNCTIONS.register(_name, ragged_attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, _mask)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
+# Models with attention of their own may have others inside, such as towers of images.
+ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, masked_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED_NAME, eager_mask_over_slots)
 
 
 def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.Tensor | None] | None = None):

@@ -8,6 +8,7 @@ nothing, tells which mask every layer is given, and what it was made of.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,8 +55,8 @@ class MaskRule(NamedTuple):
         return first, first - 1
 
 
-def ordinary_prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of ordinary tokens, with their `attention_mask`, both `[2, 7]` int64."""
+def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    """`count` tokens of the vocabulary of `model` without special ones, whose embeddings may be zero."""
     size = model.config.get_text_config().vocab_size
     special = {
         value
@@ -63,13 +64,18 @@ def ordinary_prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         for name, value in vars(config).items()
         if "token" in name and isinstance(value, int)
     }
-    width = max(PROMPT_LENGTHS)
+    # Neighbours in a vocabulary are often alike; these are spread over it.
+    spread = (number * 7919 % size for number in range(1, 10 * (size + count)))
+    return list(itertools.islice((token for token in spread if token not in special), count))
+
+
+def ordinary_prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of ordinary tokens, with their `attention_mask`, both `[2, 7]` int64."""
+    width, tokens = max(PROMPT_LENGTHS), iter(ordinary_tokens(model, sum(PROMPT_LENGTHS)))
     ids = torch.zeros(len(PROMPT_LENGTHS), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    # Neighbours in a vocabulary are often alike; these are spread over it.
-    ordinary = (token for token in (number * 7919 % size for number in range(1, 10 * size)) if token not in special)
     for row, length in enumerate(PROMPT_LENGTHS):
-        ids[row, -length:] = torch.tensor([next(ordinary) for _ in range(length)])
+        ids[row, -length:] = torch.tensor(list(itertools.islice(tokens, length)))
         mask[row, -length:] = 1
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 

@@ -25,6 +25,7 @@ SUPPORTED_LAYER_TYPES = frozenset(
         "full_attention",
         "sliding_attention",
         "chunked_attention",
+        "indexed_attention",
         # Recurrent layers, alone and beside attention.
         "linear_attention",
         "conv",
@@ -100,11 +101,15 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 
 @cached_by_settings
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    """Whether attention layers of `model` look their function up in transformers' attention interface.
+    """Whether attention layers of `model` look their function up in transformers' attention interface and read no mask.
+
+    Indexers read one, to choose among the tokens that a query sees.
 
     Few classes state that all of them do (`_supports_attention_backend`). Of others it is known of the layers that name
     the interface; whether these are all is found by the equivalence check. Layers of a model without any take a mask.
     """
+    if "indexed_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return False
     if getattr(model, "_supports_attention_backend", False):
         return True
     forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in modules_of(model.get_decoder())}}
