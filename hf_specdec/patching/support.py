@@ -20,12 +20,13 @@ from .recurrent_functions import why_not_replaced
 
 _T = TypeVar("_T")
 
-SUPPORTED_LAYER_TYPES = frozenset(
+# Layers with an indexer, by the names that versions of transformers have for them.
+_INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+SUPPORTED_LAYER_TYPES = _INDEXED | frozenset(
     {
         "full_attention",
         "sliding_attention",
         "chunked_attention",
-        "indexed_attention",
         # Recurrent layers, alone and beside attention.
         "linear_attention",
         "conv",
@@ -108,7 +109,7 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     Few classes state that all of them do (`_supports_attention_backend`). Of others it is known of the layers that name
     the interface; whether these are all is found by the equivalence check. Layers of a model without any take a mask.
     """
-    if "indexed_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+    if not _INDEXED.isdisjoint(getattr(model.config.get_text_config(), "layer_types", None) or ()):
         return False
     if getattr(model, "_supports_attention_backend", False):
         return True
