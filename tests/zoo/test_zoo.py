@@ -22,6 +22,7 @@ STATIC = [
     "LlavaForConditionalGeneration",  # image and text
     "Gemma3ForConditionalGeneration",  # image and text, windows
     "GPT2LMHeadModel",  # learned positions, layers of another name
+    "DeepseekV32ForCausalLM",  # attention to tokens that an indexer chooses
     "Gemma3nForCausalLM",  # layers that read the keys of others
     "Llama4ForCausalLM",  # chunks
     "PhimoeForCausalLM",  # a window in the mask only
@@ -33,7 +34,6 @@ SAFE = [
     "BertLMHeadModel",  # an encoder
     "BertLMHeadModel (is_decoder)",
     "DeepseekV2ForCausalLM",  # rotation of complex numbers
-    "DeepseekV32ForCausalLM",  # attention to tokens that an indexer chooses
     "DogeForCausalLM",  # a mask of its own
     "JambaForCausalLM",  # state-space layers among others
     "LongcatFlashForCausalLM",  # two attentions a layer
