@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .checkpoints.cache_reader import read_cache_reader
 from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
 from .checkpoints.decisions import Decision
 from .checkpoints.detection import (
+    CACHE_READER,
     DFLASH,
     DFLASH2,
     DOMINO,
@@ -36,6 +38,7 @@ from .checkpoints.peagle import read_peagle
 from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig, Eagle3Config, PEagleConfig
 from .drafters.base import Drafter, registered_drafters
+from .drafters.cache_reader import CacheReaderDrafter
 from .drafters.dflash import DFlashDrafter
 from .drafters.dflash2 import DFlash2Drafter
 from .drafters.domino import DominoDrafter
@@ -62,6 +65,7 @@ _FAMILIES = {
     DSPARK: (read_dspark, DSparkDrafter),
     PARD2: (read_pard2, Pard2Drafter),
     MTP: (read_mtp, MtpDrafter),
+    CACHE_READER: (read_cache_reader, CacheReaderDrafter),
     DRAFT_MODEL: (read_draft_model, DraftModelDrafter),
 }
 

@@ -105,20 +105,20 @@ def _op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[
 @_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits) -> Tensor",
+    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk) -> Tensor",
 )
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits):
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk):
     if not _is_for_triton(query):
         return attention_reference.attention(
-            query, key, value, positions, scaling, window, sinks, softcap, starts, ends
+            query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk
         )
     from .kernels.attention import attention
 
-    return attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits)
+    return attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
 
 
 @_attention.register_fake
-def _(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits):
+def _(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk):
     batch, heads, num_queries, _ = query.shape
     return query.new_empty(batch, num_queries, heads, value.shape[3])
 
@@ -322,12 +322,14 @@ def attention(
     starts: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
     num_splits: int | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
     if _is_for_triton(query) or (starts is not None and starts.dim() == 2):
-        return _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits)
-    return attention_reference.attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
+        return _attention(*args, num_splits, chunk)
+    return attention_reference.attention(*args, chunk)
 
 
 def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:

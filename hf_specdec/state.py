@@ -31,6 +31,8 @@ _OF_ROWS = (
     "cached",
     "draft_starts",
     "position_offsets",
+    "prompt_lengths",
+    "ahead",
 )
 # What those of a row are, unless a call or a request says otherwise.
 _NEW_ROW = {
@@ -41,6 +43,7 @@ _NEW_ROW = {
     "cached": 0,
     "draft_starts": 0,
     "position_offsets": 0,
+    "ahead": 0,
 }
 
 
@@ -109,6 +112,9 @@ class DecodeState:
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
+        prompt_lengths: `[B]` int64, tokens of each prompt.
+        ahead: `[B]` int64, how many more tokens than a row's the longest prompt of its batch has, for RoPE that depends
+            on length.
         num_prefilled: `[]` int64, positions of each row after `cached` that are prefilled.
         aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
@@ -142,6 +148,8 @@ class DecodeState:
     cached: torch.Tensor
     draft_starts: torch.Tensor
     position_offsets: torch.Tensor
+    prompt_lengths: torch.Tensor
+    ahead: torch.Tensor
     num_prefilled: torch.Tensor
     cache: RaggedCache | None
     live: int
@@ -184,6 +192,8 @@ class DecodeState:
             cached=torch.zeros(batch, dtype=torch.int64, device=device),
             draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
             position_offsets=torch.zeros(batch, dtype=torch.int64, device=device),
+            prompt_lengths=torch.ones(batch, dtype=torch.int64, device=device),
+            ahead=torch.zeros(batch, dtype=torch.int64, device=device),
             num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
             cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
             live=shape.slots,
@@ -206,6 +216,7 @@ class DecodeState:
         cached: Sequence[int] | None = None,
         draft_starts: Sequence[int] | None = None,
         position_offsets: Sequence[int] | None = None,
+        ahead: Sequence[int] | None = None,
     ) -> None:
         """Fill the buffers for a batch before prefill.
 
@@ -216,7 +227,7 @@ class DecodeState:
             seeds: `[len(prompts)]` int64.
             temperature: of sampling; None when decoding is greedy.
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
-            cached, draft_starts, position_offsets: of each prompt; 0 for all if None.
+            cached, draft_starts, position_offsets, ahead: of each prompt; 0 for all if None.
         """
         self.clear()
         self.set_temperature(temperature)
@@ -224,8 +235,14 @@ class DecodeState:
         self.admit(list(range(count)), prompts, max_new_tokens, seeds, eos)
         if row_temperatures is not None:
             self.row_temperatures[:count] = row_temperatures
-        by_row = (self.cached, cached), (self.draft_starts, draft_starts), (self.position_offsets, position_offsets)
-        for buffer, values in by_row:
+        given = {
+            "cached": cached,
+            "draft_starts": draft_starts,
+            "position_offsets": position_offsets,
+            "ahead": ahead,
+        }
+        for name, values in given.items():
+            buffer = getattr(self, name)
             if values is not None:
                 buffer[:count] = upload(values, buffer)
         self.live = max(map(len, prompts))
@@ -242,7 +259,7 @@ class DecodeState:
         for row, prompt in zip(rows, prompts, strict=True):
             self.tokens[row, : len(prompt)] = prompt
         at, lengths = upload(rows, self.lengths), upload(list(map(len, prompts)), self.lengths)
-        self.lengths[at] = lengths
+        self.lengths[at] = self.prompt_lengths[at] = lengths
         self.limits[at] = lengths + upload(max_new_tokens, self.limits)
         self.seeds[at] = seeds.to(self.seeds.device)
         for name, value in _NEW_ROW.items():
@@ -269,7 +286,7 @@ class DecodeState:
     def clear(self) -> None:
         """Make all rows finished ones, of one token."""
         self.tokens.zero_()
-        for buffer in (self.lengths, self.limits):
+        for buffer in (self.lengths, self.limits, self.prompt_lengths):
             buffer.fill_(1)
         for name, value in _NEW_ROW.items():
             getattr(self, name).fill_(value)

@@ -7,7 +7,8 @@ result `[B, n, heads, Dv]`. With G = heads // kv_heads:
     p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
 
 Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends is positions if not given, and, with a window,
-s > positions[b, n] - window. Starts are `[B]` or `[B, n]`.
+s > positions[b, n] - window, or, with chunks, s >= floor(positions[b, n] / chunk) chunk. Starts are `[B]` or `[B, n]`;
+chunks are for starts `[B]`.
 
 It is written for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
 needs no mask tensor. With starts for each query, those of packed prompts, a block of queries goes through the slots of
@@ -40,15 +41,30 @@ _MERGE_ELEMENTS = 4096
 
 
 @triton.jit
+def _first_visible(position, window, IS_CHUNKED: tl.constexpr):
+    """The first slot that queries at `position` see of a window, or of chunks, of size `window`."""
+    return position // window * window if IS_CHUNKED else position - window + 1
+
+
+@triton.jit
 def _split_range(
-    position, last, start, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr
+    position,
+    last,
+    start,
+    num_slots,
+    window,
+    split,
+    num_splits,
+    SLOT_BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
 ):
     """First slot and end of split `split` for a block of queries; padding queries have position and last slot -1."""
     end = tl.max(last, axis=0) + 1
     first = start
     if HAS_WINDOW:
         lowest = tl.min(tl.where(position >= 0, position, num_slots), axis=0)
-        first = tl.maximum(lowest - window + 1, first)
+        first = tl.maximum(_first_visible(lowest, window, IS_CHUNKED), first)
     live = tl.maximum(end - first, 0)
     num_used = tl.maximum(tl.minimum(num_splits, tl.cdiv(live, SLOT_BLOCK)), 1)
     units = tl.cdiv(live, _SPLIT_UNIT)
@@ -80,6 +96,7 @@ def _attend_to_slots(
     VALUE_BLOCK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
@@ -106,7 +123,7 @@ def _attend_to_slots(
             scores = scores * (scaling * _LOG2E)
         visible = (slot[None, :] <= last[:, None]) & is_slot[None, :]
         if HAS_WINDOW:
-            visible = visible & (slot[None, :] > position[:, None] - window)
+            visible = visible & (slot[None, :] >= _first_visible(position, window, IS_CHUNKED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         # A query that has seen no slot yet has maximum -inf; 2^(-inf - -inf) would be NaN.
@@ -165,6 +182,7 @@ def _attention_kernel(
     SLOT_BLOCK: tl.constexpr,
     IS_PACKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_ENDS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -204,7 +222,7 @@ def _attention_kernel(
         last = tl.where(position >= start, last, -1)
     if not IS_PACKED:
         begin, stop = _split_range(
-            position, last, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW
+            position, last, start, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW, IS_CHUNKED
         )
         if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
             if begin >= stop:
@@ -238,7 +256,16 @@ def _attention_kernel(
             own_position = tl.where(start == segment, position, -1)
             own_last = tl.where(start == segment, last, -1)
             begin, stop = _split_range(
-                own_position, own_last, segment, num_slots, window, split, tl.num_programs(2), SLOT_BLOCK, HAS_WINDOW
+                own_position,
+                own_last,
+                segment,
+                num_slots,
+                window,
+                split,
+                tl.num_programs(2),
+                SLOT_BLOCK,
+                HAS_WINDOW,
+                IS_CHUNKED,
             )
             running_max, running_sum, acc = _attend_to_slots(
                 query,
@@ -262,6 +289,7 @@ def _attention_kernel(
                 VALUE_BLOCK,
                 SLOT_BLOCK,
                 HAS_WINDOW,
+                IS_CHUNKED,
                 HAS_SOFTCAP,
             )
             segment = tl.min(tl.where(start > segment, start, num_slots), axis=0)
@@ -288,6 +316,7 @@ def _attention_kernel(
             VALUE_BLOCK,
             SLOT_BLOCK,
             HAS_WINDOW,
+            IS_CHUNKED,
             HAS_SOFTCAP,
         )
 
@@ -367,6 +396,7 @@ def attention(
     starts: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
     num_splits: int | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """See `attention_reference.attention`. Accumulates in float32; padding queries get 0. Safe in a CUDA graph.
 
@@ -381,6 +411,9 @@ def attention(
     assert all(one is None or one.stride(-1) == 1 for one in (ends, starts if is_packed else None)), (
         "rows must have unit stride"
     )
+    assert window is None or chunk is None, "a window, or chunks"
+    assert chunk is None or not is_packed, "chunks are counted from slot 0"
+    size = window if chunk is None else chunk
     if query.stride(3) != 1:
         query = query.contiguous()
     groups = heads // kv_heads
@@ -390,7 +423,7 @@ def attention(
     rows = min(slot_block, 128 // query.element_size(), max(16, triton.next_power_of_2(groups * num_queries)))
     blocks = kv_heads * triton.cdiv(groups * num_queries, rows)
     if num_splits is None:
-        num_visible = num_slots if window is None else min(num_slots, window + num_queries)
+        num_visible = num_slots if size is None else min(num_slots, size + num_queries)
         num_splits = choose_splits(batch * blocks, num_visible, _num_multiprocessors(query.device))
     out = query.new_empty(batch, num_queries, heads, value_dim)
     num_rows = batch * num_queries * heads
@@ -416,7 +449,7 @@ def attention(
         0 if ends is None else ends.stride(0),
         num_queries,
         num_slots,
-        window or 0,
+        size or 0,
         scaling,
         softcap or 1.0,
         KV_HEADS=kv_heads,
@@ -428,7 +461,8 @@ def attention(
         VALUE_BLOCK=value_block,
         SLOT_BLOCK=slot_block,
         IS_PACKED=is_packed,
-        HAS_WINDOW=window is not None,
+        HAS_WINDOW=size is not None,
+        IS_CHUNKED=chunk is not None,
         HAS_ENDS=ends is not None,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,

@@ -8,7 +8,8 @@ f(x) = x without a softcap:
     p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
 
 Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends[b, n] is t if not given, and, with a window,
-s > t - window. Starts are `[B]` or `[B, n]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
+s > t - window, and, with chunks, s >= floor(t / chunk) chunk. Starts are `[B]` or `[B, n]`. A sink adds exp(sinks[h])
+to the denominator of the softmax.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def attention(
     softcap: float | None = None,
     starts: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Attention over a KV cache in which the slot is the position: a query at position t sees the slots s <= t.
 
@@ -51,6 +53,8 @@ def attention(
             the latter are for prompts packed in one row. A query before its start is padding.
         ends: `[B, n]` int64, the last slot that each query sees, before the dummy slot; `positions` if None. Those of
             padding are not read.
+        chunk: if given, slot s is visible only if it is in the same chunk, of this many slots, as t or a later one;
+            not together with a window.
 
     Returns:
         `[B, n, heads, Dv]` in the query's dtype. Scores and softmax are in float32 with sinks or a softcap, and as in
@@ -73,6 +77,8 @@ def attention(
         visible &= (slots >= starts[:, None, None, None]) | is_padding[:, None, :, None]
     if window is not None:
         visible &= slots > positions[:, None, :, None] - window
+    if chunk is not None:
+        visible &= slots >= (positions // chunk * chunk)[:, None, :, None]
     visible = visible.repeat(1, 1, groups, 1)
     if sinks is None and softcap is None:
         out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)

@@ -24,6 +24,7 @@ from .tensors import rename
 
 EAGLE3, P_EAGLE, DFLASH, DFLASH2, DOMINO = "EAGLE-3", "P-EAGLE", "DFlash", "DFlash-2", "Domino"
 DSPARK, MTP, DRAFT_MODEL, PARD2 = "DSpark", "MTP", "draft model", "PARD-2"
+CACHE_READER = "Gemma 4 assistant"
 _NOT_YET = "this version does not support that family yet"
 
 # Values of `projector_type` of Domino: now, and in its authors' first files.
@@ -268,6 +269,11 @@ def _is_eagle1(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
     )
 
 
+def _is_cache_reader(config: Mapping[str, Any], names: str) -> bool:
+    """Whether config.json is that of an assistant which reads the target's keys and values."""
+    return config.get("backbone_hidden_size") is not None and "assistantforcausallm" in names
+
+
 def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
     """Whether config.json describes a language model; `read_draft_model` checks whether it can draft."""
     return any(head in names for head in ("forcausallm", "lmhead", "forconditionalgeneration")) or (
@@ -308,8 +314,8 @@ def check_family(
     target: PreTrainedConfig | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
-    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DFLASH2`, `DOMINO`, `DSPARK`, `PARD2`, `MTP` or
-    `DRAFT_MODEL`.
+    """The family of a checkpoint: `EAGLE3`, `P_EAGLE`, `DFLASH`, `DFLASH2`, `DOMINO`, `DSPARK`, `CACHE_READER`,
+    `PARD2`, `MTP` or `DRAFT_MODEL`.
 
     Args:
         name: of the checkpoint.
@@ -350,6 +356,8 @@ def check_family(
         if _is_dflash2(config, names, tensors):
             return DFLASH2
         return DSPARK if _is_dspark(config, tensors) else DFLASH
+    if _is_cache_reader(config, names):
+        return CACHE_READER
     if _is_peagle(config, names, tensors):
         return P_EAGLE
     if is_eagle3(config, tensors):

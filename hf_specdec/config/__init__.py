@@ -9,6 +9,7 @@ from .base import (
     check_num_or_auto,
     check_types,
 )
+from .cache_reader import CacheReaderConfig
 from .draft_layers import (
     DFlash2Config,
     DFlashConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "CHAININGS",
     "DEFAULT_ROPE_THETA",
     "MAX_ASSISTANT_TOKENS",
+    "CacheReaderConfig",
     "DFlash2Config",
     "DFlashConfig",
     "DSparkConfig",

@@ -2,6 +2,7 @@
 
 from ..kernels.types import Proposal
 from .base import Drafter, register_drafter
+from .cache_reader import CacheReaderDrafter
 from .dflash import DFlashDrafter
 from .dflash2 import DFlash2Drafter
 from .domino import DominoDrafter
@@ -14,6 +15,7 @@ from .pard2 import Pard2Drafter
 from .peagle import PEagleDrafter
 
 __all__ = [
+    "CacheReaderDrafter",
     "DFlash2Drafter",
     "DFlashDrafter",
     "DSparkDrafter",

@@ -136,6 +136,11 @@ class Drafter(PreTrainedModel):
         return False
 
     @property
+    def reads_target_cache(self) -> bool:
+        """Whether the drafter reads keys and values of the target, which the static engine alone has in slots."""
+        return False
+
+    @property
     def reads_embeddings(self) -> bool:
         """Whether it reads the target's embeddings of images in prompts, from `DecodeState.records`; else tokens only.
 

@@ -11,7 +11,7 @@ from .. import ops
 from ..config import DrafterConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
-from ..patching.cache import LayerKind, PackedCache, RaggedCache, attention_layers, packs_prompts
+from ..patching.cache import LayerKind, PackedCache, RaggedCache, attention_layers, only_keys
 from ..state import DecodeState
 from .base import Drafter, no_drafts
 
@@ -173,7 +173,7 @@ class CachedDrafter(Drafter):
 
     @property
     def packs_prompts(self) -> bool:
-        return packs_prompts(self.cached_layers)
+        return only_keys(self.cached_layers)
 
     def as_one_row(self, memory: DraftMemory, batch: int) -> DraftMemory:
         return replace(memory, cache=PackedCache(memory.cache, batch))

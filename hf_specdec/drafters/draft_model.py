@@ -13,10 +13,19 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.draft_model import auto_class
 from ..checkpoints.mtp_layouts import module_names
 from ..config import DraftModelConfig
-from ..patching.attention import registered_attention, set_ragged_attention
+from ..patching.attention import set_ragged_attention
 from ..patching.cache import LayerKind
+from ..patching.implementations import registered_attention
+from ..patching.length_rope import mark_long
 from ..patching.masked_attention import why_not_masked
-from ..patching.support import cache_layers, num_positions, uses_attention_interface, why_not_supported
+from ..patching.packing import packs_prompts
+from ..patching.support import (
+    cache_layers,
+    length_limits,
+    num_positions,
+    uses_attention_interface,
+    why_not_supported,
+)
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import register_drafter
@@ -98,6 +107,12 @@ class DraftModelDrafter(CachedDrafter):
         self.model = model
         self._num_embeddings = model.config.get_text_config().vocab_size
         self._num_positions = num_positions(model)
+        self._longest_short = length_limits(model).long
+        self._packs_prompts = model.device.type != "meta" and packs_prompts(model)
+
+    @property
+    def packs_prompts(self) -> bool:
+        return self._packs_prompts
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
@@ -159,6 +174,8 @@ class DraftModelDrafter(CachedDrafter):
         cache.advance(slots, state.live)
         if self._num_positions is not None:  # the target may support more positions; draft tokens beyond are worse
             positions = positions.clamp(max=self._num_positions - 1)
+        if self._longest_short is not None:
+            positions = mark_long(positions, self._longest_short, state.prompt_lengths, state.ahead)
         logits = self.model(
             # The target may have tokens that this model cannot embed; which one stands in for them does not matter.
             **self.model_inputs(tokens.clamp(max=self._num_embeddings - 1), hidden),

@@ -16,10 +16,10 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..config import MtpConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
-from ..patching.attention import registered_attention
 from ..patching.cache import RaggedCache
 from ..patching.experts import original_experts_implementation
 from ..patching.hidden_states import check_aux_hidden_states
+from ..patching.implementations import registered_attention
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import (

@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 from ..config import DrafterConfig
 from ..drafters.base import Drafter
 from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
-from ..patching.attention import registered_attention
+from ..patching.length_rope import why_not_marked
+from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
-from ..patching.support import settings_of, uses_attention_interface
+from ..patching.support import length_limits, settings_of, uses_attention_interface
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
 from .prompts import Prompts
 
-# Lengths of the prompts, unequal so that wrong treatment of padding shows, and numbers of new tokens: two rounds cover
-# everything on a static cache; caches of the stock engine are cropped after every round, which takes more.
-PROMPT_LENGTHS = (7, 4)
+# Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
+# every round, which takes more.
 NUM_NEW_TOKENS = {"static": 5, "stock": 8}
 NUM_DRAFT_TOKENS = 3
 # Of five drafts the second and the fifth are wrong: rounds accept none, some and all of them.
@@ -47,10 +45,6 @@ EXACT_LIMIT, ROUNDED_LIMIT, LARGEST_LIMIT = 1e-3, 0.05, 0.25
 # Inputs with a column for each token, of which generated ones are given those of text.
 _TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 _GIVEN_WITH_EVERY_TOKEN = "are read with every token, also in rounds"
-
-PROBE_NAME = "hf_specdec_probe"
-# A position beyond every sliding window.
-_FAR = 1 << 30
 
 _outcomes: dict[Hashable, str | None] = {}
 _outcomes_lock = threading.Lock()
@@ -72,7 +66,7 @@ def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: b
         with torch.no_grad(), ops.references(), kept_rope_deltas(model):
             outcome = _compare(model, engine, prompts_by_target)
             if outcome is None and engine == "static":
-                outcome = _why_not_windows(model, prompts_by_target)
+                outcome = why_not_rules(model, not prompts_by_target)
         with _outcomes_lock:
             _outcomes[key] = outcome
     return _outcomes[key]
@@ -267,7 +261,7 @@ class _ScriptedDrafter(Drafter):
 
 def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> str | None:
     """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together."""
-    inputs = _prompts(model)
+    inputs = ordinary_prompts(model)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     count = NUM_NEW_TOKENS[engine]
     try:
@@ -293,12 +287,16 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> st
         if not difference <= limit:
             what = "a padded batch" if len(lengths) > 1 else "one row"
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
-    return None if engine == "stock" or uses_attention_interface(model) else why_not_masked(model, limit)
+    if engine == "stock":
+        return None
+    longest_short = length_limits(model).long
+    obstacle = None if longest_short is None else why_not_marked(model, longest_short, limit)
+    return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
 
 
 def _compare_padding(model: PreTrainedModel) -> str | None:
     """Compare plain `generate()` of a padded row, in a batch, with that of the row alone and without padding."""
-    inputs, count = _prompts(model), NUM_NEW_TOKENS["stock"]
+    inputs, count = ordinary_prompts(model), NUM_NEW_TOKENS["stock"]
     first = {name: tensor[:1] for name, tensor in inputs.items()}
     last = {name: tensor[-1:, -PROMPT_LENGTHS[-1] :] for name, tensor in inputs.items()}
     try:
@@ -323,26 +321,6 @@ def _limit(alone: _Generated, batch: _Generated, is_exact: bool) -> float:
     """The largest difference that is rounding, where `alone` is the first row of `batch`, which has no padding."""
     noise = _difference(alone, _Generated(batch.tokens[:1], batch.logits[:, :1]), is_exact)
     return max(EXACT_LIMIT if is_exact else ROUNDED_LIMIT, min(10 * noise, LARGEST_LIMIT))
-
-
-def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of ordinary tokens."""
-    size = model.config.get_text_config().vocab_size
-    special = {
-        value
-        for config in (model.config, model.config.get_text_config(), model.generation_config)
-        for name, value in vars(config).items()
-        if "token" in name and isinstance(value, int)
-    }
-    width = max(PROMPT_LENGTHS)
-    ids = torch.zeros(len(PROMPT_LENGTHS), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    # Neighbours in a vocabulary are often alike; these are spread over it.
-    ordinary = (token for token in (number * 7919 % size for number in range(1, 10 * size)) if token not in special)
-    for row, length in enumerate(PROMPT_LENGTHS):
-        ids[row, -length:] = torch.tensor([next(ordinary) for _ in range(length)])
-        mask[row, -length:] = 1
-    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 
 
 class _Generated(NamedTuple):
@@ -389,89 +367,3 @@ def _difference(generated: _Generated, expected: _Generated, is_exact: bool) -> 
         return 0.0
     shares = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-12))[counts]
     return float(shares.max() if is_exact else shares.median())
-
-
-class _Mask(NamedTuple):
-    """A mask, its mask function of (row, head, query, key), and the window that transformers made it for."""
-
-    tensor: torch.Tensor
-    function: Callable[..., Any]
-    window: int | None
-
-
-class _Attention(NamedTuple):
-    """A call of attention: the sliding window passed to it, and the mask if transformers made it."""
-
-    window: int | None
-    mask: _Mask | None
-
-
-class _Probe(threading.local):
-    """Calls of the probe's attention and mask functions in this thread."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Attention] = []
-        self.masks: list[_Mask] = []
-
-
-_probe = _Probe()
-
-
-def _probing_attention(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
-    made = next((mask for mask in _probe.masks if mask.tensor is attention_mask), None)
-    _probe.calls.append(_Attention(sliding_window, made))
-    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-
-
-def _probing_mask(*args, mask_function=None, local_size=None, **kwargs):
-    mask = eager_mask(*args, mask_function=mask_function, **kwargs)
-    _probe.masks.append(_Mask(mask, mask_function, local_size))
-    return mask
-
-
-ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_mask)
-
-
-def _why_not_windows(model: PreTrainedModel, prompts_by_target: bool) -> str | None:
-    """The reason why masks differ from the sliding windows passed to attention; None if they agree.
-
-    The few tokens of the comparison above are inside any window, so this is checked separately. What tokens of prompts
-    see of each other does not matter if the target itself runs them.
-    """
-    inputs = _prompts(model)
-    _probe.__init__()
-    try:
-        with registered_attention(model, PROBE_NAME):
-            model(**inputs, use_cache=False)
-        calls = list(_probe.calls)
-    finally:
-        _probe.__init__()
-    for number, call in enumerate(calls):
-        if call.mask is not None and not _has_window(call.mask, call.window, not prompts_by_target):
-            handed = "no window" if call.window is None else f"a window of {call.window}"
-            return f"the mask of attention {number} differs from its sliding window (it is called with {handed})"
-    return None
-
-
-def _has_window(mask: _Mask, window: int | None, is_causal: bool) -> bool:
-    """Whether `mask` is a causal mask with a sliding `window`, without one if None.
-
-    Args:
-        mask: of a prompt.
-        window: to be found.
-        is_causal: whether it must be causal among the tokens of the prompt, too.
-    """
-
-    def visible_as_expected(query: int, key: int) -> bool:
-        expected = key <= query and (window is None or key > query - window)
-        return bool(mask.function(0, 0, torch.tensor(query), torch.tensor(key))) == expected
-
-    near = range(min(PROMPT_LENGTHS))
-    edges = (0,) if window is None else (_FAR - window + 1, _FAR - window)
-    if is_causal and not all(visible_as_expected(query, key) for query in near for key in near):
-        return False
-    try:
-        return all(visible_as_expected(_FAR, key) for key in (_FAR + 1, _FAR, *edges))
-    except IndexError:  # a mask function that looks up tokens, such as image tokens, knows those of the call only
-        return mask.window == window

@@ -252,7 +252,7 @@ class FirstPass:
             state.records = None
 
     def __call__(
-        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: int = 0
+        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, needs_logits: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As a `Target`, at slots of the prompts.
 

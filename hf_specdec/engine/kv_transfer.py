@@ -17,22 +17,26 @@ from transformers.cache_utils import (
 )
 from transformers.utils import ModelOutput
 
-from ..patching.cache import RaggedCache
+from ..patching.cache import LayerKind, RaggedCache
 from .prompts import Prompts
 from .request import Request
 
 # Layers of a cache that are stored column by column. Exact types: a subclass may store states in another form.
 _READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+# Layers that compute without memory, or read the keys and values of another one.
+_EMPTY = LayerKind(has_keys=False)
 
 
-def why_not_readable(cache: Cache, num_layers: int) -> str | None:
-    """The reason why a filled `cache` cannot be copied into a `RaggedCache` of `num_layers`; None if it can."""
-    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _READABLE})
+def why_not_readable(cache: Cache, kinds: Sequence[LayerKind]) -> str | None:
+    """The reason why a filled `cache` cannot be copied into a `RaggedCache` of layers of `kinds`; None if it can."""
+    # A cache made without a configuration has no layers after the last one with keys.
+    storing = [layer for layer, kind in zip(cache.layers, kinds, strict=False) if kind != _EMPTY]
+    others = sorted({type(layer).__name__ for layer in storing if type(layer) not in _READABLE})
     if others:
         return f"the call continues a cache with layers of type {', '.join(others)}"
-    filled = sum(layer.is_initialized for layer in cache.layers)
-    if filled != num_layers:
-        return f"the call continues a cache in which {filled} of {num_layers} layers are filled"
+    filled, expected = sum(layer.is_initialized for layer in storing), sum(kind != _EMPTY for kind in kinds)
+    if filled != expected or len(cache.layers) > len(kinds):
+        return f"the call continues a cache in which {filled} of {expected} layers are filled"
     return None
 
 
@@ -53,8 +57,8 @@ def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, 
     rows_by_padding: dict[int, list[int]] = {}
     for row, pad in enumerate(prompts.padding):
         rows_by_padding.setdefault(pad, []).append(row)
-    for layer, ours in zip(cache.layers, ragged.layers, strict=True):
-        if not getattr(layer, "is_initialized", False):  # a layer without keys, or one that no attention uses
+    for layer, ours in zip(cache.layers, ragged.layers, strict=False):
+        if getattr(layer, "keys", None) is None:  # a layer without keys, or one that no attention uses
             continue
         keys, values, first = _held(layer)
         if not ours.is_initialized:
@@ -117,11 +121,12 @@ class FinishedCall:
         return cls(model, ragged, prompts, sequences, columns, request.position_offsets, run_prompts)
 
     def write_to(self, cache: Cache) -> None:
-        """Append to `cache` those of the `columns` that it lacks; none where there are recurrent states.
+        """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.
 
-        Those are of the last position of each row, and cannot be taken back to one that all rows have.
+        Recurrent states are of the last position of each row, and cannot be taken back to one that all rows have; and
+        caches take the keys of indexers from the model only.
         """
-        if self.ragged.recurrence is not None:
+        if self.ragged.recurrence is not None or self.ragged.has_indexers:
             return
         device, padding = self.sequences.device, torch.tensor(self.prompts.padding)[:, None]
         columns = torch.arange(int(cache.get_seq_length()), self.columns)

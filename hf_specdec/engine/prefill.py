@@ -65,7 +65,7 @@ def prefill_chunk(
         positions = state.cached[:, None] + steps
         slots = torch.where(positions < prompt_end[:, None], positions, state.dummy_slot)
         rows = torch.arange(len(last), device=device)
-    _, aux_hidden_states = target(view, view.tokens.gather(1, slots), slots, logits_to_keep=1)
+    _, aux_hidden_states = target(view, view.tokens.gather(1, slots), slots, needs_logits=False)
     drafter.prefill(view, aux_hidden_states, slots)
     if aux_hidden_states is not None:
         here = aux_hidden_states[rows, last.clamp(0, columns - 1)]

@@ -44,6 +44,11 @@ class Prompts:
         return max(self.lengths)
 
     @property
+    def ahead(self) -> list[int]:
+        """How many more tokens than each row the longest one has."""
+        return [self.longest - length for length in self.lengths]
+
+    @property
     def cached_lengths(self) -> list[int]:
         """Tokens of each row that the cache holds."""
         return [max(self.cached - pad, 0) for pad in self.padding]

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..patching.patch import caller
-from ..patching.support import SUPPORTED_LAYER_TYPES
+from ..patching.support import SUPPORTED_LAYER_TYPES, length_limits
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
 from .equivalence import why_not_separate_rows
@@ -94,6 +94,13 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
         return (
             f"the target has layers of type {', '.join(sorted(kinds))}, for which padding may change the text of plain "
             "generate(); expected prompts of the same length, or one row"
+        )
+    limits, longest = length_limits(request.model), request.config.max_length - 1
+    limit = limits.long or limits.fixed
+    if limit is not None and longest > limit:
+        return (
+            f"a text of up to {longest + 1} tokens outgrows {limit}, and plain generate() chooses RoPE of all rows by "
+            "the longest one; expected prompts of the same length, or fewer new tokens"
         )
     return why_not_separate_rows(request.model)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..patching.cache import packs_prompts
-from ..patching.support import cache_layers
+from ..patching.packing import packs_prompts
 from .buckets import captured_width, group_chunks, packed_chunks
 from .capture import capture_prefill
 from .first_pass import FirstPass
@@ -25,8 +24,7 @@ FEWEST_PADDED_COLUMNS = 2
 
 def can_pack(target: LazyTarget) -> bool:
     """Whether prompts of several rows are prefilled as one row."""
-    layers = cache_layers(target.model)
-    return packs_prompts(layers) and target.drafter.packs_prompts and not target.keeps_hidden_states
+    return target.drafter.packs_prompts and not target.keeps_hidden_states and packs_prompts(target.model)
 
 
 class SessionPrefill:

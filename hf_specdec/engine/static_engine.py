@@ -138,6 +138,7 @@ class StaticRun:
             prompts.cached_lengths,
             prompts.draft_starts(self._target.reads_hidden_states),
             request.position_offsets,
+            prompts.ahead,
         )
 
     def _prefill(self, session: Session) -> None:

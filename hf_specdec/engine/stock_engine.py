@@ -27,9 +27,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
 from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.length_rope import length_rope
 from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
-from ..patching.support import has_recurrent_layers
+from ..patching.support import has_recurrent_layers, length_limits
 from ..state import DecodeState, Shape
 from ..stats import Counters
 from .equivalence import why_not_equivalent
@@ -91,7 +92,6 @@ class DrafterCandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
-    model_kwargs_overrides: dict[str, Any] = {}
 
     def __init__(self, row: Row, recorder: AuxHiddenStateRecorder, criteria: CommittedTextCriteria, counters: Counters):
         request = row.request
@@ -99,6 +99,9 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._row = row.number
         self._drafter = request.drafter
         self._recorder = recorder
+        # Layers that store no keys would run over the prompt's last token only.
+        is_shortened = getattr(request.model.config.get_text_config(), "num_kv_shared_layers", 0) and recorder.records
+        self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if is_shortened else {}
         self._criteria = criteria
         self._num_draft_tokens = request.num_draft_tokens
         self._state: DecodeState | None = None
@@ -125,6 +128,9 @@ class DrafterCandidateGenerator(CandidateGenerator):
             (n for n in range(tokens.shape[1]) if bool(self._criteria(candidates[:, : length + n + 1], None).any())),
             tokens.shape[1],
         )
+        longest = length_limits(self._request.model).last_draft(length)
+        if longest is not None:
+            self._num_candidates = min(self._num_candidates, longest - length)
         if self._num_candidates == 0:
             return input_ids, None
         if proposal.probs is not None:
@@ -383,6 +389,7 @@ def _assist_row(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
         stack.enter_context(recurrent_functions(drafter))
+        stack.enter_context(length_rope(drafter))
         cache = model_kwargs.get("past_key_values")
         stack.enter_context(_restored(cache))
         stack.enter_context(_continuing(model, request.prompts.cached))
@@ -410,6 +417,12 @@ def _assist_row(
 def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
     name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
+    if request.drafter.reads_target_cache:
+        raise ValueError(
+            f"{type(request.drafter).__name__} reads the keys and values of {name} on the static engine only, which "
+            f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
+            "assistant_model: transformers runs it in its own loop, one row at a time."
+        )
     if prompts.hidden:
         raise ValueError(
             f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "

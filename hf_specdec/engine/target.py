@@ -16,9 +16,11 @@ from ..patching.attention import ragged_attention
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.length_rope import length_rope, mark_long
 from ..patching.linear import patched_linear
 from ..patching.patch import current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
+from ..patching.support import length_limits
 from ..state import DecodeState
 from .prompts import Prompts
 
@@ -60,35 +62,50 @@ class Target:
         model: the target, patched.
         recorder: of the auxiliary hidden states that the drafter reads.
         hidden_states: keeps all hidden states, if the caller asked for them.
+        longest_short: the longest text that RoPE rotates by the factors of short ones; None if there are no others.
     """
 
     model: PreTrainedModel
     recorder: AuxHiddenStateRecorder
     hidden_states: HiddenStates | None = None
+    longest_short: int | None = None
 
     def __call__(
-        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: int = 0
+        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, needs_logits: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `[B, n]` tokens at `[B, n]` slots.
 
         Returns:
-            logits `[B, n, V]`, or the last `logits_to_keep` of them, and auxiliary hidden states `[B, n, width]` or
-            None.
+            logits `[B, n, V]`, or of the last tokens if not `needs_logits`, and auxiliary hidden states `[B, n, width]`
+            or None.
         """
         state.cache.advance(slots, state.live, state.num_before)
+        position_ids = state.position_ids(slots)
+        if self.longest_short is not None:
+            position_ids = mark_long(position_ids, self.longest_short, state.prompt_lengths, state.ahead)
         out = self.model(
             input_ids=tokens,
             attention_mask=state.cache.attention_mask(slots),
-            position_ids=state.position_ids(slots),
+            position_ids=position_ids,
             past_key_values=state.cache,
             use_cache=True,
-            logits_to_keep=logits_to_keep,
+            logits_to_keep=0 if needs_logits else self._last_token(slots),
             output_hidden_states=self.hidden_states is not None,
             return_dict=True,
         )
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)
         return out.logits, self.recorder.aux_hidden_states
+
+    def _last_token(self, slots: torch.Tensor) -> int | torch.Tensor:
+        """Which of the tokens at `slots` `[B, n]` to compute logits for, as models take it.
+
+        Given a number, models whose last layers store no keys run those over as many tokens only, given indices over
+        all, as a drafter that reads hidden states needs it.
+        """
+        if not self.recorder.records:
+            return 1
+        return torch.full((1,), slots.shape[1] - 1, device=slots.device)
 
 
 @contextmanager
@@ -99,6 +116,7 @@ def patched_target(model: PreTrainedModel, drafter: Drafter, keep_hidden_states:
             stack.enter_context(engine())
         stack.enter_context(ragged_attention(model))
         stack.enter_context(recurrent_functions(model, drafter))
+        stack.enter_context(length_rope(model, drafter))
         stack.enter_context(triton_experts(model, drafter))
         stack.enter_context(local_linears(model))
         stack.enter_context(symmetric_memory_all_reduce(model))
@@ -107,4 +125,4 @@ def patched_target(model: PreTrainedModel, drafter: Drafter, keep_hidden_states:
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
-        yield Target(model, recorder, HiddenStates() if keep_hidden_states else None)
+        yield Target(model, recorder, HiddenStates() if keep_hidden_states else None, length_limits(model).long)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
 from ..checkpoints.detection import drafter_tensors
-from ..config import DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig, Pard2Config
+from ..config import CacheReaderConfig, DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig, Pard2Config
 from ..drafters.base import check_sizes
 from ..drafters.draft_layers import check_fit
 from ..drafters.draft_model import check_vocabulary
@@ -125,7 +125,8 @@ def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, A
         report["aux_hidden_state_layer_ids"] = config.hidden_state_ids
     if isinstance(config, MtpConfig):
         report["modules"], report["chaining"] = config.num_modules, config.chaining
-    model = config.model if isinstance(config, DraftModelConfig) else getattr(config, "block", None)
+    is_model = isinstance(config, DraftModelConfig | CacheReaderConfig)
+    model = config.model if is_model else getattr(config, "block", None)
     if model is not None:
         text = AutoConfig.for_model(**model).get_text_config().to_dict()
         report["model_type"] = model["model_type"]
@@ -144,6 +145,8 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
             report["aux_hidden_state_layer_ids"] = check_fit(config, target, num_layers, config.name_or_path)
         elif isinstance(config, MtpConfig):
             check_sizes(config.hidden_size, config.vocab_size, target, config.name_or_path)
+        elif isinstance(config, CacheReaderConfig):
+            check_sizes(config.model_config.backbone_hidden_size, config.vocab_size, target, config.name_or_path)
         elif isinstance(config, DraftModelConfig):
             check_vocabulary(config.num_embeddings, target, config.name_or_path)
             if isinstance(config, Pard2Config):

@@ -18,7 +18,7 @@ from ..drafters.dflash import DFlashDrafter
 from ..drafters.eagle3 import Eagle3Drafter
 from ..drafters.layers import rotary_embedding
 from ..patching.hidden_states import AuxHiddenStateRecorder, decoder_layers
-from ..patching.support import LENGTH_DEPENDENT_ROPE
+from ..patching.length_rope import LENGTH_DEPENDENT
 
 # Draft steps that are scored.
 NUM_STEPS = 3
@@ -131,7 +131,7 @@ def _layer_ids_and_ropes(
         (theta, None) for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))
     ]
     for rope, base in zip(theirs, bases, strict=True):
-        if rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT_ROPE}:
+        if rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT}:
             ropes.append((base, dict(rope)))
     return all_layer_ids, ropes
 

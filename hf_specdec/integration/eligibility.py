@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
-from ..patching.support import cache_layers, why_not_supported
+from ..patching.support import cache_layers, length_limits, why_not_supported
 
 # Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
 REPLACED_INPUTS = frozenset(
@@ -38,7 +38,37 @@ def why_not_static(
         prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
     """
-    return why_not_supported(model) or _why_not_inputs(model) or _why_not_call(model, config, prompts, model_kwargs)
+    return (
+        why_not_supported(model)
+        or _why_not_inputs(model)
+        or _why_not_call(model, config, prompts, model_kwargs)
+        or _why_not_length(model, config, prompts)
+    )
+
+
+def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: Prompts) -> str | None:
+    """The reason why what a token is run with in texts as long as those of the call is not known; None if it is."""
+    text = model.config.get_text_config()
+    if getattr(text, "attn_temperature_tuning", False) and config.max_length > text.floor_scale:
+        return (
+            f"queries are scaled by the number of cached tokens from {text.floor_scale} tokens on, padding included, "
+            f"and a text may have {config.max_length}"
+        )
+    limits = length_limits(model)
+    # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.
+    first, last = prompts.width, config.max_length - 1
+    if limits.fixed is not None and last > limits.fixed:
+        return f"a text of up to {last + 1} tokens outgrows {limits.fixed}, from where on RoPE changes with every token"
+    if limits.long is None or last <= limits.long:
+        return None
+    if limits.recomputes and (first <= limits.long or prompts.cached):
+        return (
+            f"a text that begins with {first} tokens and may have {last + 1} outgrows {limits.long}, where the keys of "
+            "all tokens are computed again with other factors of RoPE"
+        )
+    if config.prefill_chunk_size is not None and first > limits.long:
+        return f"RoPE changes inside of the prompt, after {limits.long} tokens, and the prompt is read in chunks"
+    return None
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:
@@ -93,7 +123,7 @@ def _why_not_call(
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
     if prompts.cached:
-        obstacle = why_not_readable(model_kwargs["past_key_values"], len(cache_layers(model)))
+        obstacle = why_not_readable(model_kwargs["past_key_values"], cache_layers(model))
         if obstacle is not None:
             return obstacle
     if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 from .cache import RaggedCache
+from .implementations import IMPLEMENTATION, registered_attention, runs_flash_attention, submodel_configs
+from .mask_rules import MaskRule, rules_by_module
 from .patch import original, replaced
 from .support import uses_attention_interface
 
 ATTENTION_NAME, MASKED_NAME = "hf_specdec", "hf_specdec_masked"
-_ENTRY = "_attn_implementation_internal"
+# The attribute of an attention layer that holds its `MaskRule`.
+_RULE = "_hf_specdec_mask_rule"
 
 
 def ragged_attention_forward(
@@ -51,7 +54,34 @@ def ragged_attention_forward(
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
+    rule = vars(module).get(_RULE)
+    if rule is not None:
+        options |= {"sliding_window": rule.window, "chunk": rule.chunk}
     return _attend(query, key, value, attention_mask, **options), None
+
+
+def masked_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention interface for models that are given masks: the attention that the module has otherwise.
+
+    Args:
+        module, query, key, value, options: as of `ragged_attention_forward`.
+        attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`.
+        indices: `[B, n, k]`, the slots that an indexer chose; others are not seen.
+    """
+    if indices is not None and attention_mask is not None:
+        is_chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+        is_chosen.scatter_(-1, indices.long(), True)
+        lowest = torch.finfo(attention_mask.dtype).min
+        attention_mask = attention_mask.masked_fill(~is_chosen[:, None], lowest)
+    return ragged_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _attend(
@@ -63,6 +93,7 @@ def _attend(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
     if scaling is None:
@@ -70,7 +101,8 @@ def _attend(
     starts = None
     if mask.shape[3] == 0:
         num_queries, live = query.shape[2], key.shape[2] - 1
-        if s_aux is None and softcap is None and (sliding_window is None or sliding_window >= live):
+        sizes = (size for size in (sliding_window, chunk) if size is not None)
+        if s_aux is None and softcap is None and min(sizes, default=live) >= live:
             return _causal_attention(query, key[:, :, :live], value[:, :, :live], scaling)
         positions = torch.arange(live - num_queries, live, device=query.device).expand(len(query), -1)
     elif mask.shape[1] == 2:
@@ -89,6 +121,7 @@ def _attend(
         sinks=s_aux,
         softcap=softcap,
         starts=starts,
+        chunk=chunk,
     )
 
 
@@ -106,7 +139,7 @@ class _Original:
     def __init__(self, module: torch.nn.Module):
         self._module = module
         self.config = copy.copy(module.config)
-        vars(self.config)[_ENTRY] = original(module.config, _ENTRY)
+        vars(self.config)[IMPLEMENTATION] = original(module.config, IMPLEMENTATION)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -118,8 +151,10 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
     Raises:
         RuntimeError: `module` belongs to a drafter's model, which has no other attention.
     """
-    name = original(module.config, _ENTRY)
-    if name in (ATTENTION_NAME, MASKED_NAME):
+    name = original(module.config, IMPLEMENTATION)
+    if name == MASKED_NAME:  # for good, where eager masks are made
+        name = "eager"
+    if name == ATTENTION_NAME:
         raise RuntimeError(
             f"{type(module).__name__} belongs to a drafter, whose model runs on the drafter's cache only; expected the "
             "attention mask of a `RaggedCache`. To run the model by itself load a second copy of it."
@@ -136,7 +171,7 @@ def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.
 
     It makes masks for calls by others while `ragged_attention` is active; engines bring their own masks.
     """
-    name = original(config, _ENTRY)
+    name = original(config, IMPLEMENTATION)
     if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
@@ -177,10 +212,11 @@ def slot_mask(
     return slots.new_zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-for _name, _mask in ((ATTENTION_NAME, original_mask), (MASKED_NAME, eager_mask_over_slots)):
-    # Models with attention of their own may have others inside, such as towers of images.
-    ALL_ATTENTION_FUNCTIONS.register(_name, ragged_attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, _mask)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
+# Models with attention of their own may have others inside, such as towers of images.
+ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, masked_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED_NAME, eager_mask_over_slots)
 
 
 def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.Tensor | None] | None = None):
@@ -202,32 +238,43 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
     return attend
 
 
-def set_ragged_attention(model: PreTrainedModel) -> None:
-    """What `ragged_attention` does, for good: for the `model` of a drafter."""
+def set_ragged_attention(
+    model: PreTrainedModel, rules: Sequence[tuple[torch.nn.Module, MaskRule]] | None = None
+) -> None:
+    """What `ragged_attention` does, for good: for the `model` of a drafter.
+
+    Args:
+        model: of the drafter.
+        rules: by which attention layers see keys; None to find them as `ragged_attention` does.
+    """
     name = _name_for(model)
+    for module, rule in _rules_of(model) if rules is None else rules:
+        vars(module)[_RULE] = rule
     for config in submodel_configs(model):
-        vars(config)[_ENTRY] = name
+        vars(config)[IMPLEMENTATION] = name
 
 
-def ragged_attention(target: PreTrainedModel) -> AbstractContextManager[None]:
+@contextmanager
+def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
     """Context in which `target` runs on a `RaggedCache`.
 
-    Its attention layers run `ragged_attention_forward` instead of their implementation; those outside of transformers'
-    attention interface run as they are, with `slot_mask`.
+    Its attention layers run `ragged_attention_forward` instead of their implementation, by the rules of their masks;
+    those outside of transformers' attention interface run as they are, with `slot_mask`.
     """
-    return registered_attention(target, _name_for(target))
+    rules = _rules_of(target)
+    with registered_attention(target, _name_for(target)), replaced(_RULE, rules):
+        yield
+
+
+def _rules_of(model: PreTrainedModel) -> list[tuple[torch.nn.Module, MaskRule]]:
+    """The rules that attention layers of `model` have besides the sliding windows that they state.
+
+    Flash attention is given no masks, but the windows only.
+    """
+    if runs_flash_attention(model) or not uses_attention_interface(model):
+        return []
+    return rules_by_module(model)
 
 
 def _name_for(model: PreTrainedModel) -> str:
     return ATTENTION_NAME if uses_attention_interface(model) else MASKED_NAME
-
-
-def registered_attention(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-    """Context in which `model` runs the attention implementation that is registered with transformers as `name`."""
-    return replaced(_ENTRY, [(config, name) for config in submodel_configs(model)])
-
-
-def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations that modules of `model` read, each once."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())

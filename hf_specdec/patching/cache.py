@@ -32,8 +32,8 @@ def attention_layers(count: int) -> tuple[LayerKind, ...]:
     return (LayerKind(),) * count
 
 
-def packs_prompts(kinds: Sequence[LayerKind]) -> bool:
-    """Whether prompts of several rows may be prefilled as one row, see `PackedCache`."""
+def only_keys(kinds: Sequence[LayerKind]) -> bool:
+    """Whether layers of `kinds` store keys and values only, and attention takes no mask."""
     return not any(kind.num_states or kind.takes_mask for kind in kinds)
 
 
@@ -46,6 +46,8 @@ class RaggedLayer(CacheLayerMixin):
     def __init__(self, cache: RaggedCache):
         super().__init__()
         self._cache = cache
+        # `[B, slots, D]`, what an indexer chooses slots by; None before the first pass, and without an indexer.
+        self.indexer_keys: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.allocate(key_states, value_states, len(key_states))
@@ -78,9 +80,22 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         ops.write_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
-        span = self._cache.span
-        keys, values = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
+        keys, values = self.shown()
         return (keys.contiguous(), values.contiguous()) if self._cache.takes_mask else (keys, values)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Store keys of an indexer, `[B, n, D]`, at the cache's `positions`; returns those of the cache's `span`."""
+        if self.indexer_keys is None:
+            batch, _, width = indexer_key_states.shape
+            self.indexer_keys = indexer_key_states.new_zeros(batch, self._cache.slots, width)
+        rows = torch.arange(len(self.indexer_keys), device=self.indexer_keys.device)[:, None]
+        self.indexer_keys[rows, self._cache.positions] = indexer_key_states
+        return self.indexer_keys[:, : self._cache.span]
+
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views."""
+        span = self._cache.span
+        return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
 
     @property
     def is_allocated(self) -> bool:
@@ -93,10 +108,14 @@ class RaggedLayer(CacheLayerMixin):
         if source.is_initialized:  # not where no attention uses the layer
             self.keys[rows, :slots] = source.keys[taken, :slots]
             self.values[rows, :slots] = source.values[taken, :slots]
+        if source.indexer_keys is not None:
+            self.indexer_keys[rows, :slots] = source.indexer_keys[taken, :slots]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices` `[n]` int64."""
         self.keys, self.values = self.keys[indices], self.values[indices]
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[indices]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.span, 0
@@ -210,6 +229,11 @@ class RaggedCache(Cache):
         return any(layer.is_allocated for layer in self.layers)
 
     @property
+    def has_indexers(self) -> bool:
+        """Whether layers hold keys of indexers."""
+        return any(getattr(layer, "indexer_keys", None) is not None for layer in self.layers)
+
+    @property
     def ring_slots(self) -> int:
         """Slots for the inputs of tokens that are not in the recurrent states.
 
@@ -303,7 +327,11 @@ class RaggedCache(Cache):
             return
         if self.recurrence is not None:
             self.recurrence.advance(positions, self.dummy_slot)
-        span = self.slots if ops.has_kernels(positions.device) else min(live + 1, self.slots)
+        self.show(live, positions.device)
+
+    def show(self, live: int, device: torch.device) -> None:
+        """Set how many leading slots queries may attend to; see `advance`."""
+        span = self.slots if ops.has_kernels(device) else min(live + 1, self.slots)
         self.span = span - self.takes_mask
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .. import ops
-from .attention import submodel_configs
+from .implementations import submodel_configs
 from .linear import PLAIN_WEIGHTS
 from .patch import original, replaced, runs_engine
 

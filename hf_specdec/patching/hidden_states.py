@@ -96,6 +96,11 @@ class AuxHiddenStateRecorder:
         self._engine: object | None = None
 
     @property
+    def records(self) -> bool:
+        """Whether any hidden states are asked for."""
+        return self._last_hidden_state or bool(self._layer_ids)
+
+    @property
     def recorded(self) -> dict[int, torch.Tensor]:
         """The hidden states of the last pass, `[B, n, hidden_size]`, by layer id or as `LAST_HIDDEN_STATE`."""
         return self._recorded

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import first_line
 from .attention import ragged_attention
 from .cache import LayerKind, RaggedCache, RaggedLayer
+from .mask_rules import ordinary_tokens
 from .support import cache_layers, stated_positions
 
 # Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
@@ -62,14 +63,13 @@ def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
 
 
 def _compare(model: PreTrainedModel, limit: float) -> str | None:
-    vocab_size, device = model.config.get_text_config().vocab_size, model.device
+    device = model.device
     span = min(stated_positions(model) or FEWEST_SLOTS, MOST_SLOTS)
     # One row at the end of the slots, one at their beginning.
     count = min(NUM_TOKENS, span - 1)
     starts = torch.tensor([span - count, 1], device=device)
     steps = torch.arange(count, device=device).expand(len(starts), -1)
-    # Neighbours in a vocabulary are often alike; these are spread over it.
-    tokens = (torch.arange(1, 1 + steps.numel(), device=device) * 7919 % vocab_size).view_as(steps)
+    tokens = torch.tensor(ordinary_tokens(model, steps.numel()), device=device).view_as(steps)
     mask = torch.ones_like(tokens)
     expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.double()
 

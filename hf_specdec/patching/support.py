@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,14 +15,18 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from .cache import LayerKind, attention_layers
 from .hidden_states import decoder_layers, find_decoder_layers, modules_of
+from .length_rope import RopeLimits, rope_limits
 from .recurrent_functions import why_not_replaced
 
 _T = TypeVar("_T")
 
-SUPPORTED_LAYER_TYPES = frozenset(
+# Layers with an indexer, by the names that versions of transformers have for them.
+_INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+SUPPORTED_LAYER_TYPES = _INDEXED | frozenset(
     {
         "full_attention",
         "sliding_attention",
+        "chunked_attention",
         # Recurrent layers, alone and beside attention.
         "linear_attention",
         "conv",
@@ -33,7 +37,6 @@ SUPPORTED_LAYER_TYPES = frozenset(
         "mlp",
     }
 )
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 # Types whose values are compared as they are; values of other types are compared by their `repr`.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
@@ -54,7 +57,7 @@ def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
     return tuple(settings)
 
 
-def _cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
+def cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
     """Decorator: caches what `function` returns by the class and the settings of the model."""
     results: dict[Hashable, _T] = {}
 
@@ -68,7 +71,7 @@ def _cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[
     return cached
 
 
-@_cached_by_settings
+@cached_by_settings
 def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
     """What the layers of transformers' cache for `model` store; empty if its configuration describes no cache."""
     try:
@@ -97,25 +100,29 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
     return any(kind.num_states for kind in _configured_layers(model))
 
 
-@_cached_by_settings
+@cached_by_settings
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    """Whether attention layers of `model` look their function up in transformers' attention interface.
+    """Whether attention layers of `model` look their function up in transformers' attention interface and read no mask.
+
+    Indexers read one, to choose among the tokens that a query sees.
 
     Few classes state that all of them do (`_supports_attention_backend`). Of others it is known of the layers that name
     the interface; whether these are all is found by the equivalence check. Layers of a model without any take a mask.
     """
+    if not _INDEXED.isdisjoint(getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return False
     if getattr(model, "_supports_attention_backend", False):
         return True
     forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in modules_of(model.get_decoder())}}
     return any("ALL_ATTENTION_FUNCTIONS" in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
 
 
-@_cached_by_settings
+@cached_by_settings
 def _why_not_recurrent(model: PreTrainedModel) -> str | None:
     return why_not_replaced(model) if has_recurrent_layers(model) else None
 
 
-@_cached_by_settings
+@cached_by_settings
 def _takes_key_value_cache(model: PreTrainedModel) -> bool:
     return "past_key_values" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
@@ -127,7 +134,7 @@ def stated_positions(model: PreTrainedModel) -> int | None:
     return next((value for value in stated if isinstance(value, int)), None)
 
 
-@_cached_by_settings
+@cached_by_settings
 def num_positions(model: PreTrainedModel) -> int | None:
     """Size of the table of position embeddings of `model`, learned or fixed; None if it has none, such as with RoPE."""
     stated = stated_positions(model)
@@ -150,6 +157,21 @@ def num_positions(model: PreTrainedModel) -> int | None:
     return stated if any(0 <= size - stated <= 8 for size in itertools.chain(tables, fixed)) else None
 
 
+@cached_by_settings
+def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
+    """Where RoPE changes with the length of the text; or the reason why that cannot be told."""
+    try:
+        return rope_limits(model)
+    except ValueError as error:
+        return str(error)
+
+
+def length_limits(model: PreTrainedModel) -> RopeLimits:
+    """Where RoPE of `model` changes with the length of the text; nowhere if that cannot be told."""
+    limits = _rope_limits(model)
+    return RopeLimits() if isinstance(limits, str) else limits
+
+
 def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
     """The reason why `model` cannot run on a `RaggedCache`; None if it can. The reason calls the model `role`."""
     text, layers = model.config.get_text_config(), find_decoder_layers(model)
@@ -169,15 +191,5 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role} has layers of type {', '.join(sorted(others))}"
     if getattr(text, "cross_attention_layers", None):
         return f"{role} has cross-attention layers, whose keys and values have no positions"
-    if getattr(text, "num_kv_shared_layers", 0):
-        return f"layers of {role} share keys and values"
-    return _why_not_positions(text, role)
-
-
-def _why_not_positions(text: Any, role: str) -> str | None:
-    rope = getattr(text, "rope_parameters", None) or {}
-    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in by_layer_type or [rope]:
-        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            return f"{role}'s RoPE ({parameters['rope_type']}) changes with the length of the text"
-    return None
+    limits = _rope_limits(model)
+    return f"{role}'s {limits}" if isinstance(limits, str) else None

@@ -227,7 +227,7 @@ def test_texts_are_compared():
 def test_no_scripted_acceptance_on_the_stock_engine(tmp_path, capsys):
     target = family_target(STOCK_FAMILY)
     target.config.save_pretrained(tmp_path / "target")
-    RANDOM_DRAFTERS["draft-model"](target).model.config.save_pretrained(tmp_path / "drafter")
+    RANDOM_DRAFTERS["draft-model"](family_target("llama")).model.config.save_pretrained(tmp_path / "drafter")
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     options = ["--random-weights", "--max-new-tokens", 4, "--prompt-length", 4, "--runs", 1, "--baselines", "dynamic"]

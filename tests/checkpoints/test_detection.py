@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_specdec import AutoDrafter
 from hf_specdec.checkpoints.detection import (
+    CACHE_READER,
     DFLASH,
     DFLASH2,
     DOMINO,
@@ -265,7 +266,9 @@ def test_no_language_model_is_called_a_drafter_of_another_family():
             except ValueError as error:
                 found[model_type] = str(error)
     assert len(found) > 100
-    assert {model_type: family for model_type, family in found.items() if family != DRAFT_MODEL} == {}
+    assistants = {"gemma4_assistant": CACHE_READER, "gemma4_unified_assistant": CACHE_READER}
+    others = {model_type: family for model_type, family in found.items() if family != DRAFT_MODEL}
+    assert others.items() <= assistants.items()
 
 
 def test_tensors_alone_tell_eagle3(target, tmp_path):

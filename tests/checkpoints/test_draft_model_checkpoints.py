@@ -316,10 +316,10 @@ def test_models_that_cannot_draft(target, tmp_path):
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=128, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4))
     refuse(saved(t5, tmp_path / "t5"), target, str(tmp_path / "t5"), "'t5', an encoder-decoder")
     refuse(
-        saved(tiny_model(STOCK_FAMILY), tmp_path / "dynamic"),
+        saved(tiny_model(STOCK_FAMILY), tmp_path / "phimoe"),
         target,
-        f"{tmp_path / 'dynamic'} (LlamaForCausalLM) cannot draft here",
-        "the draft model's RoPE (dynamic) changes with the length of the text",
+        f"{tmp_path / 'phimoe'} (PhimoeForCausalLM) cannot draft here",
+        "the draft model's RoPE (longrope) changes with the length of the text",
         "pass that as assistant_model",
     )
     refuse(

@@ -283,7 +283,7 @@ def test_drafters_that_cannot_copy_rows_are_refused():
 
 def test_targets_of_the_stock_engine_are_refused():
     target = tiny_target(STOCK_FAMILY)
-    with pytest.raises(ValueError, match=r"runs on the static engine, but LlamaForCausalLM .* runs on the stock"):
+    with pytest.raises(ValueError, match=r"runs on the static engine, but PhimoeForCausalLM .* runs on the stock"):
         target.generate_batch([[5, 6]], assistant_model=random_eagle3(target), max_new_tokens=4)
 
 

@@ -42,13 +42,6 @@ def check(target, lengths, engine, reason, new=24):
 
 
 UNSOUND = {
-    # A window that is smaller than the few tokens of the check, and one that is larger: only masks show that.
-    "phimoe, small window": ("phimoe", {"sliding_window": 5, **MOE}, "logits for one row"),
-    "phimoe, large window": (
-        "phimoe",
-        {"sliding_window": 30, **MOE},
-        "the mask of attention 0 differs from its sliding window",
-    ),
     # A mask made of the values.
     "doge": ("doge", {}, "logits for one row"),
 }

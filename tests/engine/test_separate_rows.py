@@ -242,7 +242,7 @@ def test_inputs_that_do_not_say_what_belongs_to_which_row(tinted, tint, message)
 def test_padding_that_changes_the_text_is_refused(monkeypatch):
     """A class that counts columns of padding as positions runs rows of one length, and no padded ones."""
 
-    class Columns(type(tiny_target(STOCK_FAMILY))):
+    class Columns(type(tiny_target("llama"))):
         def prepare_inputs_for_generation(self, input_ids, **kwargs):
             inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)
             inputs["position_ids"] = torch.arange(input_ids.shape[1])[None, -inputs["input_ids"].shape[1] :] ** 2

@@ -242,7 +242,7 @@ def test_engine_is_chosen_and_can_be_forced():
         assert drafter.stats.engine == by_itself and "forced" not in drafter.stats.reason
         greedy(target, inputs, assistant_model=drafter.configure(engine="stock"))
         assert drafter.stats.engine == "stock" and "forced" in drafter.stats.reason
-    assert "RoPE (dynamic)" in str(forced_static_error(tiny_target(STOCK_FAMILY), inputs))
+    assert "RoPE (longrope)" in str(forced_static_error(tiny_target(STOCK_FAMILY), inputs))
     drafter = random_eagle3(tiny_target("llama")).configure(engine="static")
     greedy(tiny_target("llama"), inputs, assistant_model=drafter)
     assert drafter.stats.reason == "forced by engine='static'"

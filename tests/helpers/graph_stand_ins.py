@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_specdec.engine import cuda_graphs, lazy_target
-from hf_specdec.patching.attention import submodel_configs
 from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.implementations import submodel_configs
 
 _hosted = lazy_target.patched_target
 

@@ -124,11 +124,23 @@ HYBRIDS = {
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 3},
 }
 FAMILIES |= HYBRIDS
-# Its RoPE changes with the length of the text.
-STOCK_FAMILY = "llama-dynamic-rope"
+# Its RoPE changes with the length of the text, and computes the frequencies by itself.
+STOCK_FAMILY = "phimoe-longrope"
 FAMILIES[STOCK_FAMILY] = {
-    "model_type": "llama",
-    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "model_type": "phimoe",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "short_mscale": 1.0,
+        "long_mscale": 1.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+    },
 }
 
 

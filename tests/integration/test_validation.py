@@ -529,7 +529,7 @@ def test_batches_that_the_stock_engine_cannot_take_apart():
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 4), value=1)
     longer = {"input_ids": out.sequences, "attention_mask": mask, "past_key_values": out.past_key_values}
     message = refused(target, drafter, "past_key_values holds 15 tokens of each of 3 rows", inputs=longer)
-    assert "RoPE (dynamic)" in message and "without assistant_model" in message
+    assert "RoPE (longrope)" in message and "without assistant_model" in message
     assert out.past_key_values.get_seq_length() == 15
     rows = LogitsProcessorList([RowTemperature([0.5, 1.0])])
     refused(target, drafter, "2 temperatures, but the call has 3", inputs=inputs, logits_processor=rows, do_sample=True)

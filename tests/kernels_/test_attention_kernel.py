@@ -62,7 +62,8 @@ class Case(NamedTuple):
     @property
     def keywords(self) -> dict[str, Any]:
         heads = self.kv_heads * self.groups
-        every = {"window": self.window, "sinks": torch.linspace(-1.0, 1.0, heads, device=DEVICE), "softcap": 5.0}
+        every = {"window": self.window, "chunk": self.window}
+        every |= {"sinks": torch.linspace(-1.0, 1.0, heads, device=DEVICE), "softcap": 5.0}
         every["starts"] = None if self.starts is None else torch.tensor(self.starts, device=DEVICE)
         every["ends"] = None if self.ends is None else torch.tensor(self.ends, device=DEVICE)
         return {"scaling": self.dim**-0.5} | {name: every[name] for name in self.options}
@@ -99,6 +100,8 @@ def check(case: Case, num_splits: int | None = None) -> None:
     for row, here in enumerate(is_live):  # what no live query of the row may see is poison
         live = positions[row][here].tolist()
         first = max(0, min(live) - case.window + 1) if live and "window" in case.options else 0
+        if live and "chunk" in case.options:
+            first = min(live) // case.window * case.window
         first = max(first, case.starts[row]) if "starts" in case.options else first
         for states in (key, value):
             states[row, :, :first] = NAN
@@ -113,7 +116,7 @@ def check(case: Case, num_splits: int | None = None) -> None:
 
 @every_dtype
 @pytest.mark.parametrize(
-    "options", [(), ("window",), ("sinks",), ("softcap",), ("window", "sinks", "softcap")], ids=str
+    "options", [(), ("window",), ("chunk",), ("sinks",), ("softcap",), ("window", "sinks", "softcap")], ids=str
 )
 @pytest.mark.parametrize(("num_queries", "num_splits"), cases(list(product([1, 3], [1, 2, 7])), [(1, 7), (3, 1)]))
 def test_equals_reference(dtype, num_queries, options, num_splits):
@@ -123,6 +126,19 @@ def test_equals_reference(dtype, num_queries, options, num_splits):
     check(case, num_splits)
     if "window" in options:
         check(case._replace(window=150), num_splits)
+    if "chunk" in options:  # beside what is above: of which the queries are the end, the beginning, or both
+        for size in (2, 76, 77, 78, 144, 289):
+            check(case._replace(window=size), num_splits)
+
+
+@pytest.mark.parametrize("options", [("chunk", "starts", "sinks"), ("chunk", "ends", "softcap")], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_chunks_of_rows_with_starts_and_ends(options, num_splits):
+    """Chunks are counted from slot 0, whatever the start of a row, and by the query, not by its end."""
+    ends = ((3, 3, 3, 3), (81, 81, 79, 80), (259, 261, 262, 262))
+    case = Case([3, 80, 262], 290, 4, 2, 2, 24, padding=((1, 3),), options=options, starts=(0, 70, 260), ends=ends)
+    for size in (1, 7, 79, 100):
+        check(case._replace(window=size), num_splits)
 
 
 @every_dtype
@@ -284,7 +300,9 @@ def draw_case(random: Random) -> Case:
         dim=random.choice([16, 24, 64, 80]),
         value_dim=random.choice([None, 16, 48]),
         padding=tuple((row, column) for row in range(2) for column in range(num_queries) if random.random() < 0.2),
-        options=tuple(name for name in ("window", "sinks", "softcap") if random.random() < 0.4),
+        options=tuple(
+            name for name in (random.choice(["window", "chunk"]), "sinks", "softcap") if random.random() < 0.4
+        ),
         window=random.choice([1, 7, 100, random.randint(1, 400)]),
         seed=random.randrange(1000),
     )
@@ -305,7 +323,9 @@ def test_number_of_splits(num_programs, reach):
     assert num_splits * num_programs >= 4 * 132 or num_splits in (128, max(1, reach // 128))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 5.0}, {"window": 3, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"chunk": 3}, {"softcap": 5.0}, {"window": 3, "softcap": 5.0}], ids=str
+)
 def test_reference_is_finite_for_padding_queries(options):
     query, key, value = torch.randn(3, 1, 2, 8, 16)
     positions = torch.tensor([[0, 1, 2, 6, 7, 8, 11, 1000]])

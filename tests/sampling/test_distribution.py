@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from assistants import assistant_drafter, gemma4_target, new_assistant
 from case_counts import cases, num_cases
 from chi_square import Cells, p_value
 from oracle import RANDOM_DRAFTERS, random_draft_model
@@ -625,6 +626,16 @@ def test_samples_with_every_family_of_drafters(kind, verification, call, num_dra
     target = tiny_target()
     drafter = tiny_drafter(kind, target, num_draft_tokens, draft_probs=True).configure(verification=verification)
     check_draws(drafter, target, call)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_samples_with_an_assistant_that_reads_the_cache(verification):
+    """Of ordered embeddings, so that some tokens have no probability of being drafted."""
+    target = gemma4_target(vocab_size=VOCABULARY)
+    clusters = {"use_ordered_embeddings": True, "num_centroids": VOCABULARY, "centroid_intermediate_top_k": 3}
+    drafter = assistant_drafter(new_assistant(vocab_size=VOCABULARY, **clusters), target)
+    drafter.configure(num_assistant_tokens=2, draft_probs=True, verification=verification)
+    check_draws(drafter, target, "hot" if verification == "token" else "top_k")
 
 
 @pytest.mark.parametrize(

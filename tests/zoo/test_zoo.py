@@ -22,6 +22,11 @@ STATIC = [
     "LlavaForConditionalGeneration",  # image and text
     "Gemma3ForConditionalGeneration",  # image and text, windows
     "GPT2LMHeadModel",  # learned positions, layers of another name
+    "DeepseekV32ForCausalLM",  # attention to tokens that an indexer chooses
+    "Gemma3nForCausalLM",  # layers that read the keys of others
+    "Llama4ForCausalLM",  # chunks
+    "PhimoeForCausalLM",  # a window in the mask only
+    "Qwen2MoeForCausalLM",  # a window in the mask of some layers only
     "Qwen3VLForConditionalGeneration",  # image and text, several positions a token
 ]
 # What must be right on some engine, or be refused.
@@ -29,7 +34,6 @@ SAFE = [
     "BertLMHeadModel",  # an encoder
     "BertLMHeadModel (is_decoder)",
     "DeepseekV2ForCausalLM",  # rotation of complex numbers
-    "DeepseekV32ForCausalLM",  # attention to tokens that an indexer chooses
     "DogeForCausalLM",  # a mask of its own
     "JambaForCausalLM",  # state-space layers among others
     "LongcatFlashForCausalLM",  # two attentions a layer
@@ -38,8 +42,6 @@ SAFE = [
     "MoshiForCausalLM",  # a window in the mask only
     "OPTForCausalLM",  # learned positions
     "PaliGemmaForConditionalGeneration",  # a prompt that is bidirectional
-    "PhimoeForCausalLM",  # a window in the mask only
-    "Qwen2MoeForCausalLM",  # a window in the mask only
     "Qwen3NextForCausalLM",  # linear attention
     "RwkvForCausalLM",  # recurrent
     "WhisperForCausalLM",  # half of an encoder-decoder

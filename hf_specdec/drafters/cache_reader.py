@@ -1,0 +1,263 @@
+"""Drafters that read the target's keys and values, and keep none: Google's assistants of Gemma 4."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import sliding_window_bidirectional_overlay
+
+from ..checkpoints.checkpoint import Checkpoint, quiet_loading
+from ..checkpoints.draft_model import auto_class
+from ..config import CacheReaderConfig
+from ..kernels.types import Proposal, VerificationResult
+from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.attention import set_ragged_attention
+from ..patching.mask_rules import MaskRule
+from ..patching.support import cache_layers
+from ..state import DecodeState
+from .base import check_sizes, no_drafts, register_drafter, score
+from .cached import CachedDrafter
+from .shared_weights import SharedWeight
+
+_building = threading.RLock()
+
+
+@contextmanager
+def sharing_all_layers(model: PreTrainedConfig) -> Iterator[None]:
+    """Context in which transformers builds models all of whose text layers read keys and values of another model.
+
+    transformers 5.23 looks for the layers that store those even if there are none (`kv_sharing_modes`), and fails.
+
+    Args:
+        model: the assistant's configuration.
+    """
+    kind = type(model.get_text_config())
+    own = vars(kind).get("kv_sharing_modes")
+    if own is None:
+        yield
+        return
+
+    def sharing_modes(config: PreTrainedConfig) -> list[str | None]:
+        count = config.num_hidden_layers
+        return ["reuse"] * count if config.num_kv_shared_layers == count else own.fget(config)
+
+    with _building:
+        kind.kv_sharing_modes = property(sharing_modes)
+        try:
+            yield
+        finally:
+            kind.kv_sharing_modes = own
+
+
+def _layers_read(target: PreTrainedModel, kinds: Sequence[str], name: str) -> dict[str, int]:
+    """For each kind of layer in `kinds`, the last layer of `target` that stores keys and values and is of that kind.
+
+    Raises:
+        ValueError: expected a target with such layers.
+    """
+    text = target.config.get_text_config()
+    types = getattr(text, "layer_types", None) or []
+    storing = [index for index, kind in enumerate(cache_layers(target)[: len(types)]) if kind.has_keys]
+    found = {types[index]: index for index in storing}
+    missing = sorted(set(kinds) - found.keys())
+    if missing:
+        raise ValueError(
+            f"{name} reads keys and values of layers of type {', '.join(missing)}, but the layers of "
+            f"{text.name_or_path or text.model_type} that store any are of type {', '.join(sorted(found)) or 'none'}; "
+            "expected the Gemma 4 model that it was made for."
+        )
+    return {kind: found[kind] for kind in kinds}
+
+
+@register_drafter
+class CacheReaderDrafter(CachedDrafter):
+    """An assistant of Gemma 4 (`Gemma4AssistantForCausalLM` and its like): layers with queries only.
+
+    A draft step combines the target's embedding of the last token with a hidden state, which is the target's, after the
+    final norm, at the token before the newest committed one, and then the assistant's own. Its layers attend to the
+    keys and values that the target's last storing layer of the same kind holds of the text, that is up to the token
+    before the newest one; all steps of a round are at the newest one's position. There is nothing to prefill.
+
+    transformers' own loop also shows the assistant the key of a draft that was rejected, where there is one: the one at
+    the newest token's place. Here it does not, so what it drafts depends on the text alone.
+
+    Args:
+        config: with the settings of the assistant's own configuration.
+        model: the assistant, whose attention is replaced; None for random weights.
+    """
+
+    config_class = CacheReaderConfig
+
+    def __init__(self, config: CacheReaderConfig, model: PreTrainedModel | None = None):
+        super().__init__(config)
+        if model is None:
+            own = config.model_config
+            with sharing_all_layers(own):
+                model = auto_class(own).from_config(own)
+        self.model = model
+        text = model.config.get_text_config()
+        # The mask of transformers, in which the newest token is at the distance 0 from the last key.
+        sees = sliding_window_bidirectional_overlay(text.sliding_window)
+        window = text.sliding_window + bool(sees(0, 0, 0, text.sliding_window))
+        rules = {"sliding_attention": MaskRule(window=window), "full_attention": MaskRule()}
+        layers = zip(model.model.layers, text.layer_types, strict=True)
+        set_ragged_attention(model, [(layer.self_attn, rules[kind]) for layer, kind in layers])
+        self._layers_read: dict[str, int] = {}
+        # Factor on the target's embedding, `[]`; None before `bind`.
+        self.register_buffer("embedding_scale", None, persistent=False)
+
+    @classmethod
+    def check_checkpoint(cls, checkpoint: Checkpoint, config: CacheReaderConfig) -> None:
+        """As of every family. transformers loads the model on the meta device, since it maps names of tensors."""
+        with quiet_loading(), sharing_all_layers(config.model_config):
+            _, info = auto_class(config.model_config).from_pretrained(
+                checkpoint.folder,
+                device_map="meta",
+                use_safetensors=checkpoint.uses_safetensors,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+        checkpoint.check_loaded(info)
+
+    @classmethod
+    def load_checkpoint(cls, checkpoint: Checkpoint, config: CacheReaderConfig, **options: Any) -> CacheReaderDrafter:
+        with sharing_all_layers(config.model_config):
+            model, info = auto_class(config.model_config).from_pretrained(
+                checkpoint.folder, output_loading_info=True, trust_remote_code=False, **options
+            )
+        checkpoint.check_loaded(info)
+        return cls(config, model)
+
+    @property
+    def num_cached_layers(self) -> int:
+        return 0
+
+    @property
+    def reads_last_hidden_state(self) -> bool:
+        return True
+
+    @property
+    def reads_target_cache(self) -> bool:
+        return True
+
+    @torch.inference_mode(False)  # it keeps tensors that it creates
+    @torch.no_grad()
+    def bind(self, target: PreTrainedModel) -> None:
+        own, text = self.model.config, self.model.config.get_text_config()
+        name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        check_sizes(own.backbone_hidden_size, text.vocab_size, target.config, name)
+        if tensor_parallel_group(target) is not None:
+            raise ValueError(
+                f"{name} reads the target's keys and values, of which every process of a tensor parallel target holds "
+                "those of some heads only; expected a target that is not split."
+            )
+        layers_read = _layers_read(target, list(dict.fromkeys(text.layer_types)), name)
+        _check_heads(self.model, target, layers_read, name)
+        embedding = target.get_input_embeddings()
+        shared = SharedWeight(embedding, "embedding", own.backbone_hidden_size, name)
+        self.embedding_scale = _scale_of(embedding, shared.weight, name).to(self.device)
+        self._shared_weights = {"embedding": shared}
+        self._layers_read = layers_read
+        self._record_binding(target)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The target's embeddings `[..., Ht]` of `[...]` int64 tokens, as its decoder is given them."""
+        weight = self._shared_weights["embedding"].weight
+        embeds = F.embedding(tokens.to(weight.device), weight)
+        return (embeds * self.embedding_scale.to(embeds)).to(self.embedding_scale.device, self.dtype)
+
+    def start_prefill(self, state: DecodeState) -> None:
+        """Nothing is kept of a prompt."""
+
+    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
+        """Nothing is kept of a prompt."""
+
+    def propose(
+        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
+    ) -> Proposal:
+        if state.num_draft_tokens == 0:
+            return no_drafts(state)
+        rows = torch.arange(len(state.lengths), device=state.lengths.device)
+        hidden = aux_hidden_states[rows, (result.committed - 1).clamp(min=0)][:, None].to(self.dtype)
+        newest = (state.lengths - 1)[:, None]
+        # The last token whose key the target has stored; without one, and in rows that take no part, nothing is seen.
+        last = torch.where(newest > 0, state.slot_of(newest - 1), state.dummy_slot)
+        state.cache.show(state.live, last.device)
+        keys = {kind: state.cache.layers[index].shown() for kind, index in self._layers_read.items()}
+        positions = last[:, None, :, None]
+        tokens, drafts = state.tokens.gather(1, newest), []
+        for step in range(state.num_draft_tokens):
+            out = self.model.model(
+                inputs_embeds=self.model.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1)),
+                attention_mask=dict.fromkeys(self._layers_read, positions),
+                position_ids=newest,
+                shared_kv_states=keys,
+                use_cache=False,
+            ).last_hidden_state
+            hidden = self.model.post_projection(out)
+            drafts.append(self.draw(state, self.logits(out), first=step))
+            tokens = drafts[-1].tokens
+        return self.join(state, drafts)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits `[B, n, V]` of `[B, n, H]` after the final norm.
+
+        With ordered embeddings the tokens are in clusters, and only those of the clusters with the best centroids are
+        scored; others have -inf.
+        """
+        head, clusters = self.model.lm_head.weight, self.model.masked_embedding
+        if clusters is None:
+            return score(normed, head)
+        members = clusters.token_ordering.long().view(clusters.num_centroids, -1)
+        chosen = clusters.centroids(normed).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
+        tokens = members[chosen].flatten(-2)
+        scores = (head[tokens] @ normed[..., None]).squeeze(-1)
+        logits = scores.new_full((*normed.shape[:-1], len(head)), float("-inf"))
+        return logits.scatter(-1, tokens, scores)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save the assistant as transformers does, with K among its generation settings."""
+        if self.model.generation_config is not None:
+            self.model.generation_config.num_assistant_tokens = self.num_own_draft_tokens
+        self.model.save_pretrained(save_directory, **kwargs)
+
+
+def _check_heads(model: PreTrainedModel, target: PreTrainedModel, layers_read: Mapping[str, int], name: str) -> None:
+    """Raise `ValueError` unless queries of the assistant `model` fit the keys of the layers of `target` they read."""
+    text = model.config.get_text_config()
+    theirs = target.get_decoder().layers
+    for layer, kind in zip(model.model.layers, text.layer_types, strict=True):
+        own, read = layer.self_attn, theirs[layers_read[kind]].self_attn
+        num_heads = own.q_proj.weight.shape[0] // own.head_dim
+        num_keys = read.k_proj.weight.shape[0] // read.head_dim
+        if own.head_dim != read.head_dim or num_heads % num_keys:
+            raise ValueError(
+                f"{name} has {num_heads} query heads of {own.head_dim} in its {kind} layers, but layer "
+                f"{layers_read[kind]} of the target has {num_keys} key heads of {read.head_dim}; expected the target "
+                "that it was made for."
+            )
+
+
+def _scale_of(embedding: torch.nn.Module, weight: torch.Tensor, name: str) -> torch.Tensor:
+    """The factor by which the target's `embedding` multiplies the rows of its weight, `[]`.
+
+    Raises:
+        ValueError: expected an embedding that does this.
+    """
+    scale = getattr(embedding, "embed_scale", None)
+    scale = torch.as_tensor(1.0 if scale is None else scale, device=weight.device).to(weight.dtype)
+    tokens = torch.arange(min(8, len(weight)), device=weight.device)
+    if not torch.equal(embedding(tokens).to(weight.device), weight[tokens] * scale):
+        raise ValueError(
+            f"{name} reads the target's embeddings, but those of {type(embedding).__name__} are not rows of its "
+            "weight, times `embed_scale`; expected Gemma 4's."
+        )
+    return scale.clone()

@@ -1,0 +1,213 @@
+"""Which keys a query sees in each attention layer, learnt from the masks that a model has transformers make.
+
+On a `RaggedCache` positions take the place of masks (see `attention`). A layer may state its sliding window when it
+calls attention; other windows, and chunks, are in its mask only. So a pass over a few tokens, in which attention does
+nothing, tells which mask every layer is given, and what it was made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import first_line
+from .implementations import registered_attention
+from .support import cached_by_settings
+
+# Lengths of prompts, unequal so that wrong treatment of padding shows.
+PROMPT_LENGTHS = (7, 4)
+PROBE_NAME = "hf_specdec_probe"
+# A position beyond every sliding window, and distances at which it is asked what it sees.
+_FAR = 1 << 30
+_DISTANCES = tuple(distance for power in range(20) for distance in (1 << power, (1 << power) + 1))
+
+
+class MaskRule(NamedTuple):
+    """Which keys a query sees: those up to its own position, as far as the rule does not exclude them.
+
+    Attributes:
+        window: sliding window: position s is seen from t only if t - s < window.
+        chunk: chunks of this many positions: s is seen from t only if s // chunk == t // chunk.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def sees(self, query: int, key: int) -> bool:
+        """Whether a query at one position sees a key at another."""
+        is_near = self.window is None or key > query - self.window
+        return key <= query and is_near and (self.chunk is None or key // self.chunk == query // self.chunk)
+
+    def edges(self, query: int) -> tuple[int, ...]:
+        """The first position that a query sees and the one before it; none without a window or chunk."""
+        if self.window is None and self.chunk is None:
+            return ()
+        first = query - self.window + 1 if self.chunk is None else query // self.chunk * self.chunk
+        return first, first - 1
+
+
+def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    """`count` tokens of the vocabulary of `model` without special ones, whose embeddings may be zero."""
+    size = model.config.get_text_config().vocab_size
+    special = {
+        value
+        for config in (model.config, model.config.get_text_config(), model.generation_config)
+        for name, value in vars(config).items()
+        if "token" in name and isinstance(value, int)
+    }
+    # Neighbours in a vocabulary are often alike; these are spread over it.
+    spread = (number * 7919 % size for number in range(1, 10 * (size + count)))
+    return list(itertools.islice((token for token in spread if token not in special), count))
+
+
+def ordinary_prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of ordinary tokens, with their `attention_mask`, both `[2, 7]` int64."""
+    width, tokens = max(PROMPT_LENGTHS), iter(ordinary_tokens(model, sum(PROMPT_LENGTHS)))
+    ids = torch.zeros(len(PROMPT_LENGTHS), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(PROMPT_LENGTHS):
+        ids[row, -length:] = torch.tensor(list(itertools.islice(tokens, length)))
+        mask[row, -length:] = 1
+    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+
+
+class _Mask(NamedTuple):
+    """A mask, its mask function of (row, head, query, key), and the window that transformers made it for."""
+
+    tensor: torch.Tensor
+    function: Callable[..., Any]
+    window: int | None
+
+
+class _Attention(NamedTuple):
+    """A call of attention: the layer, the sliding window that it states, and the mask if transformers made it."""
+
+    module: nn.Module
+    window: int | None
+    mask: _Mask | None
+
+
+class _Probe(threading.local):
+    """Calls of the probe's attention and mask functions in this thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Attention] = []
+        self.masks: list[_Mask] = []
+
+
+_probe = _Probe()
+
+
+def _probing_attention(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
+    made = next((mask for mask in _probe.masks if mask.tensor is attention_mask), None)
+    _probe.calls.append(_Attention(module, sliding_window, made))
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _probing_mask(*args, mask_function=None, local_size=None, **kwargs):
+    mask = eager_mask(*args, mask_function=mask_function, **kwargs)
+    _probe.masks.append(_Mask(mask, mask_function, local_size))
+    return mask
+
+
+ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_mask)
+
+
+def _rule_of(mask: _Mask, is_causal: bool) -> MaskRule | None:
+    """The rule by which `mask` was made; None if it is none of those that are known.
+
+    Args:
+        mask: of a prompt.
+        is_causal: whether it must be causal among the tokens of the prompt, too.
+    """
+    size = mask.window
+    known = [MaskRule()] if size is None else [MaskRule(window=size), MaskRule(chunk=size), MaskRule()]
+    return next((rule for rule in known if _follows(mask, rule, is_causal)), None)
+
+
+def _follows(mask: _Mask, rule: MaskRule, is_causal: bool) -> bool:
+    """Whether `mask` is a causal mask with `rule`; arguments as of `_rule_of`."""
+
+    def is_as_expected(query: int, key: int) -> bool:
+        return bool(mask.function(0, 0, torch.tensor(query), torch.tensor(key))) == rule.sees(query, key)
+
+    near = range(min(PROMPT_LENGTHS))
+    if is_causal and not all(is_as_expected(query, key) for query in near for key in near):
+        return False
+    try:
+        far = (_FAR + 1, _FAR, 0, *(_FAR - distance for distance in _DISTANCES))
+        return all(is_as_expected(_FAR, key) for key in (*far, *rule.edges(_FAR)))
+    except IndexError:  # a mask function that looks up tokens, such as image tokens, knows those of the call only
+        return rule == MaskRule(window=mask.window)
+
+
+@cached_by_settings
+def _rules(model: PreTrainedModel) -> dict[str, MaskRule] | str:
+    """See `_find_rules`; of causal masks."""
+    return _find_rules(model, is_causal=True)
+
+
+@cached_by_settings
+def _rules_after_prompts(model: PreTrainedModel) -> dict[str, MaskRule] | str:
+    """See `_find_rules`; of masks that are causal after the prompt."""
+    return _find_rules(model, is_causal=False)
+
+
+def _find_rules(model: PreTrainedModel, is_causal: bool) -> dict[str, MaskRule] | str:
+    """The rules of the attention layers of `model` that differ from the windows they state, by the layers' names; or
+    the reason why they cannot be told.
+    """
+    _probe.__init__()
+    try:
+        with torch.no_grad(), registered_attention(model, PROBE_NAME):
+            model(**ordinary_prompts(model), use_cache=False)
+        calls = list(_probe.calls)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model may raise anything
+        return f"its masks cannot be told ({type(error).__name__}: {first_line(error)})"
+    finally:
+        _probe.__init__()
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[nn.Module, tuple[MaskRule, MaskRule]] = {}
+    rule_of = functools.cache(functools.partial(_rule_of, is_causal=is_causal))
+    for number, call in enumerate(calls):
+        stated = MaskRule(window=call.window)
+        rule = stated if call.mask is None else rule_of(call.mask)
+        is_new = found.setdefault(call.module, (rule, stated)) == (rule, stated)
+        if rule is None or not is_new or (rule != stated and call.module not in names):
+            handed = "no window" if call.window is None else f"a window of {call.window}"
+            return f"the mask of attention {number} is of no kind that is known (it is called with {handed})"
+    return {names[module]: rule for module, (rule, stated) in found.items() if rule != stated}
+
+
+def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
+    """The reason why it cannot be told which keys the queries of `model` see; None if it can.
+
+    Args:
+        model: to run on a few tokens, once for a class and configuration.
+        is_causal: whether the tokens of a prompt, too, must see none after them: not if the target itself runs prompts.
+    """
+    rules = (_rules if is_causal else _rules_after_prompts)(model)
+    return rules if isinstance(rules, str) else None
+
+
+def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
+    """The attention layers of `model` whose rule is not the window that they state; none if that cannot be told.
+
+    The first call for a class and configuration runs the model on a few tokens.
+    """
+    rules = {} if model.device.type == "meta" else _rules_after_prompts(model)
+    if isinstance(rules, str):
+        return []
+    return [(model.get_submodule(name), rule) for name, rule in rules.items()]

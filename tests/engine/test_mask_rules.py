@@ -1,0 +1,167 @@
+"""Targets whose masks alone say what a query sees: windows that attention is not told, and chunks."""
+
+from functools import cache, partial
+
+import lossless
+import pytest
+import torch
+from case_counts import cases
+from graph_stand_ins import replay_on_cpu
+from lossless import PROMPTS, continuations
+from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
+from targets import build_target, padded_prompts
+from transformers import DynamicCache, LlamaForCausalLM
+from transformers.masking_utils import create_causal_mask
+
+from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.patching.attention import ragged_attention
+from hf_specdec.patching.mask_rules import MaskRule, rules_by_module, why_not_rules
+
+pytestmark = pytest.mark.core
+
+MAX_NEW_TOKENS = 24
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LLAMA4 = {
+    "attention_chunk_size": 8,
+    "intermediate_size_mlp": 64,
+    "no_rope_layers": [1, 1, 1, 0],
+    "layer_types": ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
+    **MOE,
+}
+SETTINGS = {
+    # A window that is smaller than the few tokens of the check, and one that is larger.
+    "phimoe, small window": {"sliding_window": 5, **MOE},
+    "phimoe, large window": {"sliding_window": 30, **MOE},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "sliding_window": 6,
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "llama4_text": LLAMA4,
+    "llama4_text, large chunk": LLAMA4 | {"attention_chunk_size": 27},
+}
+greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
+
+
+@cache
+def target_of(name):
+    return build_target(name.split(",")[0], **SETTINGS[name])
+
+
+@cache
+def plain_output(name, lengths):
+    return greedy(target_of(name), padded_prompts(list(lengths)))
+
+
+def check(name, lengths, drafter_of, num_draft_tokens=3, engine="static", **options):
+    target, inputs, plain = target_of(name), padded_prompts(lengths), plain_output(name, tuple(lengths))
+    drafter = drafter_of(target, inputs, plain)
+    assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, **options), plain)
+    assert drafter.stats.engine == engine, drafter.stats.reason
+    return drafter
+
+
+def oracle(target, inputs, plain, accuracy=0.6):
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    return OracleDrafter(target, continuations(inputs, plain), lengths, accuracy)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [40, 9, 33], [70, 16]], ids=str)
+def test_greedy_is_identical(name, lengths):
+    for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7)], [(0.6, 3)]):
+        check(name, lengths, partial(oracle, accuracy=accuracy), num)
+    check(name, lengths, oracle, prefill_chunk_size=7)
+
+
+@pytest.mark.parametrize("name", ["phimoe, small window", "llama4_text"])
+def test_drafters(name):
+    lengths = [40, 9, 33]
+    check(name, lengths, lambda target, *_: random_eagle3(target))
+    drafter = check(name, lengths, lambda target, *_: copy_of(target))
+    assert drafter.stats.acceptance_length == 4, "a draft model has the rules of its masks, too"
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "qwen2_moe"])
+def test_text_that_continues_a_cache(name):
+    target, drafter, texts = target_of(name), random_draft_model(target_of(name)), []
+    first = padded_prompts([20, 12])
+    for assistant in (None, drafter):
+        cache = DynamicCache()
+        out = greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
+        longer = torch.cat([out, padded_prompts([4, 4], seed=1)["input_ids"]], dim=1)
+        mask = torch.cat([first["attention_mask"], torch.ones(2, 10, dtype=torch.int64)], dim=1)
+        inputs = {"input_ids": longer, "attention_mask": mask}
+        texts.append(greedy(target, inputs, assistant, 3, past_key_values=cache))
+    assert torch.equal(*texts) and drafter.stats.engine == "static"
+
+
+def test_replayed_graphs(monkeypatch):
+    capture = replay_on_cpu(monkeypatch)
+    target = target_of("llama4_text")
+    drafter = random_eagle3(target)
+    for lengths in ([5, 3], [4, 5]):
+        inputs = padded_prompts(lengths)
+        assert torch.equal(greedy(target, inputs, drafter, 3), plain_output("llama4_text", tuple(lengths)))
+    assert capture.count > 0
+
+
+def test_rules():
+    rules = {name: dict(rules_by_module(target_of(name))) for name in SETTINGS}
+    assert set(rules["phimoe, small window"].values()) == {MaskRule(window=5)}
+    assert set(rules["phimoe, large window"].values()) == {MaskRule(window=30)}
+    layers = target_of("qwen2_moe").model.layers
+    assert rules["qwen2_moe"] == {layers[at].self_attn: MaskRule(window=6) for at in (1, 3)}
+    layers = target_of("llama4_text").model.layers
+    assert rules["llama4_text"] == {layers[at].self_attn: MaskRule(chunk=8) for at in range(3)}
+    for stated in (build_target("mistral", sliding_window=5), build_target("llama")):
+        assert rules_by_module(stated) == [] and why_not_rules(stated) is None
+
+
+def test_flash_attention_is_given_no_masks(monkeypatch):
+    """Windows that attention is not told are none to it."""
+    target = build_target("phimoe", **SETTINGS["phimoe, small window"])
+    names = [set(vars(target.model.layers[0].self_attn))]
+    with ragged_attention(target):
+        names.append(set(vars(target.model.layers[0].self_attn)) - names[0])
+    monkeypatch.setitem(vars(target.config), "_attn_implementation_internal", "flash_attention_2")
+    with ragged_attention(target):
+        names.append(set(vars(target.model.layers[0].self_attn)) - names[0])
+    assert names[1:] == [{"_hf_specdec_mask_rule"}, set()] and set(vars(target.model.layers[0].self_attn)) == names[0]
+
+
+def test_masks_of_no_known_kind_are_refused():
+    """A query sees every other key; the first tokens of a text do not show that."""
+
+    class Holes(LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+            if attention_mask is not None and attention_mask.dim() == 2:
+                attention_mask = create_causal_mask(
+                    config=self.config,
+                    inputs_embeds=self.get_input_embeddings()(input_ids),
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    and_mask_function=lambda batch, head, query, key: (query - key < 20) | ((query - key) % 2 == 0),
+                )
+            options = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            return super().forward(input_ids=input_ids, **options, **kwargs)
+
+    torch.manual_seed(0)
+    target = Holes(build_target("llama").config).eval()
+    assert "the mask of attention 0 is of no kind that is known" in why_not_equivalent(target, "static")
+
+
+def test_temperature_by_the_position():
+    """Llama 4 scales queries by how many tokens the cache holds, from a length on."""
+    target = build_target("llama4_text", **LLAMA4 | {"floor_scale": 48, "attn_temperature_tuning": True})
+    inputs, short = padded_prompts([30]), padded_prompts([20])
+    for prompts, engine in ((inputs, "stock"), (short, "static")):
+        plain = greedy(target, prompts)
+        drafter = oracle(target, prompts, plain)
+        assert torch.equal(greedy(target, prompts, drafter, 3), plain)
+        assert drafter.stats.engine == engine
+        assert engine == "static" or "from 48 tokens on" in drafter.stats.reason
