@@ -9,14 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .kernels.types import VerificationResult
+from .kernels.types import NO_TOP_K, SamplingSettings, VerificationResult
 from .patching.cache import LayerKind, PackedCache, RaggedCache
 
 # Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
 NO_TOKEN = -1
-
-# In `DecodeState.row_top_k`: more than any vocabulary has.
-NO_TOP_K = 2**31 - 1
 
 # Buffers of `DecodeState` with an entry for each row, apart from tokens and caches.
 _OF_ROWS = (
@@ -67,25 +64,6 @@ class Shape(NamedTuple):
     draft_probs: bool
     num_ends: int
     verification: str = "token"
-
-
-class SamplingSettings(NamedTuple):
-    """How a row is sampled.
-
-    Attributes:
-        temperature: above 0.
-        top_k: from how many of the most likely tokens it is drawn; 0 for greedy decoding, `NO_TOP_K` for all.
-        top_p: in (0, 1], the share of probability of the most likely tokens that it is drawn from.
-    """
-
-    temperature: float = 1.0
-    top_k: int = NO_TOP_K
-    top_p: float = 1.0
-
-    @property
-    def filters(self) -> bool:
-        """Whether it leaves tokens out, apart from greedy decoding."""
-        return 0 < self.top_k < NO_TOP_K or self.top_p < 1
 
 
 @dataclass

@@ -93,3 +93,26 @@ class RecurrenceRing(NamedTuple):
     keys: torch.Tensor
     updates: torch.Tensor
     decays: torch.Tensor
+
+
+# In `DecodeState.row_top_k`: more than any vocabulary has.
+NO_TOP_K = 2**31 - 1
+
+
+class SamplingSettings(NamedTuple):
+    """How a row is sampled.
+
+    Attributes:
+        temperature: above 0.
+        top_k: from how many of the most likely tokens it is drawn; 0 for greedy decoding, `NO_TOP_K` for all.
+        top_p: in (0, 1], the share of probability of the most likely tokens that it is drawn from.
+    """
+
+    temperature: float = 1.0
+    top_k: int = NO_TOP_K
+    top_p: float = 1.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether it leaves tokens out, apart from greedy decoding."""
+        return 0 < self.top_k < NO_TOP_K or self.top_p < 1

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.checkpoint import Checkpoint
@@ -17,7 +16,6 @@ from ..checkpoints.tensors import KEY_MAPPING, check_tensors
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.cache import LayerKind
-from ..patching.linear import linear
 from ..state import DecodeState, Shape
 from .shared_weights import SharedWeight
 
@@ -414,17 +412,6 @@ def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, nam
 def no_drafts(state: DecodeState) -> Proposal:
     """The proposal of a round without drafts."""
     return Proposal(state.tokens.new_empty(len(state.tokens), 0), None)
-
-
-def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Embeddings `[..., H]` of `tokens` `[...]` int64 by `weight` `[V, H]`, on the tokens' device."""
-    # The embedding of a target that is split over devices may be on another device than its last layer.
-    return F.embedding(tokens.to(weight.device), weight).to(tokens.device, dtype)
-
-
-def score(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Logits `[..., V]` of `normed` `[..., H]` by a head `weight` `[V, H]`, on the device of `normed`."""
-    return linear(normed.to(weight.device), weight.to(normed.dtype)).to(normed.device)
 
 
 _FAMILIES: dict[str, type[Drafter]] = {}

@@ -22,9 +22,9 @@ from ..patching.attention import set_ragged_attention
 from ..patching.mask_rules import MaskRule
 from ..patching.support import cache_layers
 from ..state import DecodeState
-from .base import check_sizes, no_drafts, register_drafter, score
+from .base import check_sizes, no_drafts, register_drafter
 from .cached import CachedDrafter
-from .shared_weights import SharedWeight
+from .shared_weights import SharedWeight, score
 
 _building = threading.RLock()
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DraftLayersConfig
 from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
-from .base import check_sizes, embed, score
+from .base import check_sizes
 from .cached import CachedDrafter
 from .layers import rotary_embedding
-from .shared_weights import SharedWeight
+from .shared_weights import SharedWeight, embed, score
 
 
 def check_fit(config: DraftLayersConfig, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ..checkpoints.tensors import is_plain, plain_weight
 from ..parallel.tensor_parallel import local_shard
+from ..patching.linear import linear
 
 # Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
 _NUM_SAMPLES = 32
@@ -116,3 +118,14 @@ def _version(weight: torch.Tensor) -> int | None:
 
 def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{list(shape)} in {str(dtype).removeprefix('torch.')} on {device}"
+
+
+def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Embeddings `[..., H]` of `tokens` `[...]` int64 by `weight` `[V, H]`, on the tokens' device."""
+    # The embedding of a target that is split over devices may be on another device than its last layer.
+    return F.embedding(tokens.to(weight.device), weight).to(tokens.device, dtype)
+
+
+def score(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Logits `[..., V]` of `normed` `[..., H]` by a head `weight` `[V, H]`, on the device of `normed`."""
+    return linear(normed.to(weight.device), weight.to(normed.dtype)).to(normed.device)

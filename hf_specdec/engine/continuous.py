@@ -173,6 +173,9 @@ class ContinuousRun:
         except BaseException:
             with settled_on_error(self._lease.session):
                 raise
+        finally:
+            # They refer to this run: a cycle, which would hold its buffers until the garbage collector comes.
+            self._rows = self._stage = None
         seconds = time.perf_counter() - start
         if self._groups is not None:
             self._groups.keep()

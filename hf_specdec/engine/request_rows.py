@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from transformers import StoppingCriteriaList
 
+from ..kernels.types import SamplingSettings
 from ..patching.patch import caller
-from ..state import SamplingSettings
 from ..stats import Counters
 from .rounds import Stage
 

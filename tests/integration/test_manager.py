@@ -545,7 +545,7 @@ def test_what_is_not_supported_is_refused_at_once(monkeypatch):
         with pytest.raises(ValueError, match=words):
             manager_of(target, drafter, **options)
     stock = tiny_target(STOCK_FAMILY)
-    with pytest.raises(ValueError, match=r"runs on the static engine, but LlamaForCausalLM .* runs on the stock"):
+    with pytest.raises(ValueError, match=r"runs on the static engine, but PhimoeForCausalLM .* runs on the stock"):
         manager_of(stock, random_eagle3(stock))
     monkeypatch.setattr(managers, "tensor_parallel_group", lambda model: "ranks")
     with pytest.raises(ValueError, match="LlamaForCausalLM is split over several processes, which would have to admit"):

@@ -11,6 +11,7 @@ from targets import VOCAB, padded_prompts, tiny_target
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
+from hf_specdec.kernels.types import NO_TOP_K, SamplingSettings
 from hf_specdec.sampling.logits import (
     DraftVocabularyLogitsProcessor,
     MaskTokenLogitsProcessor,
@@ -18,7 +19,6 @@ from hf_specdec.sampling.logits import (
     RowTemperature,
 )
 from hf_specdec.sampling.processors import POINTWISE_PROCESSORS, STATEFUL_PROCESSORS
-from hf_specdec.state import NO_TOP_K, SamplingSettings
 
 # Made for decoders of audio, or for batches of pairs of rows; a text decoder's generate() makes none of them.
 OF_OTHER_MODELS = {
