@@ -23,7 +23,8 @@ from transformers.utils.import_utils import is_serve_available
 from .auto import AutoDrafter
 from .config import check_num_or_auto
 from .drafters import Drafter, NoDrafter
-from .integration.manager import SAMPLING_OPTIONS, SpeculativeBatchingManager
+from .integration.manager import SpeculativeBatchingManager
+from .integration.manager_requests import SAMPLING_OPTIONS
 
 # What the server's modules have, that is replaced or called.
 _NAMES = {

@@ -185,16 +185,12 @@ def generate_with_drafter(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     check_prompts(input_ids, mask, model_kwargs)
-    if continuous is not None and continuous.drops_processors:
-        logits_processor = _pointwise(logits_processor)
-    check_processors(logits_processor)
+    logits_processor = _usable(logits_processor, continuous)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
     cache = model_kwargs.get("past_key_values")
     randomness = Randomness(seeds, generator)
-    # Drawn texts depend on K, which "auto" chooses by time: a call with seeds is to be repeatable.
-    is_free = continuous is not None and not (generation_config.do_sample and randomness.is_given)
-    num_draft_tokens = _num_draft_tokens(drafter, getattr(generation_config, "_asked", {}), is_free)
+    num_draft_tokens = _num_draft_tokens(drafter, generation_config, randomness, continuous)
     request = Request(
         model=model,
         drafter=drafter,
@@ -220,17 +216,37 @@ def generate_with_drafter(
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
         check_same_call(model, stopping_criteria, _call_of(request, engine))
+    run_stock = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
+    output = _run(request, engine, continuous, run_stock)
+    if attentions is not None:
+        output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
+    return output
+
+
+def _run(
+    request: Request,
+    engine: str,
+    continuous: ContinuousBatching | None,
+    run_stock: Callable[[Request], GenerateOutput | torch.Tensor],
+) -> GenerateOutput | torch.Tensor | ContinuousOutput:
+    """What `engine` generates, the stock engine by `run_stock`; the same on all processes that run the target."""
     if continuous is not None:
         _check_continuous(request, engine)
         output = decode_continuously(request, continuous)
     elif engine == "static":
         output = decode(request)
     else:
-        output = assist(assisted_decoding, inputs_tensor, model_kwargs, request)
-    check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
-    if attentions is not None:
-        output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
+        output = run_stock(request)
+    check_same_tokens(request.model, output if isinstance(output, torch.Tensor) else output.sequences)
     return output
+
+
+def _usable(processors: LogitsProcessorList, continuous: ContinuousBatching | None) -> LogitsProcessorList:
+    """`processors` that the call runs, which are checked; a warning names those that continuous batching drops."""
+    if continuous is not None and continuous.drops_processors:
+        processors = _pointwise(processors)
+    check_processors(processors)
+    return processors
 
 
 def _pointwise(processors: LogitsProcessorList) -> LogitsProcessorList:
@@ -266,12 +282,17 @@ def _check_continuous(request: Request, engine: str) -> None:
         )
 
 
-def _num_draft_tokens(drafter: Drafter, asked: dict[str, Any], is_bulk: bool) -> int | str:
-    """K of a call with the settings `asked`, or `AUTO`; warns of those that have no effect."""
+def _num_draft_tokens(
+    drafter: Drafter, config: GenerationConfig, randomness: Randomness, continuous: ContinuousBatching | None
+) -> int | str:
+    """K of a call with the settings `config`, or `AUTO`; warns of those that have no effect."""
+    asked = getattr(config, "_asked", {})
     for setting, why in UNUSED_SETTINGS.items():
         if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
             _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
-    return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_bulk)
+    # Drawn texts depend on K, which "auto" chooses by time: a call with seeds is to be repeatable.
+    is_free = continuous is not None and not (config.do_sample and randomness.is_given)
+    return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_free)
 
 
 def _most_draft_tokens(drafter: Drafter) -> int:

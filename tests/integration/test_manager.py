@@ -29,6 +29,7 @@ from hf_specdec.engine import buckets, continuous, request_rows
 from hf_specdec.engine.continuous import ContinuousRun
 from hf_specdec.engine.rounds import RoundLoop
 from hf_specdec.integration import manager as managers
+from hf_specdec.integration import manager_thread
 from hf_specdec.integration.manager import SpeculativeBatchingManager
 
 END, NEW = list(range(3, 96, 8)), 12
@@ -109,7 +110,7 @@ def test_random_schedules(data):
     target = tiny_target("llama")
     drafter = copy_of(target, noise=0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(managers, "LINGER", data.draw(st.sampled_from([0.0, 0.02, 1.0])))
+        patch.setattr(manager_thread, "LINGER", data.draw(st.sampled_from([0.0, 0.02, 1.0])))
         patch.setattr(buckets, "ROWS_TO_FEWER", data.draw(st.integers(2, 4)))
         manager = manager_of(target, drafter, rows=data.draw(st.integers(1, 8)))
         manager.start()
@@ -145,7 +146,7 @@ def test_random_schedules(data):
                     assert last.status == RequestStatus.FAILED
         finally:
             manager.stop(timeout=60)
-    assert not manager.is_running() and not manager._active and not manager._results
+    assert not manager.is_running() and not manager._queue.active and manager._queue.results.is_empty
 
 
 @pytest.mark.slow
@@ -189,7 +190,7 @@ def test_many_requests_lose_nothing(monkeypatch):
         one.join()
     manager.stop()
     assert not failures and len(set(ended)) == len(ended) == 2000
-    assert not (manager._active or manager._results or manager._arrived or manager._withdrawn)
+    assert not (manager._queue.active or manager._queue.has_news) and manager._queue.results.is_empty
     assert all(one.is_complete and sorted(one._free) == list(range(len(one._occupants))) for one in rows)
 
 
@@ -249,7 +250,7 @@ def test_threads_that_add_and_wait(running):
         one.start()
     for one in threads:
         one.join()
-    assert not failures and not manager._active
+    assert not failures and not manager._queue.active
 
 
 def test_other_calls_run_between_rounds(running):
@@ -262,7 +263,7 @@ def test_other_calls_run_between_rounds(running):
     for other in (drafter, random_eagle3(target), None, drafter):
         out = target.generate(prompt, assistant_model=other, **GREEDY)
         assert out[0, prompt.shape[1] :].tolist() == alone(0)
-        assert manager._active, "it did not wait for the requests"
+        assert manager._queue.active, "it did not wait for the requests"
     assert texts_of(manager, names) == [alone(3, new=150, end=())] * 2
 
 
@@ -291,7 +292,7 @@ def test_pause(running):
 
 
 def test_waiting_costs_no_time(running, monkeypatch):
-    monkeypatch.setattr(managers, "LINGER", 0.1)
+    monkeypatch.setattr(manager_thread, "LINGER", 0.1)
     target = tiny_target("llama")
     before = traces(target)
     manager = running(target, random_eagle3(target))
@@ -352,13 +353,13 @@ def test_an_error_in_a_round_reaches_everybody(running, monkeypatch):
     with manager.pause():  # so that all of them wait
         for one in threads:
             one.start()
-        while len(manager._active) < 4:
+        while len(manager._queue.active) < 4:
             time.sleep(0.001)
     for one in threads:
         one.join(60)
     assert [one.error for one in found] == ["ZeroDivisionError: a round fails, in a test"] * 4
     assert all(one.status == RequestStatus.FAILED for one in found)
-    manager._thread.join()
+    manager._rounds.thread.join()
     assert isinstance(manager.background_thread_status.fatal_error, ZeroDivisionError)
     with pytest.raises(RuntimeError, match="The manager has ended by an error and takes no more") as refused:
         manager.add_request(prompts()[0])
@@ -562,7 +563,7 @@ def test_processors_that_read_the_text_are_dropped(running):
 def test_a_full_queue(running, monkeypatch):
     target = tiny_target("llama")
     manager = running(target, copy_of(target, noise=0.01), rows=1, config={"max_queue_size": 2})
-    monkeypatch.setattr(managers, "SECONDS_TO_WAIT", 0.05)
+    monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 0.05)
     with manager.pause():
         names = [manager.add_request(prompts()[index]) for index in range(2)]
         with pytest.raises(queue.Full, match="2 requests wait, as many as may"):
@@ -576,7 +577,7 @@ def test_a_full_queue(running, monkeypatch):
                 manager.add_request(prompts()[0])
             return time.perf_counter() - start
 
-        monkeypatch.setattr(managers, "SECONDS_TO_WAIT", 10)
+        monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 10)
         assert asyncio.run(ask()) < 5, "an event loop is not held up"
     names.append(manager.add_request(prompts()[2]))  # waits for room
     assert texts_of(manager, names) == [alone(index) for index in range(3)]
@@ -616,7 +617,7 @@ def test_handlers_of_an_event_loop(running):
     asyncio.run(ask_wrongly())
     for index, texts in enumerate(asyncio.run(ask_all())):
         assert texts[-1] == alone(index) and texts == sorted(texts, key=len)
-    assert not manager._handlers and not manager._results
+    assert manager._queue.results.is_empty
 
 
 def test_captured_rounds_and_warmup(monkeypatch, running):

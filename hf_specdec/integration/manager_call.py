@@ -1,0 +1,139 @@
+"""The calls of `generate()` that a manager makes for its requests, and those that capture graphs before they come."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from ..device_policy import policy_of
+from ..drafters.base import Drafter
+from ..engine.buckets import PACKED_TOKENS, row_sizes
+from ..engine.request_rows import GROUP_SIZES, Arrivals, Arrived, ContinuousBatching, RowRequest
+from ..sampling.logits import RowSampling
+from ..state import SamplingSettings
+from .dispatch import continuous_batching
+from .manager_queue import RequestQueue
+from .manager_requests import GREEDY, end_tokens
+
+# Tokens of the prompts and of the answers that `warm_up` generates: more than a chunk of a prefill that is captured.
+_WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2
+
+# Rounds in which scores are sorted are others than those in which they are not.
+_FILTERED = SamplingSettings(1.0, 50, 0.9)
+
+
+class ManagedCall:
+    """A call of `generate()` with a drafter whose requests arrive while it runs; it may be made again and again.
+
+    Args:
+        model: the target.
+        drafter: bound to it.
+        generation_config: of all requests.
+        settings: of the manager.
+        longest: tokens of the longest text that the first buffers are made for.
+        requests: the queue that is told what requests say.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        generation_config: GenerationConfig,
+        settings: ContinuousBatchingConfig,
+        longest: int,
+        requests: RequestQueue,
+    ):
+        self.model, self._drafter = model, drafter
+        self._config, self._settings = generation_config, settings
+        self._samples_each = bool(settings.per_request_processors)
+        self._longest = longest
+        self._requests = requests
+
+    def run(self, arrivals: Arrivals) -> None:
+        """Run the requests of `arrivals`; the prompt of the call itself is none of them."""
+        config, processors = copy.deepcopy(self._config), LogitsProcessorList()
+        if self._samples_each:
+            config.do_sample, config.temperature, config.top_k, config.top_p = True, 1.0, 0, 1.0
+            processors.append(RowSampling())
+        ends = sorted(end_tokens(self._config, None))
+        config.eos_token_id, config.num_return_sequences = ends or None, 1
+        if config.pad_token_id is None:
+            config.pad_token_id = (ends or [0])[0]
+        # Requests have limits of their own; this one bounds the drafts of a round.
+        config.max_new_tokens, config.max_length = max(config.max_new_tokens or 0, 64), None
+        settings = ContinuousBatching(
+            max_rows=self._settings.max_requests_per_batch,
+            on_finished=self._requests.on_finished,
+            on_tokens=self._requests.on_tokens,
+            arrivals=arrivals,
+            longest=self._longest,
+            drops_processors=bool(self._settings.drop_unsupported_processors),
+        )
+        blank = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        with continuous_batching(settings):
+            self.model.generate(
+                input_ids=blank,
+                attention_mask=torch.ones_like(blank),
+                generation_config=config,
+                assistant_model=self._drafter,
+                logits_processor=processors,
+            )
+
+    def check(self) -> None:
+        """Make the call without a request.
+
+        Raises:
+            ValueError: continuous batching does not support the settings, the target or the drafter.
+        """
+        self.run(_Script([]))
+
+    def warm_up(self) -> None:
+        """On a GPU: capture what rounds and prefills of all numbers of rows need, so that no request waits for it."""
+        policy = policy_of(self.model.device)
+        if policy.cuda_graphs:
+            most = self._settings.max_requests_per_batch or policy.max_rows
+            counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
+            self.run(
+                _Script(
+                    [
+                        [
+                            RowRequest(0, torch.zeros(length, dtype=torch.int64), _WARMUP_ANSWER, sampling=sampling)
+                            for length in lengths
+                        ]
+                        for sampling in ((GREEDY, _FILTERED) if self._samples_each else (SamplingSettings(),))
+                        for count in sorted(counts)
+                        for lengths in self._warmup_lengths(count)
+                    ]
+                )
+            )
+
+    def _warmup_lengths(self, count: int) -> Iterator[list[int]]:
+        """Lengths of `count` prompts each, for every chunk of packed prompts that may come."""
+        yield [_WARMUP_PROMPT] * count
+        longest = max(self._longest - _WARMUP_ANSWER, _WARMUP_PROMPT)
+        for tokens in PACKED_TOKENS:
+            many, rest = divmod(tokens, count)
+            if count > 1 and many + 2 <= longest:
+                yield [1 + many + (row < rest) for row in range(count)]
+
+
+class _Script:
+    """Requests that arrive group by group, each when the one before it has ended.
+
+    Args:
+        groups: of requests.
+    """
+
+    def __init__(self, groups: list[list[RowRequest]]):
+        self._groups = deque(groups)
+        self._is_first = True
+
+    def next(self, is_idle: bool) -> Arrived:
+        if not (is_idle or self._is_first):
+            return Arrived()
+        self._is_first = False
+        return Arrived(self._groups.popleft()) if self._groups else Arrived(is_open=False)

@@ -1,0 +1,128 @@
+"""The requests of a manager that are not over: those that have arrived, that are running, and that are withdrawn."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+
+from transformers import ContinuousBatchingConfig
+
+from ..engine.request_rows import RowRequest
+from .manager_requests import ManagedRequest
+from .manager_results import Results
+
+
+class RequestQueue:
+    """Requests that are not over; when they end, their results go to `results`.
+
+    Args:
+        settings: `max_queue_size` is the most requests that wait for a row, 0 for any number.
+
+    Attributes:
+        changed: guards the queue and all that goes with it, and tells of changes. It is never held while waiting for
+            the lock of the target.
+        results: of its requests.
+        active: by id, requests that are not over.
+    """
+
+    def __init__(self, settings: ContinuousBatchingConfig):
+        self._settings = settings
+        self.changed = threading.Condition()
+        self.results = Results(self.changed)
+        self.active: dict[str, ManagedRequest] = {}
+        self._arrived: deque[ManagedRequest] = deque()
+        self._withdrawn: list[tuple[ManagedRequest, str]] = []
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether requests wait for a run."""
+        return bool(self._arrived)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether requests have arrived or were withdrawn since `take` was called."""
+        return bool(self._arrived or self._withdrawn)
+
+    @property
+    def is_full(self) -> bool:
+        most = self._settings.max_queue_size
+        return most > 0 and sum(not one.has_started for one in self.active.values()) >= most
+
+    def check_room(self) -> None:
+        """Raise `queue.Full` if as many requests wait as may."""
+        with self.changed:
+            if self.is_full:
+                raise queue.Full(
+                    f"{self._settings.max_queue_size} requests wait, as many as may (max_queue_size); try again later."
+                )
+
+    def add(self, requests: list[ManagedRequest]) -> None:
+        """Let `requests`, the sequences of one, wait for rows; those with an error end.
+
+        Raises:
+            ValueError: an unfinished request has the id of one.
+            queue.Full: as many requests wait as may.
+        """
+        with self.changed:
+            self.check_room()
+            taken = [one.request_id for one in requests if one.request_id in self.active]
+            if taken:
+                raise ValueError(f"The request {taken[0]} is not over; expected another request_id.")
+            for one in requests:
+                self.active[one.request_id] = one
+                if one.error is not None:
+                    self.fail(one, one.error)
+                else:
+                    self._arrived.append(one)
+            self.changed.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, if it is not over."""
+        with self.changed:
+            request = self.active.get(request_id)
+            if request is None:
+                return
+            error = f"The request {request_id} was cancelled."
+            if request in self._arrived:
+                self._arrived.remove(request)
+                self.fail(request, error)
+            else:
+                self._withdrawn.append((request, error))
+            self.changed.notify_all()
+
+    def take(self) -> tuple[list[ManagedRequest], list[tuple[ManagedRequest, str]]]:
+        """Requests that have arrived, and those that were withdrawn with an error for each, since the last call."""
+        with self.changed:
+            self.changed.notify_all()  # requests that were admitted leave room for others
+            arrived, withdrawn = list(self._arrived), list(self._withdrawn)
+            self._arrived.clear()
+            self._withdrawn.clear()
+            return arrived, withdrawn
+
+    def fail(self, request: ManagedRequest, error: str) -> None:
+        """End a request that no run has got."""
+        request.fail(error)
+        self.on_finished(request)
+
+    def fail_all(self, error: str) -> None:
+        """End all requests; no run has got any."""
+        with self.changed:
+            self._arrived.clear()
+            self._withdrawn.clear()
+            for request in list(self.active.values()):
+                self.fail(request, error)
+
+    def on_finished(self, request: RowRequest) -> None:
+        """Deliver the result of a request that is over; one that is not the manager's has none."""
+        with self.changed:
+            if isinstance(request, ManagedRequest):
+                self.active.pop(request.request_id, None)
+                self.results.deliver([request.result()])
+
+    def on_tokens(self, requests: list[RowRequest]) -> None:
+        """Deliver what requests say so far, if they are streamed."""
+        results = [one.result() for one in requests if isinstance(one, ManagedRequest) and one.streaming]
+        if results:
+            with self.changed:
+                self.results.deliver(results)

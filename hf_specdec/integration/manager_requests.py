@@ -1,0 +1,229 @@
+"""Requests to a manager: `ManagedRequest`, and `RequestFactory`, which checks what is asked and makes them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ..engine.buckets import next_power_of_two
+from ..engine.request import fitting_tokens, why_too_long
+from ..engine.request_rows import RowRequest
+from ..ops import row_seeds
+from ..patching.support import num_positions, stated_positions
+from ..state import NO_TOP_K, SamplingSettings
+from .continuous import tokens_of
+from .validation import check_tokens
+
+# Sampling settings that a request may have of its own if `per_request_processors` is set.
+SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
+
+# The temperature of drafts for rows that are decoded greedily beside others that are sampled: nearly always the best.
+GREEDY = SamplingSettings(1e-4, 0, 1.0)
+
+
+@dataclass(eq=False)
+class ManagedRequest(RowRequest):
+    """A request to a manager.
+
+    Attributes:
+        request_id: its name.
+        prompt_ids: its prompt, which all of its results share.
+        streaming: whether a result is delivered after every round.
+        created_time: `time.perf_counter()` when it was added.
+    """
+
+    request_id: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
+    streaming: bool = False
+    created_time: float = field(default_factory=time.perf_counter)
+
+    @property
+    def has_started(self) -> bool:
+        return self.lifespan[0] >= 0 or self.is_over
+
+    def fail(self, error: str) -> None:
+        """End without a run."""
+        self.error, self.lifespan = error, (self.lifespan[0], time.perf_counter())
+
+    def result(self) -> GenerationOutput:
+        """What it says so far, as transformers' manager delivers it."""
+        status = RequestStatus.DECODING if self.has_started else RequestStatus.PENDING
+        if self.is_over:
+            status = RequestStatus.FINISHED if self.error is None else RequestStatus.FAILED
+        return GenerationOutput(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            generated_tokens=list(self.tokens),
+            error=self.error,
+            status=status,
+            created_time=self.created_time,
+            lifespan=self.lifespan,
+            timestamps=list(self.timestamps) if self.records_timestamps else None,
+        )
+
+
+class RequestFactory:
+    """Makes requests; several threads may use it at once.
+
+    Args:
+        model: the target.
+        generation_config: of all requests.
+        settings: `seed` is that of requests without a seed, `per_request_processors` whether they may have
+            `SAMPLING_OPTIONS` of their own.
+    """
+
+    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig, settings: ContinuousBatchingConfig):
+        self._model, self._config = model, generation_config
+        self._samples_each = bool(settings.per_request_processors)
+        self._num_positions = num_positions(model)
+        self._seeds = torch.Generator()
+        seed = settings.seed
+        self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
+        self._num_named = 0
+        self._lock = threading.Lock()
+
+    def make(
+        self,
+        input_ids: Sequence[int] | torch.Tensor,
+        request_id: str | None,
+        max_new_tokens: int | None,
+        streaming: bool,
+        record_timestamps: bool,
+        eos_token_id: int | list[int] | None,
+        options: dict[str, Any],
+        index: int = 0,
+    ) -> list[ManagedRequest]:
+        """A request, and one for each further sequence of its prompt, before it; `error` is set if it cannot run.
+
+        Args:
+            index: of the prompt, among those that are added together.
+            others: see `SpeculativeBatchingManager.add_request`.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        prompt = tokens_of(input_ids, index)
+        check_tokens(self._model, prompt[None], None)
+        options = dict(options)
+        seed, stop_strings, tokenizer = (options.pop(name, None) for name in ("seed", "stop_strings", "tokenizer"))
+        limit = self._limit(max_new_tokens, len(prompt))
+        remaining = fitting_tokens(len(prompt), limit, self._num_positions)
+        count = self._config.num_return_sequences or 1
+        seeds, prompt_ids = self._seeds_of(seed, count), prompt.tolist()
+        with self._lock:
+            if request_id is None:
+                request_id, self._num_named = f"req_{self._num_named}", self._num_named + 1
+        return [
+            ManagedRequest(
+                index=0,
+                prompt=prompt,
+                remaining=remaining,
+                is_cut=remaining < limit,
+                ends=end_tokens(self._config, eos_token_id),
+                seed=seeds[number],
+                sampling=self._sampling(options),
+                criteria=_stop_strings(stop_strings, tokenizer),
+                records_timestamps=record_timestamps,
+                error=self.why_too_long(len(prompt)),
+                request_id=request_id if number == count - 1 else f"{request_id}__child#{number}",
+                prompt_ids=prompt_ids,
+                streaming=streaming,
+            )
+            for number in range(count)
+        ]
+
+    def why_too_long(self, num_tokens: int) -> str | None:
+        """Why a prompt of `num_tokens` tokens cannot run; None if the target has positions for it."""
+        return why_too_long(self._model, num_tokens, self._num_positions)
+
+    def _limit(self, max_new_tokens: int | None, length: int) -> int:
+        """New tokens of a request that asks for `max_new_tokens`; all there are positions for if there is no limit."""
+        asked = self._config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if asked is None:
+            positions = stated_positions(self._model)
+            if positions is None:
+                raise ValueError(
+                    f"max_new_tokens is not set, and {type(self._model).__name__} states no number of positions; "
+                    "expected max_new_tokens of the request, or of the generation config."
+                )
+            return max(positions + 1 - length, 1)
+        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+            raise ValueError(f"max_new_tokens is {asked!r}; expected an int of at least 1.")
+        return asked
+
+    def _seeds_of(self, seed: int | None, count: int) -> list[int]:
+        """Keys of the random numbers of the sequences of a request."""
+        if seed is None:
+            with self._lock:
+                return torch.randint(0, 2**63 - 1, (count,), generator=self._seeds).tolist()
+        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed is {seed!r}; expected an integer of 64 bits.")
+        return [seed] if count == 1 else row_seeds(torch.tensor([seed]), count).tolist()
+
+    def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
+        """How a request with `options` is sampled, which must be those of `SAMPLING_OPTIONS`."""
+        unknown = sorted(set(options) - set(SAMPLING_OPTIONS))
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)} cannot be set for a request; expected some of seed, stop_strings, "
+                f"{', '.join(SAMPLING_OPTIONS)}, or a setting of the manager's generation config."
+            )
+        if not self._samples_each:
+            if options:
+                raise ValueError(
+                    f"{', '.join(sorted(options))} was set for a request, but the manager samples all requests alike; "
+                    "expected ContinuousBatchingConfig(per_request_processors=True), or no such setting."
+                )
+            return SamplingSettings()
+        do_sample, temperature, top_k, top_p = (
+            getattr(self._config, name) if options.get(name) is None else options[name] for name in SAMPLING_OPTIONS
+        )
+        for name, value, is_right, expected in (
+            ("temperature", temperature, 0 <= temperature < float("inf"), "a number of at least 0"),
+            ("top_k", top_k, isinstance(top_k, int) and top_k >= 0, "an int of at least 0"),
+            ("top_p", top_p, 0 < top_p <= 1, "a number above 0 and up to 1"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name} is {value!r}; expected {expected}.")
+        if not do_sample or temperature == 0:
+            return GREEDY
+        return SamplingSettings(float(temperature), top_k or NO_TOP_K, float(top_p))
+
+
+def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -> frozenset[int]:
+    """Tokens that end a request with `eos_token_id`; those of `config` if it is None.
+
+    Raises:
+        ValueError: they are no token ids, or too many.
+    """
+    tokens = config.eos_token_id if eos_token_id is None else eos_token_id
+    tokens = [] if tokens is None else tokens if isinstance(tokens, (list, tuple)) else [tokens]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in tokens):
+        raise ValueError(f"eos_token_id is {eos_token_id!r}; expected a token id or a list of them.")
+    ends = frozenset(one for one in tokens if one >= 0)
+    own = config.eos_token_id
+    most = next_power_of_two(max(8, len(own) if isinstance(own, list) else 1))
+    if len(ends) > most:
+        raise ValueError(f"eos_token_id has {len(ends)} tokens; expected at most {most}.")
+    return ends
+
+
+def _stop_strings(strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
+    if strings is None:
+        return None
+    if tokenizer is None:
+        raise ValueError(f"stop_strings is {strings!r}, but tokenizer is not set; expected both.")
+    return StoppingCriteriaList([StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)])

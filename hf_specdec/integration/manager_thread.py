@@ -1,0 +1,218 @@
+"""The thread of a manager: it runs rounds while there are requests, and lets other calls run between two of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+
+from ..engine.request_rows import Arrived
+from ..errors import first_line
+from .locks import lock_of
+from .manager_call import ManagedCall
+from .manager_queue import RequestQueue
+from .manager_requests import ManagedRequest
+
+logger = logging.getLogger(__name__)
+
+# Seconds for which a run that has nothing to do waits for another request, before the model is as it was.
+LINGER = 1.0
+
+# Seconds for which `add` waits for room in a queue that is full, as transformers' manager does.
+SECONDS_TO_WAIT = 10.0
+
+_STOPPED = "The manager was stopped before the request had ended."
+
+
+class RoundThread:
+    """Runs the requests of a queue; it is what a run asks for arrivals, see `Arrivals`.
+
+    It can be started again when it has ended.
+
+    Args:
+        call: runs rounds.
+        requests: the queue.
+
+    Attributes:
+        status: as of transformers; `fatal_error` is the error that has ended the thread, or None.
+        thread: None before it is started, and after `join` has found that it ended.
+    """
+
+    def __init__(self, call: ManagedCall, requests: RequestQueue):
+        self.status = BackgroundThreadStatus()
+        self.thread: threading.Thread | None = None
+        self._call, self._requests = call, requests
+        # Guards what follows, too.
+        self._changed = requests.changed
+        # Threads that are in `pause` or wait for it; whether the thread runs rounds, and does not wait in them.
+        self._pauses: list[int] = []
+        self._runs_rounds = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has been started and is alive."""
+        return self.thread is not None and self.thread.is_alive()
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.status.local_status == BackgroundThreadStatus.STOPPED
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self.status.local_status != BackgroundThreadStatus.DONT_STOP
+
+    @property
+    def _is_hard_stop(self) -> bool:
+        return self.status.local_status == BackgroundThreadStatus.HARD_STOP
+
+    @property
+    def _has_work(self) -> bool:
+        return self._requests.has_news or self._is_stopping
+
+    # For other threads.
+
+    def start(self) -> None:
+        """Start the thread, which must not be running."""
+        self.status.clear()
+        self.thread = threading.Thread(target=self._work, name="hf_specdec-continuous-batching")
+        self.thread.start()
+
+    def request_stop(self, is_hard: bool) -> None:
+        """Ask the thread to stop: when all requests have ended, or after the round that runs if `is_hard`.
+
+        Raises:
+            RuntimeError: the calling thread is in `pause`.
+        """
+        if threading.get_ident() in self._pauses:
+            raise RuntimeError(
+                "stop() was called within pause(), in which no request can end; expected it after that. Leave the "
+                "context first."
+            )
+        with self._changed:
+            if not self.has_stopped:
+                status = BackgroundThreadStatus.HARD_STOP if is_hard else BackgroundThreadStatus.FLUSH_AND_STOP
+                self.status.request_stop(status, 0)
+            self._changed.notify_all()
+
+    def join(self, stop_trigger_time: float, timeout: float | None) -> None:
+        """Wait for the thread to end, at most `timeout` seconds; `stop_trigger_time` is when it was asked to."""
+        if self.thread is None:
+            return
+        self.thread.join(timeout)
+        if self.thread.is_alive():
+            logger.warning("The manager's thread still runs after %s seconds.", timeout)
+        else:
+            logger.info("The manager's thread ended after %.2f s.", time.perf_counter() - stop_trigger_time)
+            self.thread = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context in which no round runs.
+
+        Raises:
+            RuntimeError: the thread does not run, or ends before it pauses.
+        """
+        if not self.is_running:
+            raise RuntimeError(
+                "pause() was called, but the manager does not run; expected it between start() and stop()."
+            )
+        me = threading.get_ident()
+        with self._changed:
+            self._pauses.append(me)
+            self._changed.notify_all()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._runs_rounds or self.has_stopped)
+                if self.has_stopped:
+                    raise RuntimeError("The manager stopped before it could pause.") from self.status.fatal_error
+            yield
+        finally:
+            with self._changed:
+                self._pauses.remove(me)
+                self._changed.notify_all()
+
+    def add(self, requests: list[ManagedRequest]) -> None:
+        """Add the sequences of a request to the queue; waits for room, but not in an event loop.
+
+        Raises:
+            RuntimeError: the thread is stopping, or has ended by an error.
+            ValueError, queue.Full: see `RequestQueue.add`.
+        """
+        with self._changed:
+            if self._requests.is_full and not _is_in_event_loop():
+                self._changed.wait_for(lambda: not self._requests.is_full or self._is_stopping, SECONDS_TO_WAIT)
+            if self._is_stopping and self.thread is not None:
+                fatal_error = self.status.fatal_error
+                about = "is stopping" if fatal_error is None else "has ended by an error"
+                raise RuntimeError(f"The manager {about} and takes no more requests.") from fatal_error
+            self._requests.add(requests)
+
+    # In the thread.
+
+    def _work(self) -> None:
+        try:
+            while self._wait_for_requests():
+                try:
+                    self._call.run(self)
+                finally:
+                    with self._changed:
+                        self._runs_rounds = False
+                        self._changed.notify_all()
+        except BaseException as error:
+            logger.exception("The manager's thread ends by an error.")
+            with self._changed:
+                self.status.request_stop(BackgroundThreadStatus.HARD_STOP, 0)
+                self.status.record_fatal_error(error)
+                self._requests.fail_all(f"{type(error).__name__}: {first_line(error)}")
+        finally:
+            with self._changed:
+                self.status.mark_as_stopped()
+                self._changed.notify_all()
+
+    def _wait_for_requests(self) -> bool:
+        """Wait until a run is due; False if the manager is to stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pauses and (self._requests.has_arrivals or self._is_stopping))
+            if self._is_hard_stop:
+                self._requests.fail_all(_STOPPED)
+            self._runs_rounds = self._requests.has_arrivals
+            return self._runs_rounds
+
+    def next(self, is_idle: bool) -> Arrived:
+        """`Arrivals.next`; the lock of the target is let go while this waits, and when another call wants it."""
+        lock, has_waited = lock_of(self._call.model), False
+        while self._pauses or (not has_waited and (lock.is_wanted or (is_idle and not self._has_work))):
+            has_waited = True
+            with lock.released():
+                self._wait(is_idle)
+        with self._changed:
+            arrived, withdrawn = self._requests.take()
+            if self._is_hard_stop:
+                for request in arrived:
+                    self._requests.fail(request, _STOPPED)
+                arrived, withdrawn = [], [(one, _STOPPED) for one in self._requests.active.values()]
+            return Arrived(arrived, withdrawn, is_open=bool(self._requests.active), has_waited=has_waited)
+
+    def _wait(self, is_idle: bool) -> None:
+        """Wait while the manager is paused and, if no round is due, a while for work."""
+        with self._changed:
+            self._runs_rounds = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pauses)
+            if is_idle:
+                self._changed.wait_for(lambda: self._has_work or self._pauses, LINGER)
+                self._changed.wait_for(lambda: not self._pauses)
+            self._runs_rounds = True
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
