@@ -13,8 +13,8 @@ from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.buckets import PACKED_TOKENS, row_sizes
 from ..engine.request_rows import GROUP_SIZES, Arrivals, Arrived, ContinuousBatching, RowRequest
+from ..kernels.types import SamplingSettings
 from ..sampling.logits import RowSampling
-from ..state import SamplingSettings
 from .dispatch import continuous_batching
 from .manager_queue import RequestQueue
 from .manager_requests import GREEDY, end_tokens
