@@ -345,17 +345,7 @@ def check_family(
         if refusal.matches(config, names, tensors):
             raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
     if _is_block_drafter(config, names, tensors):
-        if _is_domino(config, names, tensors):
-            return DOMINO
-        projector = block_settings(config).get("projector_type")
-        if projector not in (None, "dflash", "dspark"):
-            raise ValueError(
-                f"{name} is a drafter of blocks with the projector_type {projector!r}, which is not known here; "
-                "expected 'dflash', 'domino' or 'dspark'."
-            )
-        if _is_dflash2(config, names, tensors):
-            return DFLASH2
-        return DSPARK if _is_dspark(config, tensors) else DFLASH
+        return _check_block_family(name, config, tensors)
     if _is_cache_reader(config, names):
         return CACHE_READER
     if _is_peagle(config, names, tensors):
@@ -380,6 +370,22 @@ def check_family(
         f"found model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r} and the keys "
         f"{sorted(config)}."
     )
+
+
+def _check_block_family(name: str, config: Mapping[str, Any], tensors: Collection[str]) -> str:
+    """The family of a drafter of blocks; arguments and errors as of `check_family`."""
+    names = architectures(config)
+    if _is_domino(config, names, tensors):
+        return DOMINO
+    projector = block_settings(config).get("projector_type")
+    if projector not in (None, "dflash", "dspark"):
+        raise ValueError(
+            f"{name} is a drafter of blocks with the projector_type {projector!r}, which is not known here; expected "
+            "'dflash', 'domino' or 'dspark'."
+        )
+    if _is_dflash2(config, names, tensors):
+        return DFLASH2
+    return DSPARK if _is_dspark(config, tensors) else DFLASH
 
 
 def drafter_tensors(overrides: Mapping[str, Any], target: PreTrainedConfig | None = None) -> Selection:
