@@ -389,7 +389,7 @@ class ContinuousRun:
         finished = self._lease.session.state.finished
         finished[upload(rows, self._lease.session.state.lengths)] = True
 
-    def prefill(self, rows: list[int], requests: list[RowRequest]) -> None:
+    def prefill(self, rows: list[int], requests: list[RowRequest]) -> bool:
         lease, fill = self._lease, functools.partial(self._fill, requests)
         state = lease.session.state
         if self._row_sampling is not None:
@@ -397,13 +397,24 @@ class ContinuousRun:
             self._row_sampling.filters = any(one.sampling.filters for one in (*running, *requests))
         if self._groups is not None:
             self._groups.prefill(state, rows, requests, fill)
-            return
+            return True
         with settled_on_error(lease.session):
             fill(state, rows)
             spans = [PromptSpan(row, 0, len(one.prompt) - 1) for row, one in zip(rows, requests, strict=True)]
             if lease.prefill.lacks(spans):
                 lease.prefill.capture(spans)
-            lease.prefill.run_rows(spans, upload(rows, state.lengths))
+            self.finish(rows)  # until they are prefilled
+            self._entering = upload(rows, state.lengths)
+            lease.prefill.start_rows(spans, self._entering)
+        return self.prefill_next()
+
+    def prefill_next(self) -> bool:
+        lease = self._lease
+        with settled_on_error(lease.session):
+            is_done = lease.prefill.run_next()
+            if is_done:
+                lease.session.state.finished[self._entering] = False
+        return is_done
 
     def _fill(self, requests: Sequence[RowRequest], state: DecodeState, rows: Sequence[int]) -> None:
         """Put `requests` into `rows` of `state`, not prefilled."""

@@ -33,11 +33,14 @@ class PackedPrompts:
         state: the state whose rows they are, as one row; its drafter's memory, too.
         slots: `[tokens]` int64 slots of it, of the positions to prefill; the dummy slot after them, and last.
         last: `[B]` int64, where in `slots` the last position of each row is; -1 for rows without any.
+        hidden_states: `[B, width]`, auxiliary hidden states of the target there; 0 for rows without any. None before
+            the first prefill, and for a drafter that reads none.
     """
 
     state: DecodeState
     slots: torch.Tensor
     last: torch.Tensor
+    hidden_states: torch.Tensor | None = None
 
     @classmethod
     def of(cls, state: DecodeState, drafter: Drafter) -> PackedPrompts:
@@ -51,6 +54,8 @@ class PackedPrompts:
         width, host = self.state.row_slots, torch.device("cpu")
         self.slots.fill_(self.state.dummy_slot)
         self.last.fill_(-1)
+        if self.hidden_states is not None:
+            self.hidden_states.zero_()
         spans = [span for span in spans if span.end > span.begin]
         if not spans:
             return

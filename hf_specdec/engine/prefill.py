@@ -51,7 +51,8 @@ def prefill_chunk(
         target, drafter: to run.
         columns: positions to run: of all rows together if packed, else of each row, where those beyond its prompt are
             padding.
-        packed: the positions to prefill, packed in one row; None if each row has its own.
+        packed: the positions to prefill, packed in one row; None if each row has its own. If packed, `finish_packed`
+            comes after the last chunk.
     """
     device = state.tokens.device
     steps = state.num_prefilled + torch.arange(columns, device=device)
@@ -72,9 +73,21 @@ def prefill_chunk(
         is_here = ((last >= 0) & (last < columns))[:, None]
         if state.aux_hidden_states is None:
             state.aux_hidden_states = here.new_zeros(len(here), state.most_draft_tokens + 1, here.shape[-1])
-        first = state.aux_hidden_states[:, 0]
-        first.copy_(torch.where(is_here, here, first))
+        if packed is not None and packed.hidden_states is None:
+            packed.hidden_states = torch.zeros_like(here)
+        kept = state.aux_hidden_states[:, 0] if packed is None else packed.hidden_states
+        kept.copy_(torch.where(is_here, here, kept))
     state.num_prefilled += columns
+
+
+def finish_packed(state: DecodeState, packed: PackedPrompts, rows: torch.Tensor | slice) -> None:
+    """After the last chunk of packed prompts: let `rows` be as after `prefill_chunk` of prompts that are not packed.
+
+    Rounds of other rows may have run between the chunks, which overwrite what they leave of these.
+    """
+    reset_rows(state, rows)
+    if packed.hidden_states is not None:
+        state.aux_hidden_states[rows, 0] = packed.hidden_states[rows]
 
 
 def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size: int) -> None:

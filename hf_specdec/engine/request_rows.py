@@ -153,8 +153,11 @@ class Place(Protocol):
     def capacity(self) -> int:
         """Most tokens of a text, prompt included."""
 
-    def prefill(self, rows: list[int], requests: list[RowRequest]) -> None:
-        """Let `requests` occupy `rows`."""
+    def prefill(self, rows: list[int], requests: list[RowRequest]) -> bool:
+        """Begin to let `requests` occupy `rows`; returns whether they do. Otherwise `prefill_next` goes on."""
+
+    def prefill_next(self) -> bool:
+        """Go on with the prefill that was begun, for a limited time; returns whether it has ended."""
 
     def group_size(self, count: int) -> int | None:
         """Rows of the buffers in which so many requests are prefilled, padded; None if prompts are packed."""
@@ -186,6 +189,8 @@ class RequestRows:
         self._place = place
         self._occupants: list[RowRequest | None] = [None] * place.num_rows
         self._free = list(range(place.num_rows))
+        # Rows that are being prefilled, and the requests that are to occupy them.
+        self._entering: list[tuple[int, RowRequest]] = []
         self._waiting = deque(requests)
         self._tokens_waiting = sum(one.remaining for one in requests)
         self._counters = counters
@@ -203,7 +208,7 @@ class RequestRows:
 
     @property
     def is_to_move(self) -> bool:
-        if self._is_empty and not self._waiting:
+        if self._entering or (self._is_empty and not self._waiting):
             return False
         return self._place.is_to_move(len(self._occupants) - len(self._free), self._waiting)
 
@@ -227,6 +232,9 @@ class RequestRows:
         Returns whether it has taken time.
         """
         has_waited = self._settings.arrivals is not None and self._receive(self._settings.arrivals)
+        if self._entering:
+            self._enter(self._place.prefill_next())
+            return True
         num_admitted = min(len(self._free), len(self._waiting))
         enough = max(1, round(len(self._occupants) * SHARE_TO_ADMIT))
         if not num_admitted or (not self._is_empty and num_admitted < min(enough, len(self._waiting))):
@@ -236,13 +244,33 @@ class RequestRows:
             if not group:
                 break
             rows = [self._free.pop() for _ in group]
-            self._place.prefill(rows, group)
-            now = time.perf_counter()
-            for row, request in zip(rows, group, strict=True):
+            self._entering = list(zip(rows, group, strict=True))
+            self._enter(self._place.prefill(rows, group))
+            has_waited = True
+            if self._entering:
+                break
+        return has_waited
+
+    def _enter(self, is_prefilled: bool) -> None:
+        """Let requests occupy the rows that are being prefilled, when they are; at once if no other row is occupied.
+
+        Requests that arrive while rounds run are prefilled chunk by chunk, one before each round, so that a long prompt
+        does not hold up the others. Where all are there from the start, no one waits for a single text.
+        """
+        is_alone = all(one is None for one in self._occupants)
+        while not is_prefilled and (is_alone or self._settings.arrivals is None):
+            is_prefilled = self._place.prefill_next()
+        if not is_prefilled:
+            return
+        now = time.perf_counter()
+        for row, request in self._entering:
+            if request.is_over:  # withdrawn
+                self._place.finish([row])
+                self._free.append(row)
+            else:
                 request.lifespan = (now, -1.0)
                 self._occupants[row] = request
-            has_waited = True
-        return has_waited
+        self._entering = []
 
     def _receive(self, arrivals: Arrivals) -> bool:
         """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
@@ -267,6 +295,8 @@ class RequestRows:
         if request in self._waiting:
             self._waiting.remove(request)
             self._tokens_waiting -= request.remaining
+            end(request, now, self._settings)
+        elif any(one is request for _, one in self._entering):
             end(request, now, self._settings)
         elif request in self._occupants:
             row = self._occupants.index(request)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ..patching.packing import packs_prompts
+from . import buckets
 from .buckets import captured_width, group_chunks, packed_chunks
 from .capture import capture_prefill
 from .first_pass import FirstPass
 from .lazy_target import LazyTarget
 from .packed_prompts import PackedPrompts, PromptSpan
-from .prefill import prefill_chunk, reset_rows, start_prefill
+from .prefill import finish_packed, prefill_chunk, reset_rows, start_prefill
 from .sessions import Session
 
 # Tokens of a forward pass that is not captured: of a single row, which plain `generate()` runs at once; of rows packed
@@ -43,7 +45,9 @@ class SessionPrefill:
         self._batch = len(session.state.tokens)
         self._is_packed = self._batch > 1 and can_pack(target)
         if self._is_packed:
-            self.chunk_size = PACKED_TOKENS if chunk_size is None else self._batch * chunk_size
+            # Between rounds no more at once than captured chunks have.
+            most = buckets.PACKED_TOKENS[0] if is_continuous else PACKED_TOKENS
+            self.chunk_size = most if chunk_size is None else self._batch * chunk_size
         else:
             self.chunk_size = chunk_size or (ROW_TOKENS if self._batch == 1 else PADDED_COLUMNS)
 
@@ -71,16 +75,31 @@ class SessionPrefill:
                 for chunk in self._eager_chunks(max(span.end - span.begin for span in spans)):
                     prefill_chunk(state, first_pass, drafter, chunk)
             return
-        self._pack(spans)
-        self._run_chunks(spans)
+        self._start(spans, slice(None))
+        while not self.run_next():
+            pass
 
-    def run_rows(self, spans: Sequence[PromptSpan], rows: torch.Tensor) -> None:
-        """Prefill `rows` `[n]` int64 only, packed; others may be between two rounds."""
+    def start_rows(self, spans: Sequence[PromptSpan], rows: torch.Tensor) -> None:
+        """Begin a prefill of `rows` `[n]` int64 only, packed; others may be between two rounds. `run_next` runs it."""
         state = self._session.state
-        reset_rows(state, rows)
+        if not self._is_packed:
+            reset_rows(state, rows)
         state.num_prefilled.zero_()
+        self._start(spans, rows)
+
+    def _start(self, spans: Sequence[PromptSpan], rows: torch.Tensor | slice) -> None:
         self._pack(spans)
-        self._run_chunks(spans)
+        self._spans, self._rows = spans, rows
+        self._left, self._done = deque(self._chunks(spans)), 0
+
+    def run_next(self) -> bool:
+        """Run the next chunk of a prefill that was started; returns whether it was the last."""
+        self._run_chunk(self._left.popleft())
+        if self._left:
+            return False
+        if self._is_packed:
+            finish_packed(self._session.state, self._session.packed, self._rows)
+        return True
 
     def _pack(self, spans: Sequence[PromptSpan]) -> None:
         if not self._is_packed:
@@ -90,27 +109,26 @@ class SessionPrefill:
             session.packed = PackedPrompts.of(session.state, self._target.drafter)
         session.packed.fill(spans)
 
-    def _run_chunks(self, spans: Sequence[PromptSpan]) -> None:
-        session, state, done = self._session, self._session.state, 0
-        for chunk in self._chunks(spans):
-            replay = session.prefills.get(chunk)
-            if replay is not None:
-                replay()
-                continue
-            if self._batch == 1 and spans and done + chunk <= spans[0].end - spans[0].begin:
-                state.num_before = spans[0].begin + done
-            try:
-                prefill_chunk(state, self._target(), self._target.drafter, chunk, session.packed)
-            finally:
-                state.num_before = None
-            done += chunk
+    def _run_chunk(self, chunk: int) -> None:
+        session, state, spans = self._session, self._session.state, self._spans
+        replay = session.prefills.get(chunk)
+        if replay is not None:
+            replay()
+            return
+        if self._batch == 1 and spans and self._done + chunk <= spans[0].end - spans[0].begin:
+            state.num_before = spans[0].begin + self._done
+        try:
+            prefill_chunk(state, self._target(), self._target.drafter, chunk, session.packed)
+        finally:
+            state.num_before = None
+        self._done += chunk
 
     def lacks(self, spans: Sequence[PromptSpan]) -> bool:
         """Whether chunks of such a prefill are to be captured and have not been."""
         return any(chunk not in self._session.prefills for chunk in self._captured_chunks(spans))
 
     def capture(self, spans: Sequence[PromptSpan]) -> None:
-        """Capture what such a prefill lacks; `run` or `run_rows` must come before, and again afterwards."""
+        """Capture what such a prefill lacks; `run` must come before, and it or `start_rows` afterwards."""
         session, drafter = self._session, self._target.drafter
         for chunk in dict.fromkeys(self._captured_chunks(spans)):
             if chunk not in session.prefills:

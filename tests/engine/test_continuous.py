@@ -348,6 +348,7 @@ def test_admission():
 
         def prefill(self, at, group):
             groups.append((at, group))
+            return True
 
         def group_size(self, count):
             return 1 if count == 1 else 3

@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, continuous, request_rows
+from hf_specdec.engine import buckets, continuous, request_rows, session_prefill
 from hf_specdec.engine.continuous import ContinuousRun
 from hf_specdec.engine.rounds import RoundLoop
 from hf_specdec.integration import manager as managers
@@ -112,6 +112,7 @@ def test_random_schedules(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager_thread, "LINGER", data.draw(st.sampled_from([0.0, 0.02, 1.0])))
         patch.setattr(buckets, "ROWS_TO_FEWER", data.draw(st.integers(2, 4)))
+        patch.setattr(buckets, "PACKED_TOKENS", data.draw(st.sampled_from([(2048, 32), (3, 2)])))
         manager = manager_of(target, drafter, rows=data.draw(st.integers(1, 8)))
         manager.start()
         try:
@@ -147,6 +148,38 @@ def test_random_schedules(data):
         finally:
             manager.stop(timeout=60)
     assert not manager.is_running() and not manager._queue.active and manager._queue.results.is_empty
+
+
+def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
+    """Rounds between its chunks leave nothing in its row, and give other requests tokens meanwhile."""
+    target, rounds, kept = tiny_target("llama"), [], []
+    prefill_next, finish = ContinuousRun.prefill_next, session_prefill.finish_packed
+
+    def counted(run):
+        rounds.append(run._rows.rounds_by_k.total())
+        return prefill_next(run)
+
+    def noting(state, packed, rows):
+        finish(state, packed, rows)
+        row = state.lengths == 60
+        kept.extend(zip(state.aux_hidden_states[row, 0].clone(), state.result.committed[row].tolist(), strict=True))
+
+    monkeypatch.setattr(ContinuousRun, "prefill_next", counted)
+    monkeypatch.setattr(session_prefill, "finish_packed", noting)
+    long = torch.randint(3, 90, (1, 60), generator=torch.Generator().manual_seed(1))
+    expected = target.generate(long, max_new_tokens=8, do_sample=False, eos_token_id=END)[0, 60:].tolist()
+    for sizes in ((2048,), (3,)):
+        monkeypatch.setattr(buckets, "PACKED_TOKENS", sizes)
+        rounds.clear()
+        manager = running(target, random_eagle3(target), rows=4)
+        first = manager.add_request(prompts()[0], max_new_tokens=200, eos_token_id=-1, streaming=True)
+        next(manager.request_id_iter(first))
+        name = manager.add_request(long[0].tolist(), max_new_tokens=8, eos_token_id=END)
+        assert texts_of(manager, [name]) == [expected]
+        manager.stop(hard_stop=True)
+    assert len(set(rounds)) > 10 and len(kept) == 2 and [committed for _, committed in kept] == [1, 1]
+    assert kept[0][0].any()
+    torch.testing.assert_close(kept[0][0], kept[1][0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
