@@ -335,8 +335,11 @@ class DecodeState:
 
     def text_positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions of `slots` in their texts; 0 for the dummy slot, whose number may exceed a position embedding."""
-        positions = slots if self.row_slots == self.slots else slots % self.row_slots
-        return torch.where(slots < self.dummy_slot, positions, 0)
+        return torch.where(slots < self.dummy_slot, self._in_row(slots), 0)
+
+    def _in_row(self, slots: torch.Tensor) -> torch.Tensor:
+        """Slots of a row of the call, of `slots` of this state, whose rows may be packed in one."""
+        return slots if self.row_slots == self.slots else slots % self.row_slots
 
     def position_ids(self, slots: torch.Tensor, sections: bool = False) -> torch.Tensor:
         """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot.
@@ -348,11 +351,9 @@ class DecodeState:
         """
         if self.records is not None:
             return self.records.position_ids(slots, sections)
-        if self.row_slots == self.slots:
-            positions = slots + self.position_offsets[:, None]
-        else:
-            positions = slots % self.row_slots + self.position_offsets[slots // self.row_slots]
-        return torch.where(slots < self.dummy_slot, positions, 0)
+        is_packed = self.row_slots != self.slots
+        offsets = self.position_offsets[slots // self.row_slots] if is_packed else self.position_offsets[:, None]
+        return torch.where(slots < self.dummy_slot, self._in_row(slots) + offsets, 0)
 
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""

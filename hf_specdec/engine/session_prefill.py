@@ -9,7 +9,6 @@ import torch
 
 from ..patching.packing import packs_prompts
 from . import buckets
-from .buckets import captured_width, group_chunks, packed_chunks
 from .capture import capture_prefill
 from .first_pass import FirstPass
 from .lazy_target import LazyTarget
@@ -19,7 +18,7 @@ from .sessions import Session
 
 # Tokens of a forward pass that is not captured: of a single row, which plain `generate()` runs at once; of rows packed
 # in one; and columns of padded rows.
-ROW_TOKENS, PACKED_TOKENS, PADDED_COLUMNS = 32768, 8192, 2048
+EAGER_ROW_TOKENS, EAGER_PACKED_TOKENS, EAGER_COLUMNS = 32768, 8192, 2048
 # Recurrent layers run the first pass over a text as one over several tokens, as transformers does.
 FEWEST_PADDED_COLUMNS = 2
 
@@ -46,10 +45,10 @@ class SessionPrefill:
         self._is_packed = self._batch > 1 and can_pack(target)
         if self._is_packed:
             # Between rounds no more at once than captured chunks have.
-            most = buckets.PACKED_TOKENS[0] if is_continuous else PACKED_TOKENS
+            most = buckets.PACKED_TOKENS[0] if is_continuous else EAGER_PACKED_TOKENS
             self.chunk_size = most if chunk_size is None else self._batch * chunk_size
         else:
-            self.chunk_size = chunk_size or (ROW_TOKENS if self._batch == 1 else PADDED_COLUMNS)
+            self.chunk_size = chunk_size or (EAGER_ROW_TOKENS if self._batch == 1 else EAGER_COLUMNS)
 
     def run(
         self,
@@ -150,8 +149,8 @@ class SessionPrefill:
             return []
         columns = self._columns(spans)
         if self._is_continuous:
-            return packed_chunks(columns) if self._is_packed else group_chunks(columns)
-        width = captured_width(columns, 1 if self._is_packed else self._batch, self.chunk_size)
+            return buckets.packed_chunks(columns) if self._is_packed else buckets.group_chunks(columns)
+        width = buckets.captured_width(columns, 1 if self._is_packed else self._batch, self.chunk_size)
         return [] if width is None else [width]
 
     def _chunks(self, spans: Sequence[PromptSpan]) -> list[int]:
