@@ -28,6 +28,7 @@ from hf_specdec.kernels import (
     attention_reference,
     draft_inputs_reference,
     draft_sampling_reference,
+    linear_reference,
     recurrence_reference,
     short_conv_reference,
     verify_greedy_reference,
@@ -43,6 +44,8 @@ CONTEXTS = [(512, 4096), (4096, 4096), (512, 32768), (4096, 32768), (32768, 3276
 # Heads, key heads, K and V of a recurrence, and whether it uses the delta rule.
 RECURRENCES = {"gated DeltaNet": (32, 16, 128, 128, True), "Mamba2": (64, 8, 128, 64, False)}
 CHANNELS, CONV_WIDTH = 8192, 4
+# Output and input features: q, k and v; o; gate and up; down; the head.
+LINEARS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
 CALLS = 32
 TOLERANCE = 2e-2
 
@@ -204,6 +207,24 @@ def time_short_conv(batch: int, num_queries: int) -> tuple[float, int]:
     return seconds_per_call([lambda index=index: call(index) for index in range(CALLS)]), size
 
 
+def time_linear(num_rows: int, size_out: int, size_in: int) -> Iterator[tuple[str, float, int]]:
+    """Name, seconds and bytes of a linear layer, by the kernel where it is chosen, and by PyTorch; bytes of weights."""
+    size = size_out * size_in * DTYPE.itemsize
+    num_inputs, num_calls = rotate(size)
+    weights = torch.randn(num_inputs, size_out, size_in, dtype=DTYPE, device="cuda") / size_in**0.5
+    inputs = torch.randn(num_rows, size_in, dtype=DTYPE, device="cuda")
+    functions = {"F.linear": torch.nn.functional.linear}
+    if ops.has_fast_linear(inputs, weights[0]):
+        functions = {"linear": ops.linear} | functions
+    for name, function in functions.items():
+        require_close(function(inputs, weights[0]), linear_reference.linear(inputs, weights[0]), name)
+        calls = [
+            lambda index=index: function(inputs, weights[index % num_inputs])  # noqa: B023 (called in this turn)
+            for index in range(num_calls)
+        ]
+        yield f"{name}, {size_out} x {size_in}", seconds_per_call(calls), size
+
+
 def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, int]]:
     """Name, seconds and bytes of the kernels over the vocabulary, for `num_queries` rows of logits a row of the batch.
 
@@ -283,7 +304,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 *((f"recurrence, {form}", *time_recurrence(batch, num_queries, form)) for form in RECURRENCES),
                 ("short_conv", *time_short_conv(batch, num_queries)),
             ]
-            for name, seconds, size in (*of_states, *time_vocabulary(batch, num_queries)):
+            of_linears = [one for sizes in LINEARS for one in time_linear(batch * num_queries, *sizes)]
+            for name, seconds, size in (*of_states, *of_linears, *time_vocabulary(batch, num_queries)):
                 case = shape | {"live": None, "slots": None, "splits": None}
                 yield {"kernel": name} | case | {"seconds": seconds, "bytes": size}
 

@@ -21,6 +21,7 @@ from .kernels import (
     draft_sampling_reference,
     experts_reference,
     kv_cache_reference,
+    linear_reference,
     recurrence_reference,
     short_conv_reference,
     verify_block_reference,
@@ -28,6 +29,7 @@ from .kernels import (
     verify_sampling_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
+from .kernels.linear_tiles import choose_tiles
 from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
 
@@ -39,8 +41,10 @@ __all__ = [
     "expert_linear",
     "exponential",
     "exponential_sample",
+    "has_fast_linear",
     "has_kernels",
     "invert_draft_vocabulary",
+    "linear",
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
@@ -310,6 +314,21 @@ def _(inputs, weight, bias, plan, rows, is_transposed):
     return inputs.new_empty(plan.shape[1], weight.shape[2 if is_transposed else 1])
 
 
+@_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
+def _linear(inputs, weight, bias):
+    tiles = choose_tiles(len(inputs), *weight.shape)
+    if tiles is None or not _is_for_triton(inputs):
+        return linear_reference.linear(inputs, weight, bias)
+    from .kernels.linear import linear
+
+    return linear(inputs, weight, bias, tiles)
+
+
+@_linear.register_fake
+def _(inputs, weight, bias):
+    return inputs.new_empty(len(inputs), len(weight))
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -430,6 +449,20 @@ def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
     """See `kernels.experts_reference.expert_linear`; a Triton kernel on GPUs."""
     return _expert_linear(inputs, *args)
+
+
+def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, and computes what that computes."""
+    if not _is_for_triton(inputs) or inputs.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
+        return False
+    return choose_tiles(len(inputs), *weight.shape) is not None and not torch.is_autocast_enabled(inputs.device.type)
+
+
+def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """See `kernels.linear_reference.linear`; a Triton kernel for a few rows on GPUs, see `has_fast_linear`."""
+    return (_linear if _is_for_triton(inputs) else linear_reference.linear)(inputs, weight, bias)
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

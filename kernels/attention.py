@@ -27,6 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Slots are divided among splits in units of this many, so that the sizes of two splits differ by at most one unit.
 _SPLIT_UNIT = tl.constexpr(16)
@@ -187,6 +189,7 @@ def _attention_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One split of the attention of a block of queries, with an online softmax in float32.
 
@@ -209,6 +212,7 @@ def _attention_kernel(
     value_dim = tl.arange(0, VALUE_BLOCK)
     out_row = (batch * num_queries + query_index) * (KV_HEADS * GROUPS) + head
 
+    wait_for_inputs(PDL)
     position = tl.load(positions_ptr + batch * positions_stride_b + query_index, mask=is_row, other=-1)
     position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # padding
     if IS_PACKED:
@@ -341,6 +345,7 @@ def _merge_kernel(
     VALUE_DIM: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge the splits of a query: out = sum_i 2^(lse_i) partial_i / sum_i 2^(lse_i), 0 where every lse is -inf.
 
@@ -351,6 +356,7 @@ def _merge_kernel(
     split = tl.arange(0, SPLIT_BLOCK)
     value_dim = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     at = row * num_splits + split
+    wait_for_inputs(PDL)
     weights = tl.load(lse_ptr + at, mask=split < num_splits, other=float("-inf"))
     # A split without slots has written no partial result.
     is_written = weights > float("-inf")
@@ -469,6 +475,7 @@ def attention(
         IS_SPLIT=num_splits > 1,
         num_warps=4,
         num_stages=3,
+        **dependent_launch(query.device),
     )
     if num_splits > 1:
         split_block = triton.next_power_of_2(num_splits)
@@ -482,5 +489,6 @@ def attention(
             SPLIT_BLOCK=split_block,
             VALUE_BLOCK=merge_block,
             num_warps=max(1, min(4, split_block * merge_block // 512)),
+            **dependent_launch(query.device),
         )
     return out

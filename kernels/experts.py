@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
+
 # Pairs, and blocks, that a program of the plan computes, and pairs that it compares them with at a time.
 _PAIR_BLOCK = 16
 _CHUNK = 128
@@ -30,6 +32,7 @@ def _plan_kernel(
     PAIR_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute PAIR_BLOCK columns of the plan.
 
@@ -41,6 +44,7 @@ def _plan_kernel(
     """
     index = tl.program_id(0) * PAIR_BLOCK + tl.arange(0, PAIR_BLOCK)
     is_index = index < num_pairs
+    wait_for_inputs(PDL)
     expert_id = tl.minimum(tl.load(ids_ptr + index, mask=is_index, other=0), num_experts).to(tl.int32)
     sorted_index = tl.zeros([PAIR_BLOCK], tl.int32)
     counts = tl.zeros([EXPERTS], tl.int32)
@@ -107,6 +111,7 @@ def _expert_linear_kernel(
     ROWS: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
     IN_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """OUT_BLOCK output columns of one block of the plan, accumulated in float32.
 
@@ -115,6 +120,7 @@ def _expert_linear_kernel(
     expert. Programs after the last block return at once.
     """
     block = tl.program_id(1)
+    wait_for_inputs(PDL)
     expert = tl.load(plan_ptr + num_pairs + block)
     if expert < 0:
         return
@@ -159,6 +165,7 @@ def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch
         PAIR_BLOCK=_PAIR_BLOCK,
         CHUNK=_CHUNK,
         EXPERTS=triton.next_power_of_2(num_experts + 2),
+        **dependent_launch(ids.device),
     )
     return plan
 
@@ -202,5 +209,6 @@ def expert_linear(
         IN_BLOCK=in_block,
         num_warps=num_warps,
         num_stages=num_stages,
+        **dependent_launch(inputs.device),
     )
     return out

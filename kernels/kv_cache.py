@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
+
 # Elements of the keys, and of the values, that one program copies.
 _TILE = 2048
 
@@ -66,6 +68,7 @@ def _write_kv_kernel(
     HEAD_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write the key and the value of one query position, HEAD_BLOCK heads per program.
 
@@ -76,6 +79,7 @@ def _write_kv_kernel(
     batch = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK).to(tl.int64)
     is_head = head < KV_HEADS
+    wait_for_inputs(PDL)
     slot = tl.load(positions_ptr + batch * positions_stride_b + index * positions_stride_n)
     _copy_heads(
         keys_ptr + batch * keys_stride_b + slot * keys_stride_s,
@@ -133,4 +137,5 @@ def write_kv(
         HEAD_BLOCK=head_block,
         DIM_BLOCK=dim_block,
         VALUE_BLOCK=value_block,
+        **dependent_launch(keys.device),
     )

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .ring import find_block
 from .types import RecurrenceRing
 
@@ -162,6 +163,7 @@ def _recurrence_kernel(
     NORMALIZE: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """VALUE_BLOCK columns of the state of one head of one row.
 
@@ -180,6 +182,7 @@ def _recurrence_kernel(
     is_key = dim < DIM
     is_value = value_dim < VALUE_DIM
 
+    wait_for_inputs(PDL)
     positions_ptr += batch * positions_stride_b
     begin, first, count = find_block(positions_ptr, positions_stride_n, num_columns, dummy, COLUMN_BLOCK)
     base = tl.load(base_ptr + batch * base_stride).to(tl.int32)
@@ -403,5 +406,6 @@ def recurrence(
         DECAY=form,
         HAS_BETA=beta is not None,
         num_warps=1,
+        **dependent_launch(query.device),
     )
     return out

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .ring import find_block
 
 _CHANNEL_BLOCK = 64
@@ -42,6 +43,7 @@ def _short_conv_kernel(
     COLUMN_BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """CHANNEL_BLOCK channels of one row, COLUMN_BLOCK columns at a time.
 
@@ -52,6 +54,7 @@ def _short_conv_kernel(
     batch = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     is_channel = channel < CHANNELS
+    wait_for_inputs(PDL)
     positions_ptr += batch * positions_stride_b
     begin, first, count = find_block(positions_ptr, positions_stride_n, num_columns, dummy, COLUMN_BLOCK)
     end = begin + count
@@ -141,5 +144,6 @@ def short_conv(
         HAS_BIAS=bias is not None,
         SILU=silu,
         num_warps=4 if column_block == many else 2,
+        **dependent_launch(inputs.device),
     )
     return out

@@ -116,3 +116,20 @@ class SamplingSettings(NamedTuple):
     def filters(self) -> bool:
         """Whether it leaves tokens out, apart from greedy decoding."""
         return 0 < self.top_k < NO_TOP_K or self.top_p < 1
+
+
+class LinearTiles(NamedTuple):
+    """What a program of a linear layer computes.
+
+    Attributes:
+        rows: rows of the inputs.
+        features: output features.
+        depth: input features that it multiplies at a time.
+        num_warps, num_stages: of its pipeline.
+    """
+
+    rows: int
+    features: int
+    depth: int
+    num_warps: int
+    num_stages: int

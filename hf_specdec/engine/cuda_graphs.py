@@ -23,15 +23,16 @@ logger = logging.getLogger(__name__)
 WARM_UPS = 2
 
 # Options of torch's compiler. By default it pads strides, those of kernels' inputs, too, which are launched with the
-# strides that tracing has seen. Padding the few rows of a round costs time; launching independent kernels together,
-# such as those of queries and keys, saves it (one H200, EAGLE-3 on an 8B target, K = 3: 5.50 ms a round with the
-# defaults, 5.45 without padding, 5.39 with combined kernels, too).
+# strides that tracing has seen; and padding the few rows of a round costs time. Launching independent kernels together
+# would save 1 % of a round, but with torch 2.11 the drafts of a compiled copy of Qwen3-Next are wrong with it (2.2
+# tokens accepted instead of 6) and right without. With "enable_pdl" kernels are launched as those of
+# `kernels.dependent_launch` are (0.36 ms less a round of an 8B target on one H200).
 _OPTIONS = {
     "inductor": {
         "comprehensive_padding": False,
         "shape_padding": False,
-        "combo_kernels": True,
-        "benchmark_combo_kernel": False,
+        "combo_kernels": False,
+        "triton.enable_pdl": True,
     }
 }
 
@@ -173,10 +174,11 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
         same_everywhere: whether the ranks of a split target must compile to the same kernels.
     """
     options = dict(_OPTIONS.get(backend, {}))
-    if same_everywhere and backend == "inductor" and "deterministic" in torch._inductor.list_options():  # not in 2.9
-        # No autotuning of reductions: another order of summation could draft another token. Combined kernels have not
-        # been tried with this option.
-        options |= {"deterministic": True, "combo_kernels": False}
+    if same_everywhere and backend == "inductor":
+        # No autotuning of reductions: another order of summation could draft another token.
+        options["deterministic"] = True
+    if options:  # older versions lack some of them
+        options = {name: options[name] for name in options.keys() & set(torch._inductor.list_options())}
     compiler = torch._dynamo.lookup_backend(backend)
     if options:
         compiler = functools.partial(compiler, config_patches=options)

@@ -120,8 +120,8 @@ def patched_target(model: PreTrainedModel, drafter: Drafter, keep_hidden_states:
         stack.enter_context(triton_experts(model, drafter))
         stack.enter_context(local_linears(model))
         stack.enter_context(symmetric_memory_all_reduce(model))
-        stack.enter_context(patched_linear(model, drafter))
         stack.enter_context(fused_linears(model, drafter))
+        stack.enter_context(patched_linear(model, drafter))  # those that are not fused
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )

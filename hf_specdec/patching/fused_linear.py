@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional as F
 
 from ..device_policy import policy_of
-from .linear import PLAIN_WEIGHTS
+from .linear import PLAIN_WEIGHTS, linear
 from .patch import replaced, runs_engine
 
 # Names of children of one module that are called with the same input, in the order in which they are called.
@@ -50,10 +49,10 @@ class FusedLinear:
             if not runs_engine():
                 return nn.Linear.forward(layer, inputs)
             if index == 0:
-                self._last = inputs, F.linear(inputs, self._weight, self._bias).split(self._sizes, -1)
+                self._last = inputs, linear(inputs, self._weight, self._bias).split(self._sizes, -1)
             last_input, outputs = self._last
             if last_input is not inputs:  # the module called its layers with different inputs, or in another order
-                return F.linear(inputs, layer.weight, layer.bias)
+                return linear(inputs, layer.weight, layer.bias)
             if index == len(self._layers) - 1:
                 self._last = None, ()
             return outputs[index]

@@ -8,7 +8,6 @@ from targets import NUM_LAYERS, STATIC_FAMILIES, padded_prompts, set_policy, tin
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_specdec.patching import fused_linear
 from hf_specdec.patching.fused_linear import fused_linears
 from hf_specdec.patching.patch import engine
 
@@ -44,8 +43,9 @@ def test_one_matmul_a_group_and_one_copy_of_the_weights(monkeypatch):
     parameters = [layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight]
     before = [parameter.detach().clone() for parameter in parameters]
     calls = []
+    set_policy(monkeypatch, "cpu", fused_linear=True, transposed_linear=False)
     original = torch.nn.functional.linear
-    monkeypatch.setattr(fused_linear.F, "linear", lambda *args: calls.append(args[1].shape[0]) or original(*args))
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: calls.append(args[1].shape[0]) or original(*args))
     with torch.no_grad(), fused_linears(model), engine():
         model(**padded_prompts([5]))
     heads, key_heads, dim, inner, layers = 4, 2, 8, 64, NUM_LAYERS

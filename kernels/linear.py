@@ -1,0 +1,121 @@
+"""Triton linear layer for a few rows; the reference is `linear_reference.linear`.
+
+Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
+
+    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
+
+The time of such a layer is that of reading its weight. The weight is the first operand of the products, so that tiles
+have many output features and few rows. One program adds all products of an output in float32, with k ascending, and
+every tile size adds them in the same order: a row's result is the same bits however many rows there are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .dependent_launch import dependent_launch, wait_for_inputs
+from .types import LinearTiles
+
+# 128-byte lines of each row of the weight that a program requests before the kernel ahead of it has ended.
+_LINES = 4
+
+
+@triton.jit
+def _request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES: tl.constexpr):
+    """Fetch the first LINES lines of up to ROWS rows of the weight into the L2 cache."""
+    index = tl.arange(0, ROWS * LINES)
+    row = tl.minimum(index // LINES, rows - 1)
+    at = first_row_ptr.to(tl.int64) + row.to(tl.int64) * stride_bytes + index % LINES * 128
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["num_rows", "size_out"])
+def _linear_kernel(
+    inputs_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    size_out,
+    size_in,
+    inputs_stride,
+    weight_stride,
+    HAS_BIAS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """FEATURES output features of ROWS rows.
+
+    Grid: (blocks of output features, blocks of rows). Reads the program's rows of `inputs` and of `weight`; writes
+    their `out`. IS_EVEN says that DEPTH divides the input features and FEATURES the output features.
+    """
+    first = tl.program_id(0) * FEATURES
+    feature = first + tl.arange(0, FEATURES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    is_row = row < num_rows
+    is_feature = feature < size_out
+    weight_ptr += first.to(tl.int64) * weight_stride
+    if PDL:
+        stride_bytes = weight_stride * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        _request_lines(weight_ptr, stride_bytes, size_out - first, FEATURES, LINES)
+    wait_for_inputs(PDL)
+
+    weight = weight_ptr + tl.arange(0, FEATURES)[:, None] * weight_stride + depth[None, :]
+    inputs = inputs_ptr + row.to(tl.int64)[:, None] * inputs_stride + depth[None, :]
+    total = tl.zeros([FEATURES, ROWS], tl.float32)
+    for start in range(0, size_in, DEPTH):
+        if IS_EVEN:
+            w = tl.load(weight + start)
+            x = tl.load(inputs + start, mask=is_row[:, None], other=0.0)
+        else:
+            is_depth = (depth < size_in - start)[None, :]
+            w = tl.load(weight + start, mask=is_feature[:, None] & is_depth, other=0.0)
+            x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
+        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    out = out_ptr + row.to(tl.int64)[None, :] * size_out + feature[:, None]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_feature[:, None] & is_row[None, :])
+
+
+def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: LinearTiles) -> torch.Tensor:
+    """See `linear_reference.linear`, in tiles of `tiles`. One launch that depends on shapes and strides only.
+
+    A layer may be a part of the rows of a larger weight.
+    """
+    num_rows, size_in = inputs.shape
+    size_out = len(weight)
+    assert weight.shape[1] == size_in and inputs.stride(1) == weight.stride(1) == 1, "rows must have unit stride"
+    assert inputs.dtype == weight.dtype and (bias is None or bias.is_contiguous())
+    out = inputs.new_empty(num_rows, size_out)
+    _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows))](
+        inputs,
+        weight,
+        bias,
+        out,
+        num_rows,
+        size_out,
+        size_in,
+        inputs.stride(0),
+        weight.stride(0),
+        HAS_BIAS=bias is not None,
+        IS_EVEN=size_in % tiles.depth == 0 and size_out % tiles.features == 0,
+        ROWS=tiles.rows,
+        FEATURES=tiles.features,
+        DEPTH=tiles.depth,
+        LINES=_LINES,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **dependent_launch(inputs.device),
+    )
+    return out

@@ -1,0 +1,76 @@
+"""On a GPU: programmatic dependent launch keeps the order that `kernels.dependent_launch` promises."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from hf_specdec.kernels.dependent_launch import dependent_launch, wait_for_inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NUM_SPINS = 20000
+
+
+@triton.jit
+def _slow_copy(source_ptr, out_ptr, num_spins, PDL: tl.constexpr):
+    """Copy a number, a long time after the next kernel was allowed to start."""
+    wait_for_inputs(PDL)
+    value = tl.load(source_ptr)
+    spun = value * 0
+    for _ in range(num_spins):
+        spun = (spun * 1103515245 + 12345) & 0x7FFFFFFF
+    tl.store(out_ptr, value + (spun < 0).to(tl.int64))
+
+
+@triton.jit
+def _copy(source_ptr, out_ptr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    tl.store(out_ptr, tl.load(source_ptr))
+
+
+@triton.jit
+def _fill(out_ptr, value, PDL: tl.constexpr):
+    """A kernel that reads nothing and waits for nothing, as torch's compiler may generate."""
+    tl.store(out_ptr, value)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("between", ["nothing", "waiting", "not waiting", "of torch"])
+def test_a_kernel_sees_what_earlier_ones_wrote(between, is_captured):
+    device = torch.device("cuda")
+    options = dependent_launch(device)
+    source, middle, out, other = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4))
+
+    def chain():
+        _slow_copy[(1,)](source, middle, NUM_SPINS, **options)
+        if between == "waiting":
+            _copy[(1,)](source, other, **options)
+        elif between == "not waiting":
+            _fill[(1,)](other, 7, **options)
+        elif between == "of torch":
+            other.add_(1)
+        _copy[(1,)](middle, out, **options)
+
+    chain()
+    torch.cuda.synchronize()
+    run = chain
+    if is_captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        run = graph.replay
+    for value in range(1, 30):
+        source.fill_(value)
+        run()
+        assert out.item() == value
+
+
+def test_the_chain_is_slow_enough_to_notice():
+    device = torch.device("cuda")
+    options = dependent_launch(device)
+    source, middle = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    seconds = triton.testing.do_bench(lambda: _slow_copy[(1,)](source, middle, NUM_SPINS, **options))
+    assert seconds > 0.05  # ms: several launches

@@ -1,0 +1,128 @@
+"""The linear layer for a few rows: Triton against its reference, the same bits for any number of rows, and its use.
+
+On a machine without a GPU the kernel runs in Triton's interpreter.
+"""
+
+import pytest
+import torch
+from lossless import PROMPTS
+from oracle import random_eagle3
+from targets import padded_prompts, set_policy, tiny_target
+
+from hf_specdec import ops
+from hf_specdec.kernels import linear_reference
+from hf_specdec.kernels.linear import linear
+from hf_specdec.kernels.linear_tiles import MAX_ROWS, choose_tiles
+from hf_specdec.kernels.types import LinearTiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# All that `choose_tiles` can return, and smaller ones for the interpreter.
+GPU_TILES = [(16, 16, 512, 2, 4), (16, 32, 256, 4, 6), (16, 64, 128, 4, 6), (32, 64, 128, 4, 5), (32, 128, 128, 8, 4)]
+TILES = [LinearTiles(*sizes) for sizes in (GPU_TILES if DEVICE == "cuda" else [(16, 16, 64, 1, 1), (32, 64, 32, 1, 1)])]
+SHAPES = [(64, 64), (40, 136), (200, 72)] if DEVICE == "cpu" else [(256, 1024), (392, 5000), (4096, 576), (1000, 8192)]
+
+
+def example(rows, size_out, size_in, dtype, has_bias=True):
+    generator = torch.Generator().manual_seed(rows)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, dtype)  # noqa: E731
+    return draw(rows, size_in), draw(size_out, size_in), draw(size_out) if has_bias else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tiles", TILES)
+def test_equals_the_sum_in_float64(tiles, shape, dtype):
+    for rows in (1, 7, MAX_ROWS):
+        for has_bias in (False, True):
+            inputs, weight, bias = example(rows, *shape, dtype, has_bias)
+            expected = linear_reference.linear(
+                *(part if part is None else part.double() for part in (inputs, weight, bias))
+            )
+            # Sums have an error of about the square root of their length, results one of rounding.
+            scale = shape[1] ** 0.5
+            found = linear(inputs, weight, bias, tiles).double()
+            torch.testing.assert_close(found, expected, rtol=EPSILON[dtype], atol=scale * 2e-6 + EPSILON[dtype])
+            torch.testing.assert_close(
+                linear_reference.linear(inputs, weight, bias).double(),
+                expected,
+                rtol=EPSILON[dtype],
+                atol=scale * 2e-6 + EPSILON[dtype],
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_depend_on_neither_rows_nor_tiles(dtype):
+    inputs, weight, bias = example(MAX_ROWS, *SHAPES[-1], dtype)
+    expected = linear(inputs[:1], weight, bias, TILES[0])
+    for tiles in TILES:
+        for rows in (1, 2, 16, 17, MAX_ROWS):
+            # On a CPU numpy's matmul, by which the interpreter computes, adds in another order for other tiles.
+            if DEVICE == "cuda" or (tiles == TILES[0] and rows <= 16):
+                assert torch.equal(linear(inputs[:rows], weight, bias, tiles)[:1], expected), (tiles, rows)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_reads_nothing_beside_its_operands(tiles):
+    """Rows of larger tensors, between NaN."""
+    inputs, weight, bias = example(5, *SHAPES[1], DTYPES[0])
+    wide_inputs, wide_weight, wide_bias = (
+        torch.full([size + 16 for size in part.shape], float("nan"), device=DEVICE, dtype=part.dtype)
+        for part in (inputs, weight, bias)
+    )
+    views = [wide_inputs[8:-8, 8:-8], wide_weight[8:-8, 8:-8], wide_bias[8:-8]]
+    for view, part in zip(views, (inputs, weight, bias), strict=True):
+        view.copy_(part)
+    assert torch.equal(linear(*views, tiles), linear(inputs, weight, bias, tiles))
+
+
+def test_tiles():
+    assert choose_tiles(1, 4096, 14336) != choose_tiles(1, 6144, 4096)
+    assert choose_tiles(MAX_ROWS, 6144, 4096) is not None
+    for rows, size_out, size_in in (
+        (0, 512, 512),
+        (MAX_ROWS + 1, 512, 512),
+        (1, 512, 1028 - 1),
+        (1, 64, 512),
+        (1, 512, 64),
+    ):
+        assert choose_tiles(rows, size_out, size_in) is None
+
+
+@torch.no_grad()
+def test_layers_of_target_and_drafter_run_it(monkeypatch):
+    """With the choice replaced by one that takes float32 and small layers."""
+    set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False)
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    inputs = padded_prompts(PROMPTS[3])
+    shapes = []
+    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, weight: len(inputs) <= MAX_ROWS)
+    original = ops.linear
+    monkeypatch.setattr(ops, "linear", lambda *args: shapes.append(tuple(args[1].shape)) or original(*args))
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=8)
+    assert not shapes
+    assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=8, assistant_model=drafter), expected)
+    config = target.config
+    assert (2 * config.intermediate_size, config.hidden_size) in shapes  # gate and up
+    assert (config.hidden_size, config.intermediate_size) in shapes  # down
+    assert (config.vocab_size, config.hidden_size) in shapes  # the head
+    assert (config.hidden_size, 3 * config.hidden_size) in shapes  # the drafter's projection of hidden states
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_replays_in_a_graph():
+    inputs, weight, bias = example(4, 4096, 1024, torch.bfloat16)
+    ops.linear(inputs, weight, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = ops.linear(inputs, weight, bias)
+        out = ops.linear(hidden.relu()[:, :1024].contiguous(), weight, bias)
+    for seed in range(3):
+        inputs.copy_(example(4 + seed, 4096, 1024, torch.bfloat16)[0][:4])
+        graph.replay()
+        again = ops.linear(inputs, weight, bias)
+        assert torch.equal(hidden, again)
+        assert torch.equal(out, ops.linear(again.relu()[:, :1024].contiguous(), weight, bias))
