@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 CANDIDATES = (0, 1, 2, 3, 5, 7)
 
 # The most tokens of the first rounds, all rows together: with more a GPU is bound by compute (one H200, vLLM 0.26,
-# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024).
+# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024), and rounds take longer in proportion.
 _MOST_FIRST_TOKENS = 512
 
 # Observations of a position after which the older ones count for 1 / e.
@@ -26,12 +26,15 @@ _PRIOR_SHARE, _PRIOR_WEIGHT = 0.7, 4.0
 
 # Times of a K of which the median is taken.
 _NUM_TIMES = 9
-# How a time that is not known is underestimated: the share of it that does not depend on K, if one other is known; a
-# factor on what a line through two others gives.
-_CONSTANT_SHARE, _OPTIMISM = 0.1, 0.9
+# How a time that is not known is underestimated: the share of it that does not depend on K, if one of a larger K is
+# known; a factor on the tokens above the most of the first rounds, if one of a smaller K is; a factor on what a line
+# through two others gives.
+_CONSTANT_SHARE, _TOKEN_OPTIMISM, _OPTIMISM = 0.1, 0.8, 0.9
 
 # A K replaces the one before if it gives so many more tokens a millisecond.
 _HYSTERESIS = 0.01
+# The share of the gain that a K promises, by estimates in favour of it, for which it is tried.
+_CONFIDENCE = 0.5
 # Rounds in which a K is tried of which no time is known, or in which it is tried again. The first is not timed, since
 # what comes with a change of K is not part of a round.
 _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
@@ -76,11 +79,15 @@ class Acceptance:
 class RoundTimes:
     """How long rounds of each K take, on buffers of one shape; kept from one call to the next.
 
+    Args:
+        rows: of the buffers.
+
     Attributes:
         total: milliseconds of all rounds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
         self._times: dict[int, deque[float]] = {}
         self.total = 0.0
 
@@ -100,8 +107,10 @@ class RoundTimes:
         known = sorted(self._times, key=lambda other: abs(other - num_drafts))
         first = self.milliseconds(known[0])
         if len(known) == 1:
-            share = (num_drafts + 1) / (known[0] + 1)
-            return first * (_CONSTANT_SHARE + (1 - _CONSTANT_SHARE) * share) if share < 1 else first
+            if num_drafts < known[0]:
+                return first * (_CONSTANT_SHARE + (1 - _CONSTANT_SHARE) * (num_drafts + 1) / (known[0] + 1))
+            tokens, fewer = (self._rows * (count + 1) for count in (num_drafts, known[0]))
+            return first * max(1.0, _TOKEN_OPTIMISM * tokens / max(fewer, _MOST_FIRST_TOKENS))
         # Of those around it, or else of the two that are nearest.
         others = [other for other in known[1:] if (other > num_drafts) != (known[0] > num_drafts)] or known[1:]
         slope = (self.milliseconds(others[0]) - first) / (others[0] - known[0])
@@ -195,7 +204,8 @@ class AutoDrafts:
             share = 1 - rate / max(self._rate(found), rate)
             # What it may gain in the time that is left, or, if more calls follow, that has passed.
             gain = share * max(self._tokens_left() / rate, self._times.total)
-            if share > _HYSTERESIS and gain > self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate):
+            cost = self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate)
+            if share > _HYSTERESIS and _CONFIDENCE * gain > cost:
                 self._waiting.add(found)
                 return [found] * _ROUNDS_TO_TRY
         if self._since_try < _ROUNDS_BETWEEN:

@@ -87,7 +87,7 @@ class Session:
         self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
         self.packed: PackedPrompts | None = None
         self.graph_pool = GraphPool()
-        self.round_times = RoundTimes()
+        self.round_times = RoundTimes(len(state.tokens))
         self.capture_seconds = 0.0
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
