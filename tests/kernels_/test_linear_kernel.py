@@ -19,7 +19,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # All that `choose_tiles` can return, and smaller ones for the interpreter.
-GPU_TILES = [(16, 16, 512, 2, 4), (16, 32, 256, 4, 6), (16, 64, 128, 4, 6), (32, 64, 128, 4, 5), (32, 128, 128, 8, 4)]
+GPU_TILES = [
+    (16, 16, 512, 2, 4),
+    (16, 32, 256, 4, 6),
+    (16, 64, 128, 4, 6),
+    (32, 64, 128, 4, 5),
+    (32, 128, 128, 8, 4),
+    (32, 128, 64, 4, 6),
+]
 TILES = [LinearTiles(*sizes) for sizes in (GPU_TILES if DEVICE == "cuda" else [(16, 16, 64, 1, 1), (32, 64, 32, 1, 1)])]
 SHAPES = [(64, 64), (40, 136), (200, 72)] if DEVICE == "cpu" else [(256, 1024), (392, 5000), (4096, 576), (1000, 8192)]
 
