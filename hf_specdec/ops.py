@@ -29,7 +29,7 @@ from .kernels import (
     verify_sampling_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
-from .kernels.linear_tiles import choose_tiles
+from .kernels.linear_tiles import MAX_ROWS, choose_tiles
 from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
 
@@ -453,7 +453,7 @@ def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> tor
 
 def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, and computes what that computes."""
-    if not _is_for_triton(inputs) or inputs.dtype not in (torch.bfloat16, torch.float16):
+    if len(inputs) > MAX_ROWS or inputs.dtype not in (torch.bfloat16, torch.float16) or not _is_for_triton(inputs):
         return False
     if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
         return False
