@@ -16,12 +16,14 @@ class RowStats:
         accepted: draft tokens committed.
         committed: tokens committed: accepted draft tokens, recovered and bonus tokens.
         drafted_per_position, accepted_per_position: `drafted` and `accepted` by position in the block, `[K]`.
+        cached_tokens: tokens of its prompt that were not prefilled, since another row's text begins with them, too.
     """
 
     rounds: int
     drafted_per_position: list[int]
     accepted_per_position: list[int]
     committed: int
+    cached_tokens: int = 0
 
     @property
     def drafted(self) -> int:
@@ -54,6 +56,7 @@ def add_up(rows: Sequence[RowStats]) -> RowStats:
         drafted_per_position=total("drafted_per_position"),
         accepted_per_position=total("accepted_per_position"),
         committed=sum(row.committed for row in rows),
+        cached_tokens=sum(row.cached_tokens for row in rows),
     )
 
 
@@ -127,6 +130,10 @@ class Counters:
             counts.drafted_per_position[position] += 1
         for position in range(min(accepted, committed)):
             counts.accepted_per_position[position] += 1
+
+    def count_cached(self, row: int, tokens: int) -> None:
+        """Add tokens of the prompt of `row` that are not prefilled, see `RowStats`."""
+        self.rows[row].cached_tokens += tokens
 
     def summary(self, **about) -> SpeculationStats:
         """The counts of all rows; `about` gives the remaining fields of `SpeculationStats`."""

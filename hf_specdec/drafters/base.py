@@ -349,6 +349,12 @@ class Drafter(PreTrainedModel):
                 f"{type(self).__name__} does not implement copy_rows(), which continuous batching needs."
             )
 
+    def prefix_margin(self, num_draft_tokens: int) -> int | None:
+        """Of a beginning that a text shares with another and reuses, how many tokens are processed again; for the
+        largest K. What is kept at a slot may depend on later tokens; hidden states of the last ones are needed after a
+        prefill. None if nothing can be reused."""
+        return 1 if type(self).new_memory is Drafter.new_memory else None
+
     @property
     def packs_prompts(self) -> bool:
         """Whether `prefill` may be called with prompts of several rows packed in one, see `as_one_row`."""

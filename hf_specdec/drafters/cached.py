@@ -171,6 +171,10 @@ class CachedDrafter(Drafter):
     ) -> None:
         state.memory.copy_rows(rows, source.memory, slots, source_rows)
 
+    def prefix_margin(self, num_draft_tokens: int) -> int | None:
+        # A slot may hold the token after its own; the first round reads the hidden state before the last token.
+        return 1
+
     @property
     def packs_prompts(self) -> bool:
         return only_keys(self.cached_layers)

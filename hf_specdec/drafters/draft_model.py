@@ -18,7 +18,7 @@ from ..patching.cache import LayerKind
 from ..patching.implementations import registered_attention
 from ..patching.length_rope import mark_long
 from ..patching.masked_attention import why_not_masked
-from ..patching.packing import packs_prompts
+from ..patching.packing import packs_prompts, reuses_prefixes
 from ..patching.support import (
     cache_layers,
     length_limits,
@@ -109,6 +109,9 @@ class DraftModelDrafter(CachedDrafter):
         self._num_positions = num_positions(model)
         self._longest_short = length_limits(model).long
         self._packs_prompts = model.device.type != "meta" and packs_prompts(model)
+
+    def prefix_margin(self, num_draft_tokens: int) -> int | None:
+        return 0 if reuses_prefixes(self.model) else None  # a slot depends on the tokens up to its own
 
     @property
     def packs_prompts(self) -> bool:

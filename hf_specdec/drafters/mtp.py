@@ -193,6 +193,10 @@ class MtpDrafter(CachedDrafter):
         self._shared_weights = shared
         self._record_binding(target)
 
+    def prefix_margin(self, num_draft_tokens: int) -> int | None:
+        # Step k reads k + 1 tokens ahead; the hidden states at the last K + 1 slots are kept.
+        return num_draft_tokens + 1
+
     @property
     def packs_prompts(self) -> bool:
         return False  # hidden states of the last tokens are kept row by row

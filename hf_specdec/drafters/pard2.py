@@ -124,6 +124,11 @@ class Pard2Drafter(DraftModelDrafter):
     def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         return self.combine_hidden_states(_after_nothing(aux_hidden_states)[:, :-1])
 
+    def prefix_margin(self, num_draft_tokens: int) -> int | None:
+        # A prefill from position p on writes the slots after p: slot p itself has to be one of the beginning.
+        margin = super().prefix_margin(num_draft_tokens)
+        return None if margin is None else margin + 1
+
     @property
     def packs_prompts(self) -> bool:
         return False  # a slot has the hidden state of the position before it, in the row

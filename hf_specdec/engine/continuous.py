@@ -7,7 +7,6 @@ copied. A round does not know which of its rows are occupied: rows that no reque
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .groups import PaddedGroups
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
-from .packed_prompts import PromptSpan
+from .prefix_reuse import Prefix, copy_prefixes, margin_of, parts_of, wave_after
 from .request import Request
 from .request_rows import ContinuousBatching, RequestRows, RowRequest, end
 from .rounds import RoundLoop, Stage
@@ -133,11 +132,12 @@ class ContinuousRun:
     def _requests_of_call(self) -> list[RowRequest]:
         request, ends = self._request, self._request.eos_token_ids
         ends = frozenset() if ends is None else frozenset(ends.tolist())
-        prompts = request.prompts.rows(request.model.device)
+        prompts, prompt_ids = request.prompts.rows(request.model.device), request.prompts.token_ids()
         found = []
         for index, (prompt, seed) in enumerate(zip(prompts, request.seeds.tolist(), strict=True)):
             remaining = request.remaining_after(len(prompt))
             one = RowRequest(index, prompt, remaining, remaining < request.max_new_tokens, ends, seed)
+            one.prompt_ids = prompt_ids[index]
             one.error = request.why_too_long(len(prompt))
             one.records_timestamps = self._settings.record_timestamps
             found.append(one)
@@ -206,6 +206,15 @@ class ContinuousRun:
     def capacity(self) -> int:
         return self._lease.shape.slots - 1
 
+    @property
+    def prefix_margin(self) -> int | None:
+        is_on, most_drafts = self._settings.reuses_prefixes, self._lease.shape.num_draft_tokens
+        return margin_of(self._target, most_drafts) if is_on else None
+
+    @property
+    def merges_equal(self) -> bool:
+        return self._settings.reuses_prefixes and self._groups is not None
+
     def _open_most(self, first: Sequence[RowRequest]) -> SessionLease:
         """A session for the requests `first`, with as many rows as fit into memory; all of them are free."""
         request = self._request
@@ -267,8 +276,9 @@ class ContinuousRun:
             return bool(self._larger_sizes(num_occupied, waiting))
         return self._fits_fewer(num_occupied)
 
-    def move(self, rows: list[int], waiting: Sequence[RowRequest]) -> Stage | None:
-        return self._move_to_larger(rows, waiting) if waiting else self._move_to_fewer(rows)
+    def move(self, rows: list[int], kept: list[int], slots: int, waiting: Sequence[RowRequest]) -> Stage | None:
+        lease = self._larger_lease(len(rows), waiting) if waiting else self._fewer_lease(len(rows))
+        return None if lease is None else self._switch(lease, [*rows, *kept][: lease.shape.batch], slots)
 
     def _rows_for(self, count: int) -> int:
         """The fewest rows, of a few numbers, that `count` requests fit into, or else the most."""
@@ -292,9 +302,9 @@ class ContinuousRun:
         sizes = {*row_sizes(self._most, self._target.is_captured), self.num_rows}
         return [(size, longest) for size in sorted(sizes, reverse=True) if min(fewest, most) <= size <= most]
 
-    def _move_to_larger(self, rows: list[int], waiting: Sequence[RowRequest]) -> Stage | None:
-        """Let the requests of `rows` go on where more, or longer ones, fit, if there is memory for it."""
-        sizes = self._larger_sizes(len(rows), waiting)
+    def _larger_lease(self, num_occupied: int, waiting: Sequence[RowRequest]) -> SessionLease | None:
+        """A session where more requests, or longer ones, fit, if there is memory for it."""
+        sizes = self._larger_sizes(num_occupied, waiting)
         for num_rows, longest in sizes:
             try:
                 lease = self._open(num_rows, longest)
@@ -304,7 +314,7 @@ class ContinuousRun:
                 self._stays = False
                 if num_rows < sizes[0][0]:
                     self._most = num_rows
-                return self._switch(lease, rows)
+                return lease
             # The error, which held what was allocated, is gone.
             self._free_kept()
         if longest > self.capacity:
@@ -356,10 +366,10 @@ class ContinuousRun:
         is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * session.capture_seconds
         return bool(from_first_rank(torch.tensor(is_worth), self._request.model))
 
-    def _move_to_fewer(self, rows: list[int]) -> Stage | None:
-        """Let the requests of `rows` go on in the first rows of a smaller session, if there is memory for it."""
+    def _fewer_lease(self, num_occupied: int) -> SessionLease | None:
+        """A smaller session, if there is memory for it."""
         before = self._lease
-        lease = self._smaller_lease(len(rows))
+        lease = self._smaller_lease(num_occupied)
         try:
             self._clear(lease)
         except torch.OutOfMemoryError:
@@ -370,49 +380,49 @@ class ContinuousRun:
             return None
         # Its graphs are expected to take as long as those of the session before.
         lease.session.capture_seconds = lease.session.capture_seconds or before.session.capture_seconds
-        return self._switch(lease, rows)
+        return lease
 
-    def _switch(self, lease: SessionLease, rows: list[int]) -> Stage:
-        """Let the requests of `rows` go on in the first rows of the session of `lease`, which are free."""
+    def _switch(self, lease: SessionLease, rows: list[int], slots: int) -> Stage:
+        """Let the first rows of the session of `lease`, which are free, hold what `rows` hold in `slots` slots."""
         request, before, num_drafts = self._request, self._lease, self._stage.drafts.current
-        if rows:
-            state, source = lease.session.state, before.session.state
-            to, taken = upload(list(range(len(rows))), source.lengths), upload(rows, source.lengths)
-            state.copy_rows(to, source, self._rows.longest(), taken)
-            request.drafter.copy_rows(state, to, source, self._rows.longest(), taken)
+        state, source = lease.session.state, before.session.state
+        for part in parts_of(list(enumerate(rows)), [slots] * len(rows)):
+            to, taken = (upload(list(numbers), source.lengths) for numbers in zip(*part, strict=True))
+            state.copy_rows(to, source, slots, taken)
+            request.drafter.copy_rows(state, to, source, slots, taken)
         before.keep()
         self._lease = lease
         self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)
         return self._stage
 
     def finish(self, rows: list[int]) -> None:
-        finished = self._lease.session.state.finished
-        finished[upload(rows, self._lease.session.state.lengths)] = True
+        state = self._lease.session.state
+        state.finished[upload(rows, state.lengths)] = True
 
-    def prefill(self, rows: list[int], requests: list[RowRequest]) -> bool:
-        lease, fill = self._lease, functools.partial(self._fill, requests)
-        state = lease.session.state
+    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> bool:
+        rows, margin = [one.row for one in prefixes], self.prefix_margin or 0
+        lease, state = self._lease, self._lease.session.state
         if self._row_sampling is not None:
             running = [one for one in self._rows.occupants() if one is not None]
             self._row_sampling.filters = any(one.sampling.filters for one in (*running, *requests))
         if self._groups is not None:
-            self._groups.prefill(state, rows, requests, fill)
+            self._groups.prefill(state, prefixes, margin, requests, self._fill)
             return True
         with settled_on_error(lease.session):
-            fill(state, rows)
-            spans = [PromptSpan(row, 0, len(one.prompt) - 1) for row, one in zip(rows, requests, strict=True)]
-            if lease.prefill.lacks(spans):
-                lease.prefill.capture(spans)
+            self._fill(requests, state, rows)
+            wave = wave_after(prefixes, [len(one.prompt) for one in requests])
+            if lease.prefill.lacks([wave]):
+                lease.prefill.capture([wave])
             self.finish(rows)  # until they are prefilled
+            copy_prefixes(state, self._request.drafter, prefixes, margin)
             self._entering = upload(rows, state.lengths)
-            lease.prefill.start_rows(spans, self._entering)
+            lease.prefill.start_rows(wave.spans, self._entering)
         return self.prefill_next()
 
     def prefill_next(self) -> bool:
         lease = self._lease
         with settled_on_error(lease.session):
-            is_done = lease.prefill.run_next()
-            if is_done:
+            if is_done := lease.prefill.run_next():
                 lease.session.state.finished[self._entering] = False
         return is_done
 

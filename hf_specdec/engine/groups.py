@@ -8,7 +8,7 @@ from ..state import DecodeState, upload
 from . import request_rows
 from .lazy_target import LazyTarget
 from .lease import SessionLease, shape_of
-from .packed_prompts import PromptSpan
+from .prefix_reuse import Prefix, copy_prefixes, wave_after
 from .request import Request
 from .request_rows import RowRequest
 from .sessions import settled_on_error
@@ -39,33 +39,43 @@ class PaddedGroups:
     def prefill(
         self,
         state: DecodeState,
-        rows: list[int],
+        prefixes: Sequence[Prefix],
+        margin: int,
         group: list[RowRequest],
-        fill: Callable[[DecodeState, Sequence[int]], None],
+        fill: Callable[[Sequence[RowRequest], DecodeState, Sequence[int]], None],
     ) -> None:
-        """Prefill `group` and copy it into `rows` of `state`.
+        """Prefill `group` and copy it into rows of `state`.
 
         Args:
             state: where rounds run.
-            rows: of it.
+            prefixes: the row of each request in it, and what it reuses of other rows there or of the group.
+            margin: see `Drafter.prefix_margin`.
             group: of requests.
-            fill: puts them into rows of a state.
+            fill: puts requests into rows of a state.
         """
-        longest = max(len(one.prompt) for one in group)
-        lease = self._lease(len(group), longest)
+        drafter, run = self._request.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
+        requests = [group[place] for place in run]
+        own = [prefixes[place]._replace(row=row) for row, place in enumerate(run)]
+        longest = max(len(one.prompt) for one in requests)
+        lease = self._lease(len(run), longest)
         source = lease.session.state
         with settled_on_error(lease.session):
             source.clear()
             source.set_temperature(self._request.temperature)
-            fill(source, range(len(group)))
+            fill(requests, source, range(len(run)))
+            source.cached[: len(run)] = upload([one.length for one in own], source.cached)
             source.live = longest
-            spans = [PromptSpan(row, 0, len(one.prompt) - 1) for row, one in enumerate(group)]
-            if lease.prefill.lacks(spans):
-                lease.prefill.capture(spans)
-            lease.prefill.run(spans)
-            to = upload(rows, state.lengths)
-            state.copy_rows(to, source, longest)
-            self._request.drafter.copy_rows(state, to, source, longest)
+            wave = wave_after(own, [len(one.prompt) for one in requests])
+            if lease.prefill.lacks([wave]):
+                lease.prefill.capture([wave])
+            lease.prefill.run([wave], lambda: copy_prefixes(source, drafter, own, margin, state))
+            at = {prefixes[place].row: row for row, place in enumerate(run)}
+            taken = upload([at[one.source if one.is_whole else one.row] for one in prefixes], state.lengths)
+            rows = [one.row for one in prefixes]
+            state.copy_rows(to := upload(rows, state.lengths), source, longest, taken)
+            drafter.copy_rows(state, to, source, longest, taken)
+            if len(run) < len(group):
+                fill(group, state, rows)  # what they do not have in common
 
     def _lease(self, count: int, longest: int) -> SessionLease:
         """Where `count` requests are prefilled, whose prompts have at most `longest` tokens."""

@@ -18,6 +18,7 @@ from .buckets import next_power_of_two, slots_for, useful_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .cuda_graphs import start_compiler
 from .lazy_target import LazyTarget
+from .prefix_reuse import PrefillWave
 from .request import Request
 from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, run_round
 from .session_prefill import SessionPrefill
@@ -243,7 +244,7 @@ class SessionLease:
     def allocate(self) -> None:
         """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""
         if not self.session.is_allocated:
-            self.prefill.run(())
+            self.prefill.run([PrefillWave(())])
 
     def keep(self) -> None:
         """Leave the session for other calls, where sessions are kept."""

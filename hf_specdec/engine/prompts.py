@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import Cache
@@ -71,6 +71,11 @@ class Prompts:
             # The slot that is paired with the last token is needed, even without a hidden state.
             return [max(min(start, length - 2), 0) for start, length in zip(held, self.lengths, strict=True)]
         return held if self.hidden else [0] * len(held)
+
+    def token_ids(self) -> list[list[int]]:
+        """Tokens of each row on the host; 0 for those that were not given."""
+        host = replace(self, input_ids=self.input_ids.cpu())
+        return [row.tolist() for row in host.rows(host.input_ids.device)]
 
     def rows(self, device: torch.device) -> list[torch.Tensor]:
         """Tokens of each row, `[length]` int64; 0 for those that were not given."""

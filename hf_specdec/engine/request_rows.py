@@ -14,7 +14,9 @@ from transformers import StoppingCriteriaList
 from ..kernels.types import SamplingSettings
 from ..patching.patch import caller
 from ..stats import Counters
+from .prefix_reuse import Prefix
 from .rounds import Stage
+from .row_prefixes import RowPrefixes
 
 # Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
 GROUP_SIZES = (1, 8, 32)
@@ -33,6 +35,7 @@ class RowRequest:
     Attributes:
         index: row of the prompts; 0 for one that has arrived.
         prompt: `[length]` int64.
+        prompt_ids: its tokens on the host; empty if rows do not reuse what others hold of it.
         remaining: tokens that it may add.
         is_cut: whether these are fewer than were asked for, since the target has no positions for more.
         ends: tokens that end it.
@@ -41,6 +44,7 @@ class RowRequest:
         criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
         records_timestamps: whether `timestamps` are recorded.
         tokens: generated so far.
+        num_settled: how many of these there were before the last round, which the drafter has read.
         timestamps: `time.perf_counter()` when each of them reached the host.
         error: why it ended without an end-of-sequence token and before its limit; None if it did not.
         lifespan: when it was admitted and when it ended.
@@ -55,7 +59,9 @@ class RowRequest:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     criteria: StoppingCriteriaList | None = None
     records_timestamps: bool = False
+    prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    num_settled: int = 0
     timestamps: list[float] = field(default_factory=list)
     error: str | None = None
     lifespan: tuple[float, float] = (-1.0, -1.0)
@@ -101,12 +107,14 @@ class Arrived(NamedTuple):
         requests: that have arrived, in the order in which they are admitted.
         withdrawn: requests that end at once, with an error for each.
         is_open: whether more may arrive.
+        is_changed: whether the target may compute otherwise than before.
         has_waited: whether time was spent on waiting.
     """
 
     requests: Sequence[RowRequest] = ()
     withdrawn: Sequence[tuple[RowRequest, str]] = ()
     is_open: bool = True
+    is_changed: bool = False
     has_waited: bool = False
 
 
@@ -129,6 +137,7 @@ class ContinuousBatching:
         arrivals: requests that arrive while rounds run; the call's prompts, of which only the settings are taken, are
             no requests then. None if the call's prompts are the requests.
         longest: tokens of the texts that the first buffers are made for, if requests arrive.
+        reuses_prefixes: whether keys and values of beginnings that texts have in common are computed once.
         drops_processors: whether logits processors that continuous batching does not run are left out, with a warning;
             they are an error otherwise.
     """
@@ -139,6 +148,7 @@ class ContinuousBatching:
     on_tokens: Callable[[list[RowRequest]], None] | None = None
     arrivals: Arrivals | None = None
     longest: int = 1
+    reuses_prefixes: bool = True
     drops_processors: bool = False
 
 
@@ -153,8 +163,19 @@ class Place(Protocol):
     def capacity(self) -> int:
         """Most tokens of a text, prompt included."""
 
-    def prefill(self, rows: list[int], requests: list[RowRequest]) -> bool:
-        """Begin to let `requests` occupy `rows`; returns whether they do. Otherwise `prefill_next` goes on."""
+    @property
+    def prefix_margin(self) -> int | None:
+        """See `Drafter.prefix_margin`; None if rows reuse nothing of others."""
+
+    @property
+    def merges_equal(self) -> bool:
+        """Whether requests with the same prompt that are prefilled together are prefilled as one."""
+
+    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> bool:
+        """Begin to let each of `requests` occupy a row, with what is reused of its beginning.
+
+        Returns whether they do; otherwise `prefill_next` goes on.
+        """
 
     def prefill_next(self) -> bool:
         """Go on with the prefill that was begun, for a limited time; returns whether it has ended."""
@@ -168,8 +189,12 @@ class Place(Protocol):
     def is_to_move(self, num_occupied: int, waiting: Sequence[RowRequest]) -> bool:
         """Whether the requests of the occupied rows should go on in another session."""
 
-    def move(self, rows: list[int], waiting: Sequence[RowRequest]) -> Stage | None:
-        """Let the requests of `rows` go on in the first rows of another session; None if they stay."""
+    def move(self, rows: list[int], kept: list[int], slots: int, waiting: Sequence[RowRequest]) -> Stage | None:
+        """Let the requests of `rows` go on in the first rows of another session; None if they stay.
+
+        What the rows `kept` hold goes to the rows after those, as far as there are as many. No text of any of them is
+        longer than `slots`.
+        """
 
     def why_refused(self, request: RowRequest) -> str | None:
         """Why there is no room for `request`; None if there may be."""
@@ -188,7 +213,9 @@ class RequestRows:
     def __init__(self, place: Place, requests: Sequence[RowRequest], counters: Counters, settings: ContinuousBatching):
         self._place = place
         self._occupants: list[RowRequest | None] = [None] * place.num_rows
+        # The least recently used first.
         self._free = list(range(place.num_rows))
+        self._prefixes = RowPrefixes(place.prefix_margin, place.merges_equal)
         # Rows that are being prefilled, and the requests that are to occupy them.
         self._entering: list[tuple[int, RowRequest]] = []
         self._waiting = deque(requests)
@@ -214,11 +241,15 @@ class RequestRows:
 
     def move(self) -> Stage | None:
         rows = [row for row, one in enumerate(self._occupants) if one is not None]
-        stage = self._place.move(rows, self._waiting)
+        kept = self._prefixes.kept(self._free) if self._is_open else []
+        slots = max([self.longest(), *map(self._prefixes.size, kept)])
+        stage = self._place.move(rows, kept, slots, self._waiting)
         if stage is not None:
             num_rows = self._place.num_rows
+            held = [*rows, *kept][:num_rows]
+            self._prefixes.move(held)
             self._occupants = [self._occupants[row] for row in rows] + [None] * (num_rows - len(rows))
-            self._free = list(range(len(rows), num_rows))
+            self._free = [*range(len(held), num_rows), *reversed(range(len(rows), len(held)))]
         return stage
 
     def tokens_left(self) -> float:
@@ -243,13 +274,31 @@ class RequestRows:
             group = self._next_group()
             if not group:
                 break
-            rows = [self._free.pop() for _ in group]
-            self._entering = list(zip(rows, group, strict=True))
-            self._enter(self._place.prefill(rows, group))
+            prefixes, group = self._place_group(group)
+            self._enter(self._place.prefill(prefixes, group))
             has_waited = True
             if self._entering:
                 break
         return has_waited
+
+    def _place_group(self, group: list[RowRequest]) -> tuple[list[Prefix], list[RowRequest]]:
+        """Choose rows for the requests of `group` that are prefilled now; the others wait on.
+
+        Returns:
+            the row of each, with what it reuses; and these requests.
+        """
+        for row, request in enumerate(self._occupants):
+            if request is not None:
+                self._prefixes.advance(row, request)
+        plan = self._prefixes.plan(group, self._free)
+        now, later = ([group[number] for number in numbers] for numbers in (plan.now, plan.later))
+        self._waiting.extendleft(reversed(later))
+        self._tokens_waiting += sum(one.remaining for one in later)
+        for prefix, request in zip(plan.prefixes, now, strict=True):
+            self._free.remove(prefix.row)
+            self._counters.count_cached(request.index, prefix.length)
+        self._entering = [(prefix.row, request) for prefix, request in zip(plan.prefixes, now, strict=True)]
+        return plan.prefixes, now
 
     def _enter(self, is_prefilled: bool) -> None:
         """Let requests occupy the rows that are being prefilled, when they are; at once if no other row is occupied.
@@ -264,6 +313,7 @@ class RequestRows:
             return
         now = time.perf_counter()
         for row, request in self._entering:
+            self._prefixes.enter(row)
             if request.is_over:  # withdrawn
                 self._place.finish([row])
                 self._free.append(row)
@@ -278,6 +328,8 @@ class RequestRows:
         while True:
             arrived = arrivals.next(is_idle=self._is_empty and not self._waiting)
             self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
+            if arrived.is_changed:
+                self._prefixes.forget()
             self._waiting.extend(arrived.requests)
             self._tokens_waiting += sum(one.remaining for one in arrived.requests)
             for request, error in arrived.withdrawn:
@@ -346,6 +398,7 @@ class RequestRows:
             count = committed[row]
             drafted = min(request.remaining - len(request.tokens), len(tokens[row]) - 1)
             self._counters.count(request.index, accepted[row], count, drafted)
+            request.num_settled = len(request.tokens)
             if request.add(tokens[row][:count], now):
                 if request.criteria is not None:  # the device knows of tokens only
                     stopped.append(row)
@@ -367,6 +420,7 @@ class RequestRows:
                 self._settings.on_tokens(going_on)
 
     def _retire(self, row: int, request: RowRequest, now: float) -> None:
+        self._prefixes.advance(row, request)
         self._occupants[row] = None
         self._free.append(row)
         end(request, now, self._settings)

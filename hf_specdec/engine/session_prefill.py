@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..patching.packing import packs_prompts
+from ..state import upload
 from . import buckets
 from .capture import capture_prefill
 from .first_pass import FirstPass
 from .lazy_target import LazyTarget
 from .packed_prompts import PackedPrompts, PromptSpan
 from .prefill import finish_packed, prefill_chunk, reset_rows, start_prefill
+from .prefix_reuse import PrefillWave, copy_prefixes, margin_of
 from .sessions import Session
 
 # Tokens of a forward pass that is not captured: of a single row, which plain `generate()` runs at once; of rows packed
@@ -52,15 +54,15 @@ class SessionPrefill:
 
     def run(
         self,
-        spans: Sequence[PromptSpan],
+        waves: Sequence[PrefillWave],
         bring_cached: Callable[[], None] | None = None,
         first_pass: FirstPass | None = None,
     ) -> None:
         """Prefill all rows, by graphs as far as they are captured.
 
         Args:
-            spans: positions to run of the prompts that the state holds: the last token of none, and what is cached of
-                none.
+            waves: positions to run of the prompts that the state holds: the last token of none, and what is cached of
+                none. More than one only of packed prompts.
             bring_cached: brings what is cached of the prompts into the session; None if nothing is.
             first_pass: by which the target itself has run the prompts; then only the drafter is prefilled, padded.
         """
@@ -71,22 +73,27 @@ class SessionPrefill:
         if first_pass is not None:
             self._target()  # which patches the drafter, too
             with first_pass.records_of(state):
-                for chunk in self._eager_chunks(max(span.end - span.begin for span in spans)):
+                for chunk in self._eager_chunks(max(span.end - span.begin for span in waves[0].spans)):
                     prefill_chunk(state, first_pass, drafter, chunk)
             return
-        self._start(spans, slice(None))
-        while not self.run_next():
-            pass
+        for wave in waves:
+            if wave.prefixes:
+                copy_prefixes(state, drafter, wave.prefixes, margin_of(self._target, state.most_draft_tokens))
+            rows = slice(None) if len(waves) == 1 else upload([one.row for one in wave.spans], state.lengths)
+            self._start(wave.spans, rows)
+            while not self.run_next():
+                pass
 
     def start_rows(self, spans: Sequence[PromptSpan], rows: torch.Tensor) -> None:
         """Begin a prefill of `rows` `[n]` int64 only, packed; others may be between two rounds. `run_next` runs it."""
         state = self._session.state
         if not self._is_packed:
             reset_rows(state, rows)
-        state.num_prefilled.zero_()
+            state.cached[rows] = upload([span.begin for span in spans], state.cached)
         self._start(spans, rows)
 
     def _start(self, spans: Sequence[PromptSpan], rows: torch.Tensor | slice) -> None:
+        self._session.state.num_prefilled.zero_()
         self._pack(spans)
         self._spans, self._rows = spans, rows
         self._left, self._done = deque(self._chunks(spans)), 0
@@ -122,14 +129,14 @@ class SessionPrefill:
             state.num_before = None
         self._done += chunk
 
-    def lacks(self, spans: Sequence[PromptSpan]) -> bool:
+    def lacks(self, waves: Sequence[PrefillWave]) -> bool:
         """Whether chunks of such a prefill are to be captured and have not been."""
-        return any(chunk not in self._session.prefills for chunk in self._captured_chunks(spans))
+        return any(chunk not in self._session.prefills for chunk in self._captured_chunks_of(waves))
 
-    def capture(self, spans: Sequence[PromptSpan]) -> None:
+    def capture(self, waves: Sequence[PrefillWave]) -> None:
         """Capture what such a prefill lacks; `run` must come before, and it or `start_rows` afterwards."""
         session, drafter = self._session, self._target.drafter
-        for chunk in dict.fromkeys(self._captured_chunks(spans)):
+        for chunk in dict.fromkeys(self._captured_chunks_of(waves)):
             if chunk not in session.prefills:
                 # Warm-ups and the capture prefill no position, or others than those that are next, which does no harm.
                 if self._is_packed:
@@ -142,6 +149,9 @@ class SessionPrefill:
         """Columns of the prefill: tokens of all prompts together if they are packed, else of the longest."""
         lengths = [span.end - span.begin for span in spans]
         return sum(lengths) if self._is_packed else max(lengths, default=0)
+
+    def _captured_chunks_of(self, waves: Sequence[PrefillWave]) -> list[int]:
+        return [chunk for wave in waves for chunk in self._captured_chunks(wave.spans)]
 
     def _captured_chunks(self, spans: Sequence[PromptSpan]) -> list[int]:
         """Columns of the chunks of a prefill that is captured; none if it is not."""

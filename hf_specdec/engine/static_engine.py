@@ -23,8 +23,10 @@ from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
 from .prefill import prefill_drafter
+from .prefix_reuse import margin_of, waves_of_call
 from .request import Request
 from .rounds import CallRows, RoundLoop, RoundReport, commit_first_token
+from .session_prefill import can_pack
 from .sessions import Session, sessions_of, settled_on_error
 from .transcript import Transcript
 
@@ -80,6 +82,8 @@ class StaticRun:
         # K of the first rounds.
         self._num_drafts = first_k(request, shape)
         self._remaining, self._seeds = request.remaining, request.seeds
+        margin = margin_of(self._target, shape.num_draft_tokens) if can_pack(self._target) else None
+        self._waves = waves_of_call(request, margin)
 
     def __enter__(self) -> StaticRun:
         self._target.__enter__()
@@ -107,7 +111,7 @@ class StaticRun:
         self._prepare_session()
 
     def _prepare_session(self) -> None:
-        lease, process, spans = self._lease, self._process, self._request.prompts.spans
+        lease, process, waves = self._lease, self._process, self._waves
         if self._first_pass is not None:
             self._first_pass.run(lease.shape.slots, lease.shape.num_draft_tokens)
         session = lease.take()
@@ -122,8 +126,8 @@ class StaticRun:
                 lease.capture_round(process, num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
             is_by_engine = self._first_pass is None and lease.captured_round(process, num_drafts) is not None
-            if is_by_engine and lease.prefill.lacks(spans):
-                lease.prefill.capture(spans)
+            if is_by_engine and lease.prefill.lacks(waves):
+                lease.prefill.capture(waves)
                 self._prefill(session)
 
     def _begin(self, session: Session) -> None:
@@ -146,7 +150,7 @@ class StaticRun:
         prompts = self._request.prompts
         is_there = prompts.cached or self._first_pass is not None
         bring_cached = functools.partial(self._bring_cached, session) if is_there else None
-        self._lease.prefill.run(prompts.spans, bring_cached, self._first_pass)
+        self._lease.prefill.run(self._waves, bring_cached, self._first_pass)
 
     def _bring_cached(self, session: Session) -> None:
         request, prompts, state = self._request, self._request.prompts, session.state
@@ -173,6 +177,8 @@ class StaticRun:
                 self._remaining,
                 session.state.finished,
             )
+            for prefix in (one for wave in self._waves for one in wave.prefixes):
+                self._rows.counters.count_cached(prefix.row, prefix.length)
             stage = self._lease.stage(self._process, request, acceptance, self._rows.tokens_left)
             if self._first_pass is not None:
                 self._commit_first_token(session)

@@ -75,7 +75,12 @@ def generate_batch(
         def on_finished(request: RowRequest) -> None:
             bar.update(1)
 
-        run = ContinuousBatching(settings.max_requests_per_batch, record_timestamps, on_finished)
+        run = ContinuousBatching(
+            settings.max_requests_per_batch,
+            record_timestamps,
+            on_finished,
+            reuses_prefixes=settings.allow_block_sharing,
+        )
         with continuous_batching(run):
             output = model.generate(
                 input_ids=input_ids.to(model.device),

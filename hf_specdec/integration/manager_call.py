@@ -71,6 +71,7 @@ class ManagedCall:
             on_tokens=self._requests.on_tokens,
             arrivals=arrivals,
             longest=self._longest,
+            reuses_prefixes=self._settings.allow_block_sharing,
             drops_processors=bool(self._settings.drop_unsupported_processors),
         )
         blank = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)

@@ -40,13 +40,11 @@ class ManagedRequest(RowRequest):
 
     Attributes:
         request_id: its name.
-        prompt_ids: its prompt, which all of its results share.
         streaming: whether a result is delivered after every round.
         created_time: `time.perf_counter()` when it was added.
     """
 
     request_id: str = ""
-    prompt_ids: list[int] = field(default_factory=list)
     streaming: bool = False
     created_time: float = field(default_factory=time.perf_counter)
 

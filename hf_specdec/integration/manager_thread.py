@@ -52,6 +52,8 @@ class RoundThread:
         # Threads that are in `pause` or wait for it; whether the thread runs rounds, and does not wait in them.
         self._pauses: list[int] = []
         self._runs_rounds = False
+        # Whether there was a pause, in which the model may have been changed, since `next` last said so.
+        self._was_paused = False
 
     @property
     def is_running(self) -> bool:
@@ -134,6 +136,7 @@ class RoundThread:
         finally:
             with self._changed:
                 self._pauses.remove(me)
+                self._was_paused = True
                 self._changed.notify_all()
 
     def add(self, requests: list[ManagedRequest]) -> None:
@@ -196,7 +199,9 @@ class RoundThread:
                 for request in arrived:
                     self._requests.fail(request, _STOPPED)
                 arrived, withdrawn = [], [(one, _STOPPED) for one in self._requests.active.values()]
-            return Arrived(arrived, withdrawn, is_open=bool(self._requests.active), has_waited=has_waited)
+            is_changed, self._was_paused = self._was_paused, False
+            is_open = bool(self._requests.active)
+            return Arrived(arrived, withdrawn, is_open, is_changed, has_waited)
 
     def _wait(self, is_idle: bool) -> None:
         """Wait while the manager is paused and, if no round is due, a while for work."""

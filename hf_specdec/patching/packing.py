@@ -1,4 +1,4 @@
-"""Whether a model may run prompts of several rows packed in one, on a `PackedCache`."""
+"""What may be done with the keys and values of prompts: packing several in one row, and reusing a beginning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from .cache import only_keys
 from .mask_rules import rules_by_module
-from .support import cache_layers, length_limits
+from .support import cache_layers, has_recurrent_layers, length_limits
 
 
 def packs_prompts(model: PreTrainedModel) -> bool:
@@ -17,3 +17,13 @@ def packs_prompts(model: PreTrainedModel) -> bool:
     if not only_keys(cache_layers(model)) or length_limits(model).long is not None:
         return False
     return all(rule.chunk is None for _, rule in rules_by_module(model))
+
+
+def reuses_prefixes(model: PreTrainedModel) -> bool:
+    """Whether what `model` stores at a slot is a function of the tokens up to it, wherever a text begins with them.
+
+    That is so of keys and values, also with windows and chunks. It is not so of a recurrent state, which is that of the
+    last position only, nor with RoPE that depends on the length of the whole prompt.
+    """
+    limits = length_limits(model)
+    return not has_recurrent_layers(model) and limits.long is None and limits.fixed is None

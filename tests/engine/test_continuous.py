@@ -344,10 +344,10 @@ def test_admission():
     groups = []
 
     class Place:
-        num_rows, capacity = 4, 100
+        num_rows, capacity, prefix_margin, merges_equal = 4, 100, None, False
 
-        def prefill(self, at, group):
-            groups.append((at, group))
+        def prefill(self, prefixes, group):
+            groups.append(([one.row for one in prefixes], group))
             return True
 
         def group_size(self, count):

@@ -1,0 +1,160 @@
+"""Prefilling a beginning that texts have in common once: which rows have it from which, and how they get it.
+
+Every row has slots of its own, so keys and values of a beginning are copied, not shared. The target's at a slot depend
+on the tokens up to it; what a drafter keeps there may depend on more, see `Drafter.prefix_margin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..drafters.base import Drafter
+from ..patching.packing import reuses_prefixes
+from ..state import DecodeState, upload
+from .lazy_target import LazyTarget
+from .packed_prompts import PromptSpan
+from .prefix_index import Match, PrefixIndex
+from .request import Request
+
+# Where texts that begin alike are all to be prefilled, one is prefilled before the others if these need as many tokens
+# less: another pass over the weights takes as long as some hundred tokens (8B on one H200: 4 ms, 150 tokens).
+FEWEST_SAVED = 256
+
+# Most tokens of all rows that are copied at once: a copy of one layer of them is made meanwhile.
+MOST_COPIED = 32768
+
+
+class Prefix(NamedTuple):
+    """The beginning of a row's text that is not prefilled.
+
+    Attributes:
+        row: whose text begins so.
+        source: row that holds it; `row` itself if it is there already.
+        length: positions that are not prefilled.
+        is_whole: whether `source` gets the same prompt, and is prefilled together with it.
+    """
+
+    row: int
+    source: int
+    length: int
+    is_whole: bool = False
+
+
+class PrefillWave(NamedTuple):
+    """Rows that are prefilled together.
+
+    Attributes:
+        spans: positions to run.
+        prefixes: what is copied before, from rows of earlier waves.
+    """
+
+    spans: Sequence[PromptSpan]
+    prefixes: Sequence[Prefix] = ()
+
+
+def margin_of(target: LazyTarget, num_draft_tokens: int) -> int | None:
+    """`Drafter.prefix_margin` of the drafter of `target`; None also if the target's cache cannot be reused.
+
+    Hidden states that the caller gets are those of all positions, so then all are run.
+    """
+    if target.keeps_hidden_states or not reuses_prefixes(target.model):
+        return None
+    return target.drafter.prefix_margin(num_draft_tokens)
+
+
+def reusable(match: Match | None, num_tokens: int, margin: int) -> int:
+    """How many leading positions of a prompt of `num_tokens` are there in the row of `match`; 0 for None.
+
+    The last token of neither text has been processed.
+    """
+    return 0 if match is None else max(min(match.length, num_tokens - 1, match.size - 1) - margin, 0)
+
+
+def find_followers(
+    prompts: Sequence[Sequence[int]], margin: int, found: Sequence[int] | None = None
+) -> dict[int, Prefix]:
+    """Which of `prompts` should be prefilled after another one of them, to reuse its beginning.
+
+    Args:
+        prompts: token ids of each.
+        margin: see `Drafter.prefix_margin`.
+        found: positions of each that can be reused in any case; 0 for all if None.
+
+    Returns:
+        by their numbers, with the number of the other one as `source`, which is not among them. Empty if they would not
+        save `FEWEST_SAVED` tokens together.
+    """
+    index, followers, saved = PrefixIndex(), {}, 0
+    for number, tokens in enumerate(prompts):
+        match, before = index.longest(tokens), 0 if found is None else found[number]
+        length = reusable(match, len(tokens), margin)
+        if length > before:
+            followers[number] = Prefix(number, match.name, length)
+            saved += length - before
+        else:
+            index.add(number, tokens)
+    return followers if saved >= FEWEST_SAVED else {}
+
+
+def wave_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> PrefillWave:
+    """The prefill of prompts of `lengths` tokens from where `prefixes`, which are there by then, end."""
+    pairs = zip(prefixes, lengths, strict=True)
+    return PrefillWave([PromptSpan(one.row, one.length, length - 1) for one, length in pairs])
+
+
+def waves_of_call(request: Request, margin: int | None) -> list[PrefillWave]:
+    """How the prompts of a call of `generate()` are prefilled: all at once, or those that reuse others after these.
+
+    Args:
+        request: the call. Tokens do not tell what a row's first positions are in a cache of the caller, with inputs
+            besides tokens, or with position ids that do not count from 0.
+        margin: see `Drafter.prefix_margin`; None if rows reuse nothing of others.
+    """
+    prompts, spans = request.prompts, request.prompts.spans
+    is_told = not (prompts.cached or request.inputs is not None or any(request.position_offsets or ()))
+    most_saved = (request.batch - 1) * prompts.longest
+    if margin is None or not is_told or most_saved < FEWEST_SAVED:
+        return [PrefillWave(spans)]
+    followers = find_followers(prompts.token_ids(), margin)
+    if not followers:
+        return [PrefillWave(spans)]
+    first = [span for span in spans if span.row not in followers]
+    later = [span._replace(begin=followers[span.row].length) for span in spans if span.row in followers]
+    return [PrefillWave(first), PrefillWave(later, list(followers.values()))]
+
+
+def copy_prefixes(
+    state: DecodeState,
+    drafter: Drafter,
+    prefixes: Sequence[Prefix],
+    margin: int,
+    source: DecodeState | None = None,
+) -> None:
+    """Copy beginnings between rows; slots after them get what no query sees before it is written.
+
+    Args:
+        state: whose rows get them.
+        drafter: whose memory that is of `state`.
+        prefixes: none of whose rows is the source of another one, unless it keeps what it has.
+        margin: see `Drafter.prefix_margin`.
+        source: whose rows hold them; `state` itself if None, where rows that are their own source keep what they have.
+    """
+    if source is None:
+        source, prefixes = state, [one for one in prefixes if one.row != one.source]
+    prefixes = sorted((one for one in prefixes if one.length > 0), key=lambda one: -one.length)
+    for part in parts_of(prefixes, [one.length + margin for one in prefixes]):
+        rows = upload([one.row for one in part], state.lengths)
+        sources = upload([one.source for one in part], state.lengths)
+        slots = part[0].length + margin
+        state.cache.copy_rows(rows, source.cache, slots, sources)
+        drafter.copy_rows(state, rows, source, slots, sources)
+
+
+def parts_of(rows: Sequence, slots: Sequence[int]) -> Iterator[Sequence]:
+    """Cut `rows`, the one with most `slots` first, into parts of at most `MOST_COPIED` slots, or of one row."""
+    first = 0
+    while first < len(rows):
+        count = max(MOST_COPIED // slots[first], 1)
+        yield rows[first : first + count]
+        first += count
