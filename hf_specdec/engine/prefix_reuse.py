@@ -103,18 +103,24 @@ def wave_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> PrefillWav
     return PrefillWave([PromptSpan(one.row, one.length, length - 1) for one, length in pairs])
 
 
+def is_told_by_tokens(request: Request) -> bool:
+    """Whether what is kept of a prompt of `request` is known by its tokens.
+
+    It is not with inputs besides them, or if a cache of the caller holds a part of the prompt.
+    """
+    return not (request.prompts.cached or request.inputs is not None or any(request.position_offsets or ()))
+
+
 def waves_of_call(request: Request, margin: int | None) -> list[PrefillWave]:
     """How the prompts of a call of `generate()` are prefilled: all at once, or those that reuse others after these.
 
     Args:
-        request: the call. Tokens do not tell what a row's first positions are in a cache of the caller, with inputs
-            besides tokens, or with position ids that do not count from 0.
+        request: the call.
         margin: see `Drafter.prefix_margin`; None if rows reuse nothing of others.
     """
     prompts, spans = request.prompts, request.prompts.spans
-    is_told = not (prompts.cached or request.inputs is not None or any(request.position_offsets or ()))
     most_saved = (request.batch - 1) * prompts.longest
-    if margin is None or not is_told or most_saved < FEWEST_SAVED:
+    if margin is None or not is_told_by_tokens(request) or most_saved < FEWEST_SAVED:
         return [PrefillWave(spans)]
     followers = find_followers(prompts.token_ids(), margin)
     if not followers:

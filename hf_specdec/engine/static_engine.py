@@ -14,9 +14,11 @@ import torch
 
 from ..patching.patch import caller
 from ..sampling.processors import BlockProcessor
+from ..state import DecodeState
 from ..stats import Counters
 from .auto_drafts import Acceptance
 from .buckets import next_power_of_two
+from .equal_prompts import EqualPrompts
 from .first_pass import FirstPass
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
 from .lazy_target import LazyTarget
@@ -24,6 +26,7 @@ from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
 from .prefill import prefill_drafter
 from .prefix_reuse import margin_of, waves_of_call
+from .prompts import Prompts
 from .request import Request
 from .rounds import CallRows, RoundLoop, RoundReport, commit_first_token
 from .session_prefill import can_pack
@@ -82,8 +85,10 @@ class StaticRun:
         # K of the first rounds.
         self._num_drafts = first_k(request, shape)
         self._remaining, self._seeds = request.remaining, request.seeds
-        margin = margin_of(self._target, shape.num_draft_tokens) if can_pack(self._target) else None
+        is_packed = can_pack(self._target)
+        margin = margin_of(self._target, shape.num_draft_tokens) if is_packed else None
         self._waves = waves_of_call(request, margin)
+        self._equal = None if is_packed else EqualPrompts.of(request, self._target)
 
     def __enter__(self) -> StaticRun:
         self._target.__enter__()
@@ -106,6 +111,8 @@ class StaticRun:
                 raise
         # The error, which held what was allocated, is gone.
         self._lease.drop()
+        if self._equal is not None:
+            self._equal.drop()
         pool.clear()
         torch.cuda.empty_cache()
         self._prepare_session()
@@ -116,7 +123,7 @@ class StaticRun:
             self._first_pass.run(lease.shape.slots, lease.shape.num_draft_tokens)
         session = lease.take()
         with settled_on_error(session):
-            self._begin(session)
+            self._begin(session.state, self._request.prompts, list(range(self._request.batch)))
             num_drafts = self._num_drafts
             lacks_round = lease.lacks_round(process, num_drafts)
             if lacks_round:
@@ -126,27 +133,36 @@ class StaticRun:
                 lease.capture_round(process, num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
             is_by_engine = self._first_pass is None and lease.captured_round(process, num_drafts) is not None
-            if is_by_engine and lease.prefill.lacks(waves):
+            if is_by_engine and self._equal is not None and self._equal.lacks():
+                self._equal.capture()
+                self._prefill(session)
+            elif is_by_engine and self._equal is None and lease.prefill.lacks(waves):
                 lease.prefill.capture(waves)
                 self._prefill(session)
 
-    def _begin(self, session: Session) -> None:
-        request, prompts = self._request, self._request.prompts
-        session.state.begin(
+    def _begin(self, state: DecodeState, prompts: Prompts, rows: list[int]) -> None:
+        """Fill `state` with `prompts`, those of `rows` of the call."""
+        request, offsets = self._request, self._request.position_offsets
+        temperatures = request.row_temperatures
+        state.begin(
             prompts.rows(request.model.device),
-            self._remaining,
+            [self._remaining[row] for row in rows],
             request.eos_token_ids,
-            self._seeds,
+            self._seeds[rows],
             request.temperature,
-            request.row_temperatures,
+            None if temperatures is None else temperatures[rows],
             prompts.cached_lengths,
             prompts.draft_starts(self._target.reads_hidden_states),
-            request.position_offsets,
+            None if offsets is None else [offsets[row] for row in rows],
             prompts.ahead,
         )
 
     def _prefill(self, session: Session) -> None:
         """Bring the caller's cache and the prompts into the session."""
+        if self._equal is not None:
+            self._lease.allocate()
+            self._equal.prefill(session.state, self._begin)
+            return
         prompts = self._request.prompts
         is_there = prompts.cached or self._first_pass is not None
         bring_cached = functools.partial(self._bring_cached, session) if is_there else None
@@ -177,7 +193,7 @@ class StaticRun:
                 self._remaining,
                 session.state.finished,
             )
-            for prefix in (one for wave in self._waves for one in wave.prefixes):
+            for prefix in self._equal.prefixes if self._equal is not None else self._waves[-1].prefixes:
                 self._rows.counters.count_cached(prefix.row, prefix.length)
             stage = self._lease.stage(self._process, request, acceptance, self._rows.tokens_left)
             if self._first_pass is not None:
@@ -188,6 +204,8 @@ class StaticRun:
             self._seconds = time.perf_counter() - start
             self._hand_over_cache(session)
         self._lease.keep()
+        if self._equal is not None:
+            self._equal.keep()
 
     def _commit_first_token(self, session: Session) -> None:
         drafter = self._request.drafter

@@ -12,7 +12,7 @@ from counting import COUNTED, counting_target, finding_drafter
 from graph_stand_ins import replay_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import RANDOM_DRAFTERS, SELDOM, copy_of, random_eagle3, random_mtp
+from oracle import RANDOM_DRAFTERS, SELDOM, copy_of, random_draft_model, random_eagle3, random_mtp
 from targets import HYBRIDS, STATIC_FAMILIES, build_target, new_target, tiny_target
 from transformers import ContinuousBatchingConfig
 
@@ -38,6 +38,7 @@ def small_blocks(monkeypatch):
 def nothing_reused():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_index, "BLOCK", 10**6)
+        patch.setattr(prefix_reuse, "FEWEST_SAVED", 10**6)
         yield
 
 
@@ -183,7 +184,7 @@ def test_sampled_sequences_of_a_prompt(kind):
             outs.append((out[:, len(prompt) :].tolist(), [(row.rounds, row.accepted) for row in drafter.stats.rows]))
     cached = [row.cached_tokens for row in drafter.stats.rows]
     assert outs[0] == outs[1] and outs[0][0][1] == outs[0][0][3] and len({tuple(text) for text in outs[0][0]}) == 3
-    assert cached == [0] * 4 if kind == "mtp" else cached[0] == 0 and min(cached[1:]) >= len(prompt) - 2
+    assert cached[0] == 0 and min(cached[1:]) >= len(prompt) - 2
     assert generate_batch(model, drafter, [prompt], 4, **options) == outs[0][0]
     assert [row.cached_tokens > 0 for row in drafter.stats.rows].count(True) == 3
 
@@ -218,12 +219,28 @@ def test_recurrent_states_are_reused_for_equal_prompts_only(prefilled, family):
         assert sum(prefilled) == sum(map(len, prompts)) - len(prompts) - sum(cached)
 
 
+def test_equal_prompts_of_recurrent_targets_in_one_call(prefilled):
+    model, prompts = tiny_target("qwen3-next"), [PROMPTS[1], PROMPTS[0], *PROMPTS[:3], PROMPTS[0]]
+    for drafter in (random_eagle3(model), random_mtp(model), random_draft_model(model, parallel=True)):
+        prefilled.clear()
+        assert in_one_call(model, drafter, prompts) == expected("qwen3-next", prompts)
+        cached = [row.cached_tokens for row in drafter.stats.rows]
+        assert cached == [0, 0, len(PROMPTS[0]) - 1, len(PROMPTS[1]) - 1, 0, len(PROMPTS[0]) - 1]
+        assert sum(prefilled) <= sum(len(prompt) - 1 for prompt in PROMPTS[:3]) + 2 * len(prompts)
+
+
 def test_seeds_of_merged_prompts():
     model, seeds = tiny_target("qwen3-next"), [5, 6, 5]
     drafter = random_eagle3(model).configure(3)
     options = {"do_sample": True, "temperature": 1.3, "num_return_sequences": 3, "seeds": seeds}
     texts = [generate_batch(model, drafter, PROMPTS[:1], 4, shares, **options) for shares in (True, False)]
     assert texts[0] == texts[1] and texts[0][0] == texts[0][2] != texts[0][1]
+    ids = torch.tensor(PROMPTS[:1])
+    for context in (nothing_reused(), contextlib.nullcontext()):
+        with context:
+            out = model.generate(ids, assistant_model=drafter, **{**GREEDY, **options})
+        assert out[:, ids.shape[1] :].tolist() == texts[0]
+    assert drafter.stats.cached_tokens == 2 * (len(PROMPTS[0]) - 1)
 
 
 def test_rope_that_depends_on_the_length_is_not_reused():
@@ -251,6 +268,10 @@ def test_captured(monkeypatch, kind):
         assert drafter.stats.cached_tokens > 60 and drafter.stats.execution.startswith("captured in one graph")
     assert in_one_call(model, drafter, PROMPTS) == expected("llama", PROMPTS)
     assert (drafter.stats.cached_tokens > 60) == drafter.packs_prompts
+    for _ in range(2):
+        again = [PROMPTS[1], PROMPTS[6], PROMPTS[1]]
+        assert in_one_call(model, drafter, again) == expected("llama", again)
+        assert drafter.stats.rows[2].cached_tokens >= len(PROMPTS[1]) - 2
 
 
 # Requests that arrive while rounds run.
