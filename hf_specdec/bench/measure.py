@@ -101,6 +101,7 @@ class Case:
         engine: which engine of hf_specdec ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
         tokens: new tokens of a run, of all rows, end-of-sequence tokens included and padding not.
         rounds: of a run, over all batches.
+        cached_tokens: tokens of prompts that a run did not prefill, since other prompts began with them.
         same_texts: share of the rows whose text is that of plain `generate()` with the dynamic cache; only of greedy
             decoding. In dtypes narrower than float32 rounding decides ties, so that less than 1 is no error.
         acceptance_length: mean tokens that a row commits a round.
@@ -131,6 +132,7 @@ class Case:
     engine: str | None = None
     tokens: int | None = None
     rounds: int | None = None
+    cached_tokens: int = 0
     same_texts: float | None = None
     acceptance_length: float | None = None
     acceptance_per_position: list[float] = field(default_factory=list)
@@ -364,6 +366,7 @@ class Bench:
             case.engine = f"{stats[0].engine}: {stats[0].reason}; {stats[0].execution}".removesuffix("; ")
             case.acceptance_length = sum(one.committed for one in stats) / sum(one.rounds for one in stats)
             case.acceptance_per_position = _shares(stats)
+            case.cached_tokens = sum(one.cached_tokens for one in first.stats)
             counts = sum((Counter(one.rounds_by_k) for one in stats), Counter())
             case.rounds_by_k = dict(sorted(counts.items()))
 

@@ -86,6 +86,7 @@ COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("first ms p50 / p99", lambda case: _latency(case.request_to_first_token)),
     ("ms/token p50 / p99", lambda case: _latency(case.request_per_token, 2)),
     ("gap ms p50 / p99", lambda case: _latency(case.request_gap, 2)),
+    ("cached tokens", lambda case: str(case.cached_tokens or MISSING)),
     ("peak GB", lambda case: _gigabytes(case.peak_memory_bytes)),
     ("bandwidth", lambda case: _share(case.bandwidth_share)),
     ("per position", lambda case: " ".join(f"{share:.2f}" for share in case.acceptance_per_position) or MISSING),

@@ -42,7 +42,8 @@ class SpeculativeBatchingManager:
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round, `max_queue_size` the most
             requests that wait for one (0 for any number), `seed` that of requests without a seed. With
             `per_request_processors` a request may have `do_sample`, `temperature`, `top_k` and `top_p` of its own.
-            `drop_unsupported_processors` is as of transformers. Other settings are transformers' own engine's.
+            `drop_unsupported_processors` is as of transformers; without `allow_block_sharing` every prompt is
+            prefilled whole. Other settings are transformers' own engine's.
         workload_hints: `max_prompt_length` and `max_generated_length` are what the first buffers are made for; longer
             requests open larger ones.
         kwargs: settings of `generate()`, such as `num_assistant_tokens`.

@@ -48,8 +48,8 @@ def moves(monkeypatch):
     """Numbers of rows that requests have moved to, with how many."""
     made, move = [], ContinuousRun.move
 
-    def noting(self, rows, waiting):
-        stage = move(self, rows, waiting)
+    def noting(self, rows, *args):
+        stage = move(self, rows, *args)
         made.append((None if stage is None else self.num_rows, len(rows)))
         return stage
 

@@ -18,6 +18,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, prefix_index, prefix_reuse, target
+from hf_specdec.engine.continuous import ContinuousRun
 from hf_specdec.engine.prefix_index import PrefixIndex, common_length
 from hf_specdec.engine.prefix_reuse import Prefix, find_followers
 from hf_specdec.engine.request_rows import RowRequest
@@ -209,10 +210,10 @@ def test_what_tokens_do_not_tell_is_not_reused():
 @pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
 def test_recurrent_states_are_reused_for_equal_prompts_only(prefilled, family):
     model, prompts = tiny_target(family), [*PROMPTS, PROMPTS[1], PROMPTS[0], PROMPTS[0]]
-    drafter = random_eagle3(model)
+    drafter, texts = random_eagle3(model), expected(family, prompts)
     for shares in (True, False):
         prefilled.clear()
-        assert generate_batch(model, drafter, prompts, 16, shares) == expected(family, prompts)
+        assert generate_batch(model, drafter, prompts, 16, shares) == texts
         cached = [row.cached_tokens for row in drafter.stats.rows]
         again = [prompt in prompts[:number] for number, prompt in enumerate(prompts)]
         assert cached == [shares * one * (len(prompt) - 1) for one, prompt in zip(again, prompts, strict=True)]
@@ -363,6 +364,29 @@ def test_rows_that_run_or_were_cancelled_are_copied_from(running, prefilled):
         manager.cancel_request(name)
     last = list(parts)[-1].generated_tokens
     assert last == alone("llama", tuple(SYSTEM), 150)[: len(last)]
+
+
+def test_texts_that_ended_move_along_to_fewer_rows(running, prefilled, monkeypatch):
+    monkeypatch.setattr(buckets, "ROWS_TO_FEWER", 2)
+    moved, switch = [], ContinuousRun._switch
+
+    def noted(run, lease, *args):
+        moved.append((run.num_rows, lease.shape.batch))
+        return switch(run, lease, *args)
+
+    monkeypatch.setattr(ContinuousRun, "_switch", noted)
+    model = tiny_target("llama")
+    manager = running(model, random_eagle3(model), rows=8)
+    manager.add_requests([tokens(3, seed) for seed in range(2)], max_new_tokens=150)
+    manager.add_requests([tokens(3, seed) for seed in range(3)], max_new_tokens=2)
+    text = SYSTEM + said(manager, SYSTEM)
+    deadline = time.monotonic() + 60
+    while (8, 4) not in moved:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    prefilled.clear()
+    assert said(manager, text + [5]) == alone("llama", (*text, 5))
+    assert 0 < sum(prefilled) <= 1 + 3 + 1
 
 
 def test_a_change_of_the_target_in_a_pause(running):
