@@ -106,25 +106,36 @@ def _packed_attention(
     starts: torch.Tensor,
     ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with starts `[B, n]`: that of each group of queries of one start, over its own slots."""
+    """Attention with starts `[B, n]`: that of each group of queries of one start, over its own slots.
+
+    Groups of as many queries and slots are rows of one batch.
+    """
     batch, heads, num_queries, _ = query.shape
-    num_slots = key.shape[2]
+    num_slots, device = key.shape[2], key.device
     ends = positions if ends is None else ends
     is_live = (positions < num_slots - 1) & (positions >= starts)
     out = query.new_zeros(batch, num_queries, heads, value.shape[3])
     for row in range(batch):
-        for start in starts[row, is_live[row]].unique().tolist():
-            mine = (is_live[row] & (starts[row] == start)).nonzero()[:, 0]
-            slots = slice(start, int(ends[row, mine].max()) + 2)  # one more than the live ones
+        live = is_live[row].nonzero()[:, 0]
+        order = live[starts[row, live].argsort(stable=True)]
+        begins, groups, counts = starts[row, order].unique_consecutive(return_inverse=True, return_counts=True)
+        last = torch.zeros_like(begins).scatter_reduce_(0, groups, ends[row, order], "amax")
+        sizes = torch.stack([counts, last + 2 - begins], dim=1)  # one more than the live slots
+        sizes, kinds = sizes.unique(dim=0, return_inverse=True)
+        firsts = counts.cumsum(0) - counts
+        for kind, (count, width) in enumerate(sizes.tolist()):
+            begin = begins[kinds == kind, None]
+            mine = order[firsts[kinds == kind, None] + torch.arange(count, device=device)]
+            slots = begin + torch.arange(width, device=device)
             out[row, mine] = attention(
-                query[row : row + 1, :, mine],
-                key[row : row + 1, :, slots],
-                value[row : row + 1, :, slots],
-                positions[row : row + 1, mine] - start,
+                query[row][:, mine].transpose(0, 1),
+                key[row][:, slots].transpose(0, 1),
+                value[row][:, slots].transpose(0, 1),
+                positions[row, mine] - begin,
                 scaling,
                 window,
                 sinks,
                 softcap,
-                ends=ends[row : row + 1, mine] - start,
-            )[0].to(out.dtype)  # autocast may have chosen another
+                ends=ends[row, mine] - begin,
+            ).to(out.dtype)  # autocast may have chosen another
     return out

@@ -46,7 +46,9 @@ class Prompts:
     @property
     def ahead(self) -> list[int]:
         """How many more tokens than each row the longest one has."""
-        return [self.longest - length for length in self.lengths]
+        lengths = self.lengths
+        longest = max(lengths)
+        return [longest - length for length in lengths]
 
     @property
     def cached_lengths(self) -> list[int]:
