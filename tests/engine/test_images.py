@@ -8,7 +8,8 @@ import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from images import IMAGE, KINDS, VIDEOS, image_model, image_prompts
-from oracle import RANDOM_DRAFTERS, OracleDrafter, random_draft_model, random_eagle3, random_mtp
+from lossless import oracle
+from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts
 from transformers import DynamicCache
 
@@ -40,11 +41,6 @@ def plain(name):
     return model_of(name).generate(**prompts_of(name), **OPTIONS)
 
 
-def oracle(name, inputs, sequences, accuracy):
-    new = torch.nn.functional.pad(sequences[:, inputs["input_ids"].shape[1] :], (0, 16), value=2)
-    return OracleDrafter(model_of(name), new, inputs["attention_mask"].sum(1).tolist(), accuracy)
-
-
 ALL = [(name, k, accuracy) for name in KINDS for k in (1, 3, 7) for accuracy in (0.0, 0.6, 1.0)]
 FEW = [(name, 3, 0.6) for name in (QWEN, HYBRID, GEMMA, PALIGEMMA, "Idefics3ForConditionalGeneration")]
 
@@ -56,7 +52,7 @@ def test_texts(name, num_drafts, accuracy):
     target = model_of(name)
     for inputs in (prompts_of(name), image_prompts(target, ROWS[2:])):
         expected = target.generate(**inputs, **OPTIONS)
-        drafter = oracle(name, inputs, expected, accuracy)
+        drafter = oracle(target, inputs, expected, accuracy)
         out = target.generate(**inputs, **OPTIONS, assistant_model=drafter, num_assistant_tokens=num_drafts)
         assert torch.equal(out, expected)
         assert (drafter.stats.engine, drafter.stats.reason) == ("static", "the target and the call fit")
@@ -394,7 +390,7 @@ def test_long_prompts():
     target = model_of(HYBRID)
     inputs = image_prompts(target, [[150, IMAGE, 140], [20, IMAGE, 11]])
     expected = target.generate(**inputs, **OPTIONS)
-    for drafter in (oracle(HYBRID, inputs, expected, 0.6), random_mtp(target)):
+    for drafter in (oracle(target, inputs, expected), random_mtp(target)):
         out = target.generate(**inputs, **OPTIONS, assistant_model=drafter, num_assistant_tokens=3)
         assert torch.equal(out, expected) and drafter.stats.engine == "static"
 

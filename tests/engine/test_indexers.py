@@ -2,19 +2,17 @@
 
 from functools import cache, partial
 
-import lossless
 import pytest
 import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
-from lossless import PROMPTS, continuations
-from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
+from lossless import PROMPTS, GreedyTexts, oracle
+from oracle import copy_of, random_draft_model, random_eagle3
 from targets import build_target, padded_prompts
 from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, DynamicCache
 
 pytestmark = pytest.mark.core
 
-MAX_NEW_TOKENS = 24
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -36,7 +34,6 @@ LATENT = {
     "index_topk": 7,
 }
 KINDS = [name for name in ("deepseek_v32", "glm_moe_dsa") if name in CONFIG_MAPPING]
-greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
 
 
 @cache
@@ -48,55 +45,35 @@ def target_of(name, **options):
     return target
 
 
-@cache
-def plain_output(name, lengths):
-    return greedy(target_of(name), padded_prompts(list(lengths)))
-
-
-def check(name, lengths, drafter_of, num_draft_tokens=3, **options):
-    target, inputs, plain = target_of(name), padded_prompts(lengths), plain_output(name, tuple(lengths))
-    drafter = drafter_of(target, inputs, plain)
-    assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, **options), plain)
-    assert drafter.stats.engine == "static", drafter.stats.reason
-    return drafter
-
-
-def oracle(target, inputs, plain, accuracy=0.6):
-    lengths = inputs["attention_mask"].sum(dim=1).tolist()
-    return OracleDrafter(target, continuations(inputs, plain), lengths, accuracy)
+TEXTS = GreedyTexts(target_of, max_new_tokens=24)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [70, 9, 33]], ids=str)
 def test_greedy_is_identical(name, lengths):
     for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7)], [(0.6, 3)]):
-        check(name, lengths, partial(oracle, accuracy=accuracy), num)
-    check(name, lengths, oracle, prefill_chunk_size=7)
-    assert len(plain_output(name, tuple(lengths)).unique()) > 4
+        TEXTS.check(name, lengths, partial(oracle, accuracy=accuracy), num)
+    TEXTS.check(name, lengths, oracle, prefill_chunk_size=7)
+    assert len(TEXTS.plain(name, lengths).unique()) > 4
 
 
 def test_texts_depend_on_the_indexers():
     """What would go unnoticed otherwise: that a query sees all tokens."""
     inputs = padded_prompts(PROMPTS[3])
     every = target_of(KINDS[0], index_topk=200)
-    assert not torch.equal(greedy(every, inputs), plain_output(KINDS[0], tuple(PROMPTS[3])))
+    assert not torch.equal(TEXTS.greedy(every, inputs), TEXTS.plain(KINDS[0], PROMPTS[3]))
 
 
 @pytest.mark.parametrize("kind", [copy_of, random_draft_model, random_eagle3])
 def test_drafters(kind):
-    drafter = check(KINDS[0], PROMPTS[3], lambda target, *_: kind(target))
+    drafter = TEXTS.check(KINDS[0], PROMPTS[3], lambda target, *_: kind(target))
     if kind is copy_of:
         assert drafter.stats.acceptance_length == 4
 
 
 def test_replayed_graphs(monkeypatch):
-    capture = replay_on_cpu(monkeypatch)
-    target = target_of(KINDS[0])
-    drafter = random_draft_model(target)
-    for lengths in ([5, 3], [4, 5]):
-        inputs = padded_prompts(lengths)
-        assert torch.equal(greedy(target, inputs, drafter, 3), plain_output(KINDS[0], tuple(lengths)))
-    assert capture.count > 0
+    replay_on_cpu(monkeypatch)
+    TEXTS.check_replayed(KINDS[0], random_draft_model(target_of(KINDS[0])), [[5, 3], [4, 5]])
 
 
 def test_rows_that_come_and_go():
@@ -115,11 +92,11 @@ def test_caches_are_left_as_plain_generation_leaves_them():
     target, first, caches = target_of(KINDS[0]), padded_prompts([20]), []
     for assistant in (None, random_draft_model(target)):
         caches.append(cache := DynamicCache(config=target.config))
-        text = greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
+        text = TEXTS.greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
     for plain, ours in zip(caches[0].layers, caches[1].layers, strict=True):
         assert torch.allclose(plain.keys, ours.keys, atol=1e-4)
         assert torch.allclose(plain.indexer_keys, ours.indexer_keys, atol=1e-4)
     longer = {"input_ids": torch.cat([text, text[:, :3]], dim=1)}
     longer["attention_mask"] = torch.ones_like(longer["input_ids"])
-    texts = [greedy(target, longer, past_key_values=cache) for cache in caches]
+    texts = [TEXTS.greedy(target, longer, past_key_values=cache) for cache in caches]
     assert torch.equal(*texts)

@@ -2,15 +2,14 @@
 
 from functools import cache, partial
 
-import lossless
 import pytest
 import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
-from lossless import PROMPTS, continuations
-from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
+from lossless import PROMPTS, GreedyTexts, oracle
+from oracle import copy_of, random_eagle3
 from targets import build_target, padded_prompts
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from hf_specdec.engine.equivalence import why_not_equivalent
@@ -19,7 +18,6 @@ from hf_specdec.patching.mask_rules import MaskRule, rules_by_module, why_not_ru
 
 pytestmark = pytest.mark.core
 
-MAX_NEW_TOKENS = 24
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA4 = {
     "attention_chunk_size": 8,
@@ -44,7 +42,6 @@ SETTINGS = {
     "llama4_text": LLAMA4,
     "llama4_text, large chunk": LLAMA4 | {"attention_chunk_size": 27},
 }
-greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
 
 
 @cache
@@ -52,62 +49,33 @@ def target_of(name):
     return build_target(name.split(",")[0], **SETTINGS[name])
 
 
-@cache
-def plain_output(name, lengths):
-    return greedy(target_of(name), padded_prompts(list(lengths)))
-
-
-def check(name, lengths, drafter_of, num_draft_tokens=3, engine="static", **options):
-    target, inputs, plain = target_of(name), padded_prompts(lengths), plain_output(name, tuple(lengths))
-    drafter = drafter_of(target, inputs, plain)
-    assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, **options), plain)
-    assert drafter.stats.engine == engine, drafter.stats.reason
-    return drafter
-
-
-def oracle(target, inputs, plain, accuracy=0.6):
-    lengths = inputs["attention_mask"].sum(dim=1).tolist()
-    return OracleDrafter(target, continuations(inputs, plain), lengths, accuracy)
+TEXTS = GreedyTexts(target_of, max_new_tokens=24)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [40, 9, 33], [70, 16]], ids=str)
 def test_greedy_is_identical(name, lengths):
     for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7)], [(0.6, 3)]):
-        check(name, lengths, partial(oracle, accuracy=accuracy), num)
-    check(name, lengths, oracle, prefill_chunk_size=7)
+        TEXTS.check(name, lengths, partial(oracle, accuracy=accuracy), num)
+    TEXTS.check(name, lengths, oracle, prefill_chunk_size=7)
 
 
 @pytest.mark.parametrize("name", ["phimoe, small window", "llama4_text"])
 def test_drafters(name):
     lengths = [40, 9, 33]
-    check(name, lengths, lambda target, *_: random_eagle3(target))
-    drafter = check(name, lengths, lambda target, *_: copy_of(target))
+    TEXTS.check(name, lengths, lambda target, *_: random_eagle3(target))
+    drafter = TEXTS.check(name, lengths, lambda target, *_: copy_of(target))
     assert drafter.stats.acceptance_length == 4, "a draft model has the rules of its masks, too"
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "qwen2_moe"])
 def test_text_that_continues_a_cache(name):
-    target, drafter, texts = target_of(name), random_draft_model(target_of(name)), []
-    first = padded_prompts([20, 12])
-    for assistant in (None, drafter):
-        cache = DynamicCache()
-        out = greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
-        longer = torch.cat([out, padded_prompts([4, 4], seed=1)["input_ids"]], dim=1)
-        mask = torch.cat([first["attention_mask"], torch.ones(2, 10, dtype=torch.int64)], dim=1)
-        inputs = {"input_ids": longer, "attention_mask": mask}
-        texts.append(greedy(target, inputs, assistant, 3, past_key_values=cache))
-    assert torch.equal(*texts) and drafter.stats.engine == "static"
+    TEXTS.check_continued_cache(name)
 
 
 def test_replayed_graphs(monkeypatch):
-    capture = replay_on_cpu(monkeypatch)
-    target = target_of("llama4_text")
-    drafter = random_eagle3(target)
-    for lengths in ([5, 3], [4, 5]):
-        inputs = padded_prompts(lengths)
-        assert torch.equal(greedy(target, inputs, drafter, 3), plain_output("llama4_text", tuple(lengths)))
-    assert capture.count > 0
+    replay_on_cpu(monkeypatch)
+    TEXTS.check_replayed("llama4_text", random_eagle3(target_of("llama4_text")), [[5, 3], [4, 5]])
 
 
 def test_rules():
@@ -160,8 +128,8 @@ def test_temperature_by_the_position():
     target = build_target("llama4_text", **LLAMA4 | {"floor_scale": 48, "attn_temperature_tuning": True})
     inputs, short = padded_prompts([30]), padded_prompts([20])
     for prompts, engine in ((inputs, "stock"), (short, "static")):
-        plain = greedy(target, prompts)
+        plain = TEXTS.greedy(target, prompts)
         drafter = oracle(target, prompts, plain)
-        assert torch.equal(greedy(target, prompts, drafter, 3), plain)
+        assert torch.equal(TEXTS.greedy(target, prompts, drafter, 3), plain)
         assert drafter.stats.engine == engine
         assert engine == "static" or "from 48 tokens on" in drafter.stats.reason

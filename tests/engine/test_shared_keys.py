@@ -2,19 +2,15 @@
 
 from functools import cache, partial
 
-import lossless
 import pytest
-import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
-from lossless import PROMPTS, continuations
-from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
-from targets import build_target, padded_prompts
-from transformers import DynamicCache
+from lossless import PROMPTS, GreedyTexts, oracle
+from oracle import copy_of, random_draft_model, random_eagle3
+from targets import build_target
 
 pytestmark = pytest.mark.core
 
-MAX_NEW_TOKENS = 16
 WINDOWS = {"sliding_window": 7, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}
 SETTINGS = {
     # Embeddings of every layer, and another MLP in the layers that have no keys.
@@ -50,7 +46,6 @@ SETTINGS = {
         "laurel_rank": 8,
     },
 }
-greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
 
 
 @cache
@@ -58,37 +53,22 @@ def target_of(name):
     return build_target(name.split()[0], **SETTINGS[name])
 
 
-@cache
-def plain_output(name, lengths):
-    return greedy(target_of(name), padded_prompts(list(lengths)))
-
-
-def check(name, lengths, drafter_of, num_draft_tokens=3, engine="static", **options):
-    target, inputs, plain = target_of(name), padded_prompts(lengths), plain_output(name, tuple(lengths))
-    drafter = drafter_of(target, inputs, plain)
-    assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, **options), plain)
-    assert drafter.stats.engine == engine, drafter.stats.reason
-    return drafter
-
-
-def oracle(target, inputs, plain, accuracy=0.6):
-    lengths = inputs["attention_mask"].sum(dim=1).tolist()
-    return OracleDrafter(target, continuations(inputs, plain), lengths, accuracy)
+TEXTS = GreedyTexts(target_of, max_new_tokens=16)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [40, 9, 33]], ids=str)
 def test_greedy_is_identical(name, lengths):
     for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7)], [(0.6, 3)]):
-        check(name, lengths, partial(oracle, accuracy=accuracy), num)
-    check(name, lengths, oracle, prefill_chunk_size=7)
-    assert len(plain_output(name, tuple(lengths)).unique()) > 4
+        TEXTS.check(name, lengths, partial(oracle, accuracy=accuracy), num)
+    TEXTS.check(name, lengths, oracle, prefill_chunk_size=7)
+    assert len(TEXTS.plain(name, lengths).unique()) > 4
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", [copy_of, random_draft_model])
 def test_draft_models(name, kind):
-    drafter = check(name, PROMPTS[3], lambda target, *_: kind(target))
+    drafter = TEXTS.check(name, PROMPTS[3], lambda target, *_: kind(target))
     if kind is copy_of:
         assert drafter.stats.acceptance_length == 4
 
@@ -98,12 +78,12 @@ def test_draft_models(name, kind):
 def test_hidden_states_of_the_last_layers(name, engine):
     """Layers without keys of their own may run over the last token only, where nobody reads what they compute."""
     lengths = PROMPTS[3] if engine == "static" else PROMPTS[1]
-    check(name, lengths, lambda target, *_: random_eagle3(target).configure(engine=engine), engine=engine)
+    TEXTS.check(name, lengths, lambda target, *_: random_eagle3(target).configure(engine=engine), engine=engine)
     if engine == "static":
         first = [9, 21, 4]
         drafts = []
         for size in (None, 64, 5):
-            drafter = check(name, first, lambda target, *_: random_eagle3(target), prefill_chunk_size=size)
+            drafter = TEXTS.check(name, first, lambda target, *_: random_eagle3(target), prefill_chunk_size=size)
             drafts.append((drafter.stats.rounds, drafter.stats.accepted))
         assert drafts[0] == drafts[1] == drafts[2]
 
@@ -111,23 +91,10 @@ def test_hidden_states_of_the_last_layers(name, engine):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_caches(name):
     """The caller's cache has as many layers as have keys of their own."""
-    target, drafter, texts = target_of(name), random_draft_model(target_of(name)), []
-    first = padded_prompts([20, 12])
-    for assistant in (None, drafter):
-        cache = DynamicCache(config=target.config)
-        out = greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
-        longer = torch.cat([out, padded_prompts([4, 4], seed=1)["input_ids"]], dim=1)
-        mask = torch.cat([first["attention_mask"], torch.ones(2, 10, dtype=torch.int64)], dim=1)
-        texts.append(greedy(target, {"input_ids": longer, "attention_mask": mask}, assistant, 3, past_key_values=cache))
-    assert torch.equal(*texts) and drafter.stats.engine == "static"
+    TEXTS.check_continued_cache(name)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_replayed_graphs(monkeypatch, name):
-    capture = replay_on_cpu(monkeypatch)
-    target = target_of(name)
-    drafter = random_draft_model(target)
-    for lengths in ([5, 3], [4, 5]):
-        inputs = padded_prompts(lengths)
-        assert torch.equal(greedy(target, inputs, drafter, 3), plain_output(name, tuple(lengths)))
-    assert capture.count > 0
+    replay_on_cpu(monkeypatch)
+    TEXTS.check_replayed(name, random_draft_model(target_of(name)), [[5, 3], [4, 5]])

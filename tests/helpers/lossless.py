@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from case_counts import cases, tries_all
 from oracle import OracleDrafter, random_draft_model, random_eagle3, random_peagle
-from transformers import PreTrainedModel
+from targets import padded_prompts
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec import Drafter
 
@@ -32,6 +33,75 @@ def greedy(
     if drafter is not None:
         options |= {"assistant_model": drafter, "num_assistant_tokens": num_draft_tokens}
     return target.generate(**inputs, **{"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS, **options})
+
+
+def oracle(
+    target: PreTrainedModel, inputs: dict[str, torch.Tensor], sequences: torch.Tensor, accuracy: float = 0.6
+) -> OracleDrafter:
+    """A drafter that knows what `target` says to `inputs`: `sequences`, `[B, P + T]`."""
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    return OracleDrafter(target, continuations(inputs, sequences), lengths, accuracy)
+
+
+class GreedyTexts:
+    """What targets say to prompts without a drafter, each computed once, to compare drafters with.
+
+    Args:
+        target_of: the target of a name.
+        max_new_tokens: of every text.
+    """
+
+    def __init__(self, target_of: Callable[[str], PreTrainedModel], max_new_tokens: int):
+        self.target_of, self.max_new_tokens = target_of, max_new_tokens
+        self._known: dict[tuple, torch.Tensor] = {}
+
+    def greedy(self, target: PreTrainedModel, inputs: dict[str, torch.Tensor], *args, **options) -> torch.Tensor:
+        """`greedy` of as many new tokens."""
+        return greedy(target, inputs, *args, **{"max_new_tokens": self.max_new_tokens, **options})
+
+    def plain(self, name: str, lengths: list[int]) -> torch.Tensor:
+        """`[B, P + T]`: what the target says to random prompts of these lengths."""
+        key = (name, *lengths)
+        if key not in self._known:
+            self._known[key] = self.greedy(self.target_of(name), padded_prompts(lengths))
+        return self._known[key]
+
+    def check(
+        self,
+        name: str,
+        lengths: list[int],
+        drafter_of: Callable[[PreTrainedModel, dict[str, torch.Tensor], torch.Tensor], Drafter],
+        num_draft_tokens: int = 3,
+        engine: str = "static",
+        **options,
+    ) -> Drafter:
+        """Assert that the target says the same with a drafter, which is made of target, prompts and plain text."""
+        plain, target, inputs = self.plain(name, lengths), self.target_of(name), padded_prompts(lengths)
+        drafter = drafter_of(target, inputs, plain)
+        found = self.greedy(target, inputs, drafter, num_draft_tokens, **options)
+        assert torch.equal(found, plain), f"{name} of {lengths}: {found.tolist()} instead of {plain.tolist()}"
+        assert drafter.stats.engine == engine, drafter.stats.reason
+        return drafter
+
+    def check_continued_cache(self, name: str) -> None:
+        """Assert that texts which continue a cache of the caller are the same with a draft model."""
+        target = self.target_of(name)
+        drafter, first, texts = random_draft_model(target), padded_prompts([20, 12]), []
+        for assistant in (None, drafter):
+            cache = DynamicCache(config=target.config)
+            out = self.greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
+            longer = torch.cat([out, padded_prompts([4, 4], seed=1)["input_ids"]], dim=1)
+            mask = torch.cat([first["attention_mask"], torch.ones(2, 10, dtype=torch.int64)], dim=1)
+            inputs = {"input_ids": longer, "attention_mask": mask}
+            texts.append(self.greedy(target, inputs, assistant, 3, past_key_values=cache))
+        assert torch.equal(*texts) and drafter.stats.engine == "static"
+
+    def check_replayed(self, name: str, drafter: Drafter, batches: list[list[int]]) -> None:
+        """Assert that the target says the same with one drafter to prompts of these lengths, in captured rounds."""
+        for lengths in batches:
+            found = self.greedy(self.target_of(name), padded_prompts(lengths), drafter, 3)
+            assert torch.equal(found, self.plain(name, lengths))
+        assert drafter.stats.execution.startswith("captured")
 
 
 random_pard = partial(random_draft_model, parallel=True)

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 from case_counts import cases
-from lossless import MAX_NEW_TOKENS, PROMPTS, check_greedy, continuations, unshaped_output
-from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
+from lossless import MAX_NEW_TOKENS, PROMPTS, check_greedy, oracle, unshaped_output
+from oracle import RANDOM_DRAFTERS, random_eagle3
 from targets import PAD, STOCK_FAMILY, VOCAB, padded_prompts, tiny_target
 from transformers import (
     EosTokenCriteria,
@@ -47,11 +47,6 @@ def free_run(batch):
 
 def new_tokens(inputs, sequences, row=0):
     return sequences[row, inputs["input_ids"].shape[1] :].tolist()
-
-
-def oracle(target, inputs, sequences, accuracy=1.0):
-    lengths = inputs["attention_mask"].sum(dim=1).tolist()
-    return OracleDrafter(target, continuations(inputs, sequences), lengths, accuracy)
 
 
 # ---- logits processors
@@ -550,7 +545,7 @@ def test_returned_scores_logits_and_hidden_states(family, batch, engine):
 @pytest.mark.core
 def test_only_requested_outputs_are_returned():
     target, inputs, free = free_run(3)
-    drafter = oracle(target, inputs, free)
+    drafter = oracle(target, inputs, free, 1.0)
     out = target.generate(
         **inputs, do_sample=False, max_new_tokens=4, return_dict_in_generate=True, assistant_model=drafter
     )
@@ -618,7 +613,7 @@ def test_no_attention_weights_where_none_are_computed(family, engine, batch):
 @pytest.mark.core
 def test_three_places_for_num_assistant_tokens():
     target, inputs, free = free_run(3)
-    drafter = oracle(target, inputs, free)
+    drafter = oracle(target, inputs, free, 1.0)
     drafter.configure(num_assistant_tokens=2)
     call = {**inputs, "do_sample": False, "max_new_tokens": 12, "assistant_model": drafter}
 
