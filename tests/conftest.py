@@ -18,16 +18,27 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Files that take longest: a worker that begins one of them last keeps the others waiting.
 LONGEST = {
-    "test_smollm2.py",
-    "test_tensor_parallel.py",
+    "test_attention_kernel.py",
+    "test_bench.py",
+    "test_concurrent_use.py",
+    "test_continuous.py",
     "test_cuda_graph_replay.py",
+    "test_distribution.py",
+    "test_draft_tokens.py",
+    "test_generate_batch.py",
     "test_generate_options.py",
     "test_lossless.py",
-    "test_concurrent_use.py",
-    "test_distribution.py",
-    "test_verify_kernel.py",
-    "test_sessions.py",
     "test_mtp.py",
+    "test_recurrence_kernel.py",
+    "test_recurrent_targets.py",
+    "test_restored_after_call.py",
+    "test_sessions.py",
+    "test_short_conv_kernel.py",
+    "test_smollm2.py",
+    "test_tensor_parallel.py",
+    "test_varying_drafts.py",
+    "test_verify_kernel.py",
+    "test_zoo.py",
 }
 
 

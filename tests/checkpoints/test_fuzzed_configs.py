@@ -118,7 +118,7 @@ def fields_that_fail(folder: Path, target: Any, share: int = 1) -> list[str]:
 
 
 # All values of all fields take minutes: HF_SPECDEC_ALL_NONSENSE=1 runs them.
-SHARE = 1 if os.environ.get("HF_SPECDEC_ALL_NONSENSE") else 5
+SHARE = 1 if os.environ.get("HF_SPECDEC_ALL_NONSENSE") else 7
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -63,7 +63,7 @@ def test_greedy_is_identical(published, family, num_modules, chaining):
     at = published(family, num_modules)
     target = at.target.float()
     drafter, accepted = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining), 0
-    for batch, numbers in ((1, (2,)), (3, cases((1, 2, 4, 7), (1, 4)))):
+    for batch, numbers in ((1, (2,)), (3, cases((1, 2, 4, 7), (4,)))):
         inputs = padded_prompts(PROMPTS[batch], seed=batch)
         plain = greedy(target, inputs, max_new_tokens=NEW_TOKENS)
         for num_draft_tokens in numbers:

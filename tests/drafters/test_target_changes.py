@@ -97,14 +97,14 @@ REPLACED = [assign, swap_data, cast, replace_modules]
 
 def drafts(target, drafter):
     """The text of a call, and what was accepted of its drafts."""
-    text = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    text = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=8, assistant_model=drafter)
     return text.tolist(), drafter.stats.rows
 
 
-# Every change with a drafter that copies a part of the head and with one that only borrows; the others alike.
+# Every change with a drafter that copies a part of the head, one in place and one of another tensor with all others.
 CHANGES = cases(
     every := list(itertools.product(BORROWERS, IN_PLACE + REPLACED)),
-    [one for one in every if one[0] in ("eagle3", "mtp") or one[1] in (train, assign, replace_modules)],
+    [one for one in every if one[0] == "eagle3" or one[1] in (train, assign) or one == ("mtp", cast)],
 )
 
 
@@ -117,7 +117,7 @@ def test_drafter_follows_weight_changes(kind, change):
     places = {what: shared.weight.data_ptr() for what, shared in drafter._shared_weights.items()}
     change(target)
     generated, accepted = drafts(target, drafter)
-    plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=12)
+    plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=8)
     fresh = BORROWERS[kind](target)
     assert generated == plain.tolist() and (generated, accepted) == drafts(target, fresh)
     for what, shared in drafter._shared_weights.items():
@@ -180,9 +180,11 @@ def test_target_made_in_inference_mode():
 
 
 @pytest.mark.core_for(kind=["eagle3", "mtp", "draft-model"], size=[101], engine=["static"])
-@pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("kind", [*BORROWERS, *RANDOM_DRAFTERS])
-@pytest.mark.parametrize("size", [101, 90])
+@pytest.mark.parametrize(
+    ("size", "engine"),
+    cases(list(itertools.product([101, 90], ["static", "stock"])), [(101, "static"), (90, "stock")]),
+)
 def test_resized_vocabulary(kind, size, engine):
     target = own_target()
     drafter = {**RANDOM_DRAFTERS, **BORROWERS}[kind](target).configure(engine=engine)

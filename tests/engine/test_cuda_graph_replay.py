@@ -155,7 +155,7 @@ def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers, settin
     """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""
     target = copy.deepcopy(tiny_target("llama", num_layers=num_layers))
     inputs = padded_prompts([5, 1])
-    options = {"max_new_tokens": 5, "num_assistant_tokens": 2, "seeds": 5, **OPTIONS[option]}
+    options = {"max_new_tokens": 3, "num_assistant_tokens": 2, "seeds": 5, **OPTIONS[option]}
     expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target, **settings))
 
     set_policy(monkeypatch, "cpu", triton=True)
@@ -174,7 +174,7 @@ def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers, settin
 @pytest.mark.core
 def test_rounds_that_cannot_be_compiled_are_captured_uncompiled(capture, monkeypatch, caplog):
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
-    target = tiny_target("llama")
+    target = tiny_target("llama", num_layers=1)
     forward = target.model.norm.forward
     monkeypatch.setattr(target.model.norm, "forward", torch._dynamo.disable(lambda hidden: forward(hidden)))
     drafter = copy_of(target)
@@ -226,7 +226,7 @@ def test_results_do_not_depend_on_earlier_calls(monkeypatch, kind):
     target = tiny_target("llama")
     inputs = padded_prompts([9, 1, 5])
     drafter = RANDOM_DRAFTERS[kind](target)
-    options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": MAX_NEW_TOKENS, "num_assistant_tokens": 4}
+    options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 8, "num_assistant_tokens": 4}
     texts, drafted = [], []
     for seed in (3, 4, 3):
         torch.manual_seed(seed)
@@ -293,7 +293,7 @@ REPLAYED = [
 def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
     """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts."""
     target = tiny_target("llama")
-    batches = [[9, 1, 5], [1, 1, 1], [8, 7, 2], [3, 12, 4]]
+    batches = [[9, 1, 5], [1, 1, 1], [3, 12, 4]]
     make = RANDOM_DRAFTERS.get(kind, NoDrafter)
     eager = generate(target, make(target), batches, **OPTIONS[option])
     capture, drafter = replay_on_cpu(monkeypatch), make(target)

@@ -86,7 +86,7 @@ def test_greedy_is_identical_for_every_number_of_drafts(kind):
     target, inputs, plain = prompts_and_plain("llama", 3)
     expected = plain[:, : inputs["input_ids"].shape[1] + 6]
     drafter, accepted = DRAFTERS[kind](target), 0
-    for num_draft_tokens in cases(range(1, 17), (1, 2, 3, 5, 8, 11, 16)):
+    for num_draft_tokens in cases(range(1, 17), (1, 2, 5, 11, 16)):
         found = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=6)
         assert torch.equal(found, expected), num_draft_tokens
         accepted += drafter.stats.accepted

@@ -317,12 +317,12 @@ def test_modules_of_recurrent_layers_are_refused():
 def test_round_with_the_gpu_policy(family, num_layers, monkeypatch):
     """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""
     target, inputs = new_target(family, num_layers=num_layers), padded_prompts([5, 1])
-    plain = greedy(target, inputs, max_new_tokens=5)
+    plain = greedy(target, inputs, max_new_tokens=3)
     set_policy(monkeypatch, "cpu", triton=True)
     set_policy(monkeypatch, "cpu", transposed_linear=False)
     set_policy(monkeypatch, "cpu", fused_linear=True)
     replay_on_cpu(monkeypatch)
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
     drafter = OracleDrafter(target, continuations(inputs, plain), [5, 1], 0.6)
-    assert torch.equal(greedy(target, inputs, drafter, 2, max_new_tokens=5), plain)
+    assert torch.equal(greedy(target, inputs, drafter, 2, max_new_tokens=3), plain)
     assert drafter.stats.execution == "captured in one graph, compiled"

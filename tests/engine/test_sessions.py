@@ -34,7 +34,7 @@ def own_target(num_layers=2):
 
 def texts(target, drafter, **options):
     """What `target` says with `drafter`, and without; of three prompts."""
-    options = {**padded_prompts([9, 1, 5]), "do_sample": False, "max_new_tokens": 12, **options}
+    options = {**padded_prompts([9, 1, 5]), "do_sample": False, "max_new_tokens": 8, **options}
     return (
         target.generate(**options, assistant_model=drafter, num_assistant_tokens=3).tolist(),
         target.generate(**options).tolist(),

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PROGRAM = ROOT / "examples" / "generate_batch.py"
-NUM_PROMPTS = 24
+NUM_PROMPTS = 16
 SAMPLING = ("--temperature", 1.2, "--top-p", 0.95, "--seed", 5)
 
 

@@ -51,7 +51,7 @@ PROMPT_LENGTHS = [2, 13, 7]
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}
 NEW_TOKENS = num_cases(12, 8)
 BENCHED_TOKENS = num_cases(24, 12)
-COMPILED_TOKENS = 4
+COMPILED_TOKENS = 2
 BENCHED = cases(["eagle3", "p-eagle"], ["eagle3"])
 # Recurrent layers, images, and several positions a token.
 IMAGE_CLASS = "Qwen3_5ForConditionalGeneration"

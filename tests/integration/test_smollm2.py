@@ -20,7 +20,7 @@ def smollm2():
     return load_smollm2()
 
 
-@pytest.fixture(scope="module", params=[(2, 40), pytest.param((40, 128), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(scope="module", params=[(2, 24), pytest.param((40, 128), marks=pytest.mark.slow)], ids=str)
 def plain_outputs(smollm2, request):
     """Plain greedy outputs of chat prompts: `(inputs, [prompts, P + new])`."""
     model, tokenizer = smollm2

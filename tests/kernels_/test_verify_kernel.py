@@ -427,7 +427,8 @@ def test_largest_vocabulary(is_soft):
     assert is_clear.all() and len(expected.accepted.unique()) > 1
     with blocks(reduction.REDUCE_BLOCK, reduction.SAMPLE_BLOCK if ON_GPU else 16_384):
         assert_same(kernels.verify_sampling(*case.buried(0)), expected)
-        assert_same(kernels.verify_greedy(*case.buried(0)[:2]), reference.verify_greedy(*case[:2]))
+        if not is_soft:  # greedy verification reads no laws
+            assert_same(kernels.verify_greedy(*case.buried(0)[:2]), reference.verify_greedy(*case[:2]))
 
 
 def test_most_rows_are_away_from_decision_boundaries():

@@ -185,7 +185,7 @@ def test_processors_that_generate(engine, family, kind):
 
 
 @pytest.mark.core_for(engine=["captured"])
-@every_target
+@targets_of(cases(FAMILIES, ["llama", "gpt-oss"]))
 def test_threads_that_run_the_target_during_a_call(engine, family):
     """Generation with a drafter again and again; plain generation, passes and gradients in threads of their own."""
     target = fresh(family)

@@ -100,7 +100,7 @@ CALLS = {
 
 
 @pytest.mark.core_for(kind=["eagle3", "draft-model"])
-@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "p-eagle", "draft-model", "mtp-by-target"]))
+@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "draft-model", "mtp-by-target"]))
 def test_models_are_restored_after_every_kind_of_call(engine, kind):
     target, inputs = fresh("llama")
     drafter = configured(RANDOM_DRAFTERS[kind](target), engine)
@@ -116,7 +116,10 @@ def test_models_are_restored_after_every_kind_of_call(engine, kind):
 @pytest.mark.core_for(family=["qwen3-next"])
 @pytest.mark.parametrize(
     ("engine", "family"),
-    [*itertools.product(ENGINES, FAMILIES), *itertools.product(("static", "stock"), HYBRIDS)],
+    cases(
+        every := [*itertools.product(ENGINES, FAMILIES), *itertools.product(("static", "stock"), HYBRIDS)],
+        [one for one in every if one[0] != "stock" or one[1] in ("llama", "qwen3-next")],  # which patches less
+    ),
     indirect=["engine"],
 )
 def test_every_kind_of_target_is_restored(engine, family):
@@ -177,8 +180,13 @@ BREAKS = {
 
 
 @pytest.mark.core_for(error=[ValueError], where=["processor", "streamer"])
-@pytest.mark.parametrize("error", cases([ValueError, KeyboardInterrupt, Stop], [ValueError, Stop]))
-@pytest.mark.parametrize("where", BREAKS)
+@pytest.mark.parametrize(
+    ("where", "error"),
+    cases(
+        every := list(itertools.product(BREAKS, [ValueError, KeyboardInterrupt, Stop])),
+        [one for one in every if one[1] is ValueError or one == ("processor", Stop)],
+    ),
+)
 def test_models_are_restored_after_errors_of_the_caller(engine, where, error):
     target, inputs = fresh("gpt-oss")
     drafter = configured(random_eagle3(target), engine)
