@@ -6,6 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -105,32 +106,37 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
     configurations; functions (a `forward` set on a module) are compared by identity. A class may list attributes that
     no forward pass reads in `unread_attributes`.
     """
-    numbers = {None: None, **dict(zip(modules, range(len(modules)), strict=True))}
     contents = _Contents()
-    number_of, content_of, are_plain, plain = numbers.__getitem__, contents.of, _PLAIN_VALUES.issuperset, _PLAIN_VALUES
-    layouts: dict[type, tuple] = {}  # of the last module of a class; all modules of most classes have the same
-    found: list[Any] = []
-    for module in modules:
-        attributes = module.__dict__
-        kind = type(module)
-        count, names, values_of = layouts.get(kind, _NO_LAYOUT)
-        # If the number is the same and all names are there, there are no others.
-        try:
-            if count != len(attributes):
-                raise KeyError
-            values = values_of(attributes)
-        except KeyError:
-            layouts[kind] = count, names, values_of = _layout(kind, *attributes)
-            values = values_of(attributes)
-        if not are_plain(map(type, values)):
-            values = tuple([value if type(value) in plain else content_of(value) for value in values])
-        found += (kind, names, values)
-        children = attributes["_modules"]
-        if children:
-            found += children
-            found += map(number_of, children.values())
-    forwards = [(content_of(kind.forward), content_of(kind.__call__)) for kind in layouts]
-    return (*found, *forwards, *contents.of_objects)
+    attributes = list(map(vars, modules))
+    kinds = list(map(type, modules))
+    by_kind: dict[type, list[dict]] = {}
+    for kind, one in zip(kinds, attributes, strict=True):
+        by_kind.setdefault(kind, []).append(one)
+    values = [_values_of(kind, alike, contents) for kind, alike in by_kind.items()]
+    children = [one["_modules"] for one in attributes]
+    names = list(chain.from_iterable(children))
+    # A child is among `modules`, which a fingerprint compares by references: the same `id` is the same module.
+    ids = [id(child) for some in children if some for child in some.values()]
+    forwards = [(contents.of(kind.forward), contents.of(kind.__call__)) for kind in by_kind]
+    return kinds, values, list(map(len, children)), names, ids, forwards, contents.of_objects
+
+
+def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Contents) -> list[Any]:
+    """Names and values of the attributes of modules of class `kind` that a forward pass may read: a tuple of each
+    attribute's values, if all have the same ones, as is so with most classes; else of each module.
+    """
+    count, names, values_of = _layout(kind, *attributes[0])
+    # If the number is the same and all names are there, there are no others.
+    try:
+        if set(map(len, attributes)) != {count}:
+            raise KeyError
+        values = list(map(values_of, attributes))
+    except KeyError:
+        layouts = [_layout(kind, *one) for one in attributes]
+        values = [layout[2](one) for layout, one in zip(layouts, attributes, strict=True)]
+        if any(layout[1] != names for layout in layouts):
+            return [(layout[1], contents.of_column(one)) for layout, one in zip(layouts, values, strict=True)]
+    return [names, *map(contents.of_column, zip(*values, strict=True))]
 
 
 def weights_of(modules: Iterable[nn.Module]) -> tuple:
@@ -178,10 +184,6 @@ def torch_settings(device: torch.device) -> tuple:
     )
 
 
-# A number of attributes that no module has.
-_NO_LAYOUT = (-1, (), tuple)
-
-
 @functools.lru_cache(maxsize=1024)
 def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ...], Callable[[dict], tuple]]:
     """How to read modules of class `kind` with these `attributes`.
@@ -195,7 +197,7 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
         unread |= _OF_EVERY_MODEL
     names = sorted(set(attributes) - unread)
     # Of a single name `itemgetter` would make no tuple.
-    return len(attributes), tuple(names), itemgetter("training", *names, "training")
+    return len(attributes), tuple(names), itemgetter(*(names or ["training"]), "training")
 
 
 class _Identity(WeakIdRef):
@@ -246,6 +248,8 @@ class _Contents:
         number = self._numbers.get(id(value))
         if number is not None:
             return number
+        if kind is types.FunctionType:
+            return weakref.ref(value)  # functions are equal only if they are identical
         if issubclass(kind, torch.Tensor):
             return kind, _places([value])
         if issubclass(kind, (dict, list, tuple, set, frozenset)):
@@ -256,11 +260,19 @@ class _Contents:
             return kind, _identity(value.__self__), _identity(value.__func__)
         if issubclass(kind, (int, float, str, bytes)):  # such as the members of some enumerations
             return kind, value
-        if issubclass(kind, (types.FunctionType, nn.Module)) or depth > _DEEPEST // 2:
+        if issubclass(kind, nn.Module) or depth > _DEEPEST // 2:
             return _identity(value)
         self._numbers[id(value)] = number = (kind, len(self._numbers))
         self.of_objects += (_identity(value), self.of(getattr(value, "__dict__", None), depth + 1))
         return number
+
+    def of_column(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Stand-ins for the values that one attribute has in several modules."""
+        if _PLAIN_VALUES.issuperset(map(type, values)):
+            return values
+        if len(set(map(id, values))) == 1:  # such as a configuration
+            return (self.of(values[0]),) * len(values)
+        return tuple(self._of_all(values, 0))
 
     def _of_entries(self, values: Any, depth: int) -> Any:
         if len(values) > _MOST_ENTRIES or depth == _DEEPEST:

@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..patching.hidden_states import modules_of
+from ..patching.patch import Patch, is_anything_replaced
 from .capture import why_not_captured
 from .fingerprint import Fingerprint, fingerprint, weights_of
+from .sessions import sessions_of
 from .target import HiddenStates, Target, patched_target
 
 
@@ -49,13 +51,24 @@ class LazyTarget:
 
     def __call__(self) -> Target:
         if self._patched is None:
-            before = self.fingerprint if self.is_captured else None
-            self._patched = self._contexts.enter_context(
-                patched_target(self.model, self.drafter, self.keeps_hidden_states)
-            )
-            if before is not None:  # patching may move weights
-                self._fingerprint = before._replace(weights=weights_of(self.modules))
+            self._patched = self._patch() if self.is_captured else self._enter(())
         return self._patched
+
+    def _enter(self, known: Sequence[Patch]) -> Target:
+        return self._contexts.enter_context(patched_target(self.model, self.drafter, self.keeps_hidden_states, known))
+
+    def _patch(self) -> Target:
+        """Patch what an earlier call has found is to be patched, or else look it up and keep that for later calls."""
+        pool, before = sessions_of(self.drafter), self.fingerprint
+        # What other calls have replaced of a shared configuration, a fingerprint does not tell.
+        is_told = not is_anything_replaced()
+        known = pool.patches_of(before) if is_told else ()
+        patched = self._enter(known)
+        if not known:  # looking it up may move weights
+            self._fingerprint = before._replace(weights=weights_of(self.modules))
+            if is_told:
+                pool.keep_patches(self._fingerprint, patched.patches)
+        return patched
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ..drafters.base import Drafter
+from ..patching.patch import Patch
 from ..state import DecodeState, Shape
 from .auto_drafts import RoundTimes
 from .cuda_graphs import Fence, GraphPool
@@ -24,6 +25,9 @@ MAX_SESSIONS = 6
 # Captured rounds, and captured prefills, kept in a session, likewise. Every combination of warpers (each `top_p`) needs
 # its own rounds, one for each K, every power of two of columns its own prefill.
 MAX_CAPTURES = 16
+
+# States of target and drafter of which a drafter keeps what is to be patched, likewise: adapters that are switched.
+MAX_PATCHED = 4
 
 
 class SessionKey(NamedTuple):
@@ -111,14 +115,16 @@ class Session:
 
 
 class SessionPool:
-    """The idle sessions of a drafter, by `SessionKey`.
+    """The idle sessions of a drafter, by `SessionKey`; and what is patched of it and its targets, by `Fingerprint`.
 
     A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
     streams. Copying or unpickling a pool gives an empty one.
     """
 
     def __init__(self) -> None:
-        self._idle: list[tuple[SessionKey, Session]] = []  # the least recently used first
+        # The least recently used first.
+        self._idle: list[tuple[SessionKey, Session]] = []
+        self._patches: list[tuple[Fingerprint, Sequence[Patch]]] = []
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
@@ -151,10 +157,26 @@ class SessionPool:
             dropped, self._idle = self._idle[:-MAX_SESSIONS], self._idle[-MAX_SESSIONS:]
         _free(dropped)
 
+    def patches_of(self, fingerprint: Fingerprint) -> Sequence[Patch]:
+        """What is patched of a target and the drafter that have this fingerprint; none if it is not known."""
+        with self._lock:
+            for place, (other, patches) in enumerate(self._patches):
+                if other == fingerprint:
+                    self._patches.append(self._patches.pop(place))
+                    return patches
+        return ()
+
+    def keep_patches(self, fingerprint: Fingerprint, patches: Sequence[Patch]) -> None:
+        """Keep for other calls what was patched; what none can use again, and the least recently used, is dropped."""
+        with self._lock:
+            others = [one for one in self._patches if not one[0].is_past(fingerprint)]
+            self._patches = [*others, (fingerprint, patches)][-MAX_PATCHED:]
+
     def clear(self) -> None:
-        """Free all idle sessions."""
+        """Free all idle sessions, and forget what is patched."""
         with self._lock:
             dropped, self._idle = self._idle, []
+            self._patches.clear()
         _free(dropped)
 
 

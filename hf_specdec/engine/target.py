@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.length_rope import length_rope, mark_long
 from ..patching.linear import patched_linear
-from ..patching.patch import current_engine, engine
+from ..patching.patch import Patch, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.support import length_limits
 from ..state import DecodeState
@@ -63,12 +64,14 @@ class Target:
         recorder: of the auxiliary hidden states that the drafter reads.
         hidden_states: keeps all hidden states, if the caller asked for them.
         longest_short: the longest text that RoPE rotates by the factors of short ones; None if there are no others.
+        patches: what was patched of the target and its drafter, in this order.
     """
 
     model: PreTrainedModel
     recorder: AuxHiddenStateRecorder
     hidden_states: HiddenStates | None = None
     longest_short: int | None = None
+    patches: Sequence[Patch] = ()
 
     def __call__(
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, needs_logits: bool = True
@@ -108,21 +111,39 @@ class Target:
         return torch.full((1,), slots.shape[1] - 1, device=slots.device)
 
 
+def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
+    """What is to be patched; each is to be entered before the next is looked up, which depends on it."""
+    yield ragged_attention(model)
+    yield recurrent_functions(model, drafter)
+    yield length_rope(model, drafter)
+    yield triton_experts(model, drafter)
+    yield local_linears(model)
+    yield symmetric_memory_all_reduce(model)
+    yield fused_linears(model, drafter)
+    yield patched_linear(model, drafter)  # those that are not fused
+
+
 @contextmanager
-def patched_target(model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool) -> Iterator[Target]:
-    """Context in which `model` runs on a `RaggedCache` with the engine's kernels; on exit it is restored."""
+def patched_target(
+    model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool, known: Sequence[Patch] = ()
+) -> Iterator[Target]:
+    """Context in which `model` runs on a `RaggedCache` with the engine's kernels; on exit it is restored.
+
+    Args:
+        model: the target.
+        drafter: bound to it.
+        keep_hidden_states: whether to keep all hidden states.
+        known: `Target.patches` of an earlier context with the same `fingerprint`; looked up if there are none.
+    """
     with ExitStack() as stack:
         if current_engine() is None:
             stack.enter_context(engine())
-        stack.enter_context(ragged_attention(model))
-        stack.enter_context(recurrent_functions(model, drafter))
-        stack.enter_context(length_rope(model, drafter))
-        stack.enter_context(triton_experts(model, drafter))
-        stack.enter_context(local_linears(model))
-        stack.enter_context(symmetric_memory_all_reduce(model))
-        stack.enter_context(fused_linears(model, drafter))
-        stack.enter_context(patched_linear(model, drafter))  # those that are not fused
+        patches = []
+        for patch in known or _look_up(model, drafter):
+            stack.enter_context(copy.copy(patch))
+            patches.append(patch)
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
-        yield Target(model, recorder, HiddenStates() if keep_hidden_states else None, length_limits(model).long)
+        hidden_states = HiddenStates() if keep_hidden_states else None
+        yield Target(model, recorder, hidden_states, length_limits(model).long, patches)

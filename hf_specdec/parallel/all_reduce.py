@@ -6,12 +6,13 @@ memory every GPU of a host writes its addend to a buffer that the others can rea
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from transformers import PreTrainedModel
 
 from ..device_policy import policy_of
 from ..errors import first_line
+from ..patching.hidden_states import modules_of
 from ..patching.linear import PLAIN_WEIGHTS
-from ..patching.patch import replaced, runs_engine
+from ..patching.patch import Replacements, runs_engine
 from .tensor_parallel import Wrapper, find_differences, tensor_parallel_group, wrapper_of
 
 logger = logging.getLogger(__name__)
@@ -234,7 +236,7 @@ def _experts_forward(module: nn.Module, wrapper: Wrapper, group_name: str) -> Ca
     return forward
 
 
-def _all_reducing_forward(module: nn.Module, group_name: str) -> Callable[..., torch.Tensor] | None:
+def _all_reducing_forward(group_name: str, module: nn.Module) -> Callable[..., torch.Tensor] | None:
     """`forward` of `module` with small all-reduces in symmetric memory; None if it has no all-reduce known here."""
     from transformers.distributed.tensor_parallel import MoeExpertsParallel, RowwiseParallel
 
@@ -253,15 +255,13 @@ def _all_reducing_forward(module: nn.Module, group_name: str) -> Callable[..., t
     return None
 
 
-def symmetric_memory_all_reduce(model: PreTrainedModel) -> AbstractContextManager[None]:
+def symmetric_memory_all_reduce(model: PreTrainedModel) -> Replacements:
     """Context in which small all-reduces of `model` go through its `symmetric_memory_of`.
 
     All ranks enter it together, within `local_linears` and without gradients. Larger all-reduces (see `fits`), and
     those of other modules than row-parallel linear layers and experts, go through the process group as before.
     """
-    forwards: list[tuple[nn.Module, Callable]] = []
-    if symmetric_memory_of(model) is not None:
-        group_name = tensor_parallel_group(model).group_name
-        pairs = ((module, _all_reducing_forward(module, group_name)) for module in model.modules())
-        forwards = [(module, forward) for module, forward in pairs if forward is not None]
-    return replaced("forward", forwards)
+    if symmetric_memory_of(model) is None:
+        return Replacements({})
+    make = functools.partial(_all_reducing_forward, tensor_parallel_group(model).group_name)
+    return Replacements({"forward": [(module, make) for module in modules_of(model) if make(module) is not None]})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
+from ..patching.hidden_states import modules_of
 from ..patching.linear import PLAIN_WEIGHTS
-from ..patching.patch import ABSENT, replaced
+from ..patching.patch import ABSENT, Replacements, constant
 
 if TYPE_CHECKING:
     from transformers.distributed.tensor_parallel import TensorParallelLayer
@@ -99,33 +101,43 @@ def _only_splits(module: nn.Module) -> bool:
     if wrapper is None or type(wrapper.style) is not ColwiseParallel or type(module) is not nn.Linear:
         return False
     style = wrapper.style
-    is_plain = all(type(parameter) in PLAIN_WEIGHTS for parameter in module.parameters(recurse=False))
+    shards = (_shard_without_view(parameter) for parameter in module.parameters(recurse=False))
+    is_plain = all(type(shard) in PLAIN_WEIGHTS for shard in shards)
     return is_plain and (style.input_layouts, style.output_layouts) == (Replicate(), Shard(-1))
 
 
-@contextmanager
-def local_linears(model: PreTrainedModel) -> Iterator[None]:
+def _shard_without_view(parameter: nn.Parameter) -> torch.Tensor:
+    """As `local_shard`, which returns a view: if the shard is moved, `parameter` has to follow."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+class local_linears(Replacements):
     """Context in which sharded linear layers of `model` have this rank's shards of their weights as plain tensors.
 
     Without gradients transformers computes with these shards too, but extracts them from the `DTensor`s at every call
     of a layer, which costs time on the host, and more in a compiler, which traces it in every layer. The wrappers of
     column-parallel layers whose outputs stay sharded are removed, since they have nothing left to do.
     """
-    sharded: list[tuple[nn.Linear, str, nn.Parameter]] = []
-    try:
-        for module in model.modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(parameter, DTensor):
-                    sharded.append((module, name, parameter))
-                    # Not `to_local`, which returns a view: if the shard is moved, `parameter` has to follow.
-                    module._parameters[name] = parameter._local_tensor
-        with replaced("forward", [(module, ABSENT) for module in model.modules() if _only_splits(module)]):
-            yield
-    finally:
-        for module, name, parameter in sharded:
-            module._parameters[name] = parameter
+
+    def __init__(self, model: PreTrainedModel):
+        modules = modules_of(model)
+        super().__init__({"forward": [(module, constant(ABSENT)) for module in modules if _only_splits(module)]})
+        self._sharded = [
+            (weakref.ref(module), name)
+            for module in modules
+            if isinstance(module, nn.Linear)
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
+
+    def _enter(self, stack: ExitStack) -> None:
+        for reference, name in self._sharded:
+            module = reference()
+            if module is not None:
+                parameter = module._parameters[name]
+                stack.callback(module._parameters.__setitem__, name, parameter)
+                module._parameters[name] = _shard_without_view(parameter)
+        super()._enter(stack)
 
 
 def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 from .cache import RaggedCache
-from .implementations import IMPLEMENTATION, registered_attention, runs_flash_attention, submodel_configs
+from .implementations import IMPLEMENTATION, runs_flash_attention, submodel_configs
 from .mask_rules import MaskRule, rules_by_module
-from .patch import original, replaced
+from .patch import Replacements, constant, original
 from .support import uses_attention_interface
 
 ATTENTION_NAME, MASKED_NAME = "hf_specdec", "hf_specdec_masked"
@@ -254,16 +253,19 @@ def set_ragged_attention(
         vars(config)[IMPLEMENTATION] = name
 
 
-@contextmanager
-def ragged_attention(target: PreTrainedModel) -> Iterator[None]:
+def ragged_attention(target: PreTrainedModel) -> Replacements:
     """Context in which `target` runs on a `RaggedCache`.
 
     Its attention layers run `ragged_attention_forward` instead of their implementation, by the rules of their masks;
     those outside of transformers' attention interface run as they are, with `slot_mask`.
     """
-    rules = _rules_of(target)
-    with registered_attention(target, _name_for(target)), replaced(_RULE, rules):
-        yield
+    make_name = constant(_name_for(target))
+    return Replacements(
+        {
+            IMPLEMENTATION: [(config, make_name) for config in submodel_configs(target)],
+            _RULE: [(module, constant(rule)) for module, rule in _rules_of(target)],
+        }
+    )
 
 
 def _rules_of(model: PreTrainedModel) -> list[tuple[torch.nn.Module, MaskRule]]:

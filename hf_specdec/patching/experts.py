@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -12,9 +11,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .. import ops
+from .hidden_states import modules_of
 from .implementations import submodel_configs
 from .linear import PLAIN_WEIGHTS
-from .patch import original, replaced, runs_engine
+from .patch import Replacements, constant, original, runs_engine
 
 EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"
@@ -104,7 +104,8 @@ ALL_EXPERTS_FUNCTIONS.register(BATCHED_NAME, _for_engines(ALL_EXPERTS_FUNCTIONS[
 def _is_suitable(model: PreTrainedModel) -> bool:
     """Whether `experts_forward` can compute with the experts' weights in `model`: none is quantised."""
     # Experts' weights are stacked, [experts, out, in]; the hidden state of a mask token, [1, 1, width], is no weight.
-    stacked = (parameter for parameter in model.parameters() if parameter.dim() == 3 and len(parameter) > 1)
+    parameters = (one for module in modules_of(model) for one in module._parameters.values() if one is not None)
+    stacked = (parameter for parameter in parameters if parameter.dim() == 3 and len(parameter) > 1)
     return all(type(weight) in (*PLAIN_WEIGHTS, DTensor) and weight.dtype in _DTYPES for weight in stacked)
 
 
@@ -113,13 +114,14 @@ def original_experts_implementation(model: PreTrainedModel) -> str | None:
     return original(model.config.get_text_config(), _ENTRY)
 
 
-def triton_experts(*models: PreTrainedModel) -> AbstractContextManager[None]:
+def triton_experts(*models: PreTrainedModel) -> Replacements:
     """Context in which mixture-of-experts layers in `models` compute by `experts_forward`.
 
     Models keep their implementation if the user has set another one than `DEFAULTS`, or if a weight is quantised.
     """
     configs = [config for model in models if _is_suitable(model) for config in submodel_configs(model)]
-    return replaced(_ENTRY, [(config, EXPERTS_NAME) for config in configs if original(config, _ENTRY) in DEFAULTS])
+    make_name = constant(EXPERTS_NAME)
+    return Replacements({_ENTRY: [(one, make_name) for one in configs if original(one, _ENTRY) in DEFAULTS]})
 
 
 def copies_experts(*models: PreTrainedModel) -> bool:
@@ -127,11 +129,12 @@ def copies_experts(*models: PreTrainedModel) -> bool:
     return not all(_is_suitable(model) for model in models)
 
 
-def capturable_experts(*models: PreTrainedModel) -> AbstractContextManager[None]:
+def capturable_experts(*models: PreTrainedModel) -> Replacements:
     """Context, within `triton_experts`, in which mixture-of-experts layers in `models` can be captured in a CUDA graph.
 
     transformers' "eager" implementation synchronizes with the device to learn which experts have tokens, and so does
     "grouped_mm" in any dtype but bfloat16. Where `experts_forward` cannot be used, "batched_mm" takes their place.
     """
     configs = [config for model in models for config in submodel_configs(model)]
-    return replaced(_ENTRY, [(config, BATCHED_NAME) for config in configs if getattr(config, _ENTRY) in DEFAULTS])
+    make_name = constant(BATCHED_NAME)
+    return Replacements({_ENTRY: [(one, make_name) for one in configs if getattr(one, _ENTRY) in DEFAULTS]})

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..device_policy import policy_of
+from .hidden_states import modules_of
 from .linear import PLAIN_WEIGHTS, linear
-from .patch import replaced, runs_engine
+from .patch import Patch, replaced, runs_engine
 
 # Names of children of one module that are called with the same input, in the order in which they are called.
 GROUPS = (
@@ -37,7 +39,9 @@ class FusedLinear:
     def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor, bias: torch.Tensor | None):
         self._layers = layers
         self._weight, self._bias = weight, bias
-        self._sizes = [len(layer.weight) for layer in layers]  # under tensor parallelism, of this rank's shard
+        self._sizes = [
+            layer._parameters["weight"].shape[0] for layer in layers
+        ]  # under tensor parallelism, of this rank's shard
         # One attribute, so that a thread never sees the input of one thread's call with the outputs of another's.
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
 
@@ -163,7 +167,9 @@ def _move(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
     """Whether all are plain linear layers of one input width, dtype and device, without hooks or patched forwards."""
-    if not all(type(layer) is nn.Linear and type(layer.weight) in PLAIN_WEIGHTS for layer in layers):
+    if not all(type(layer) is nn.Linear and layer._parameters.keys() == {"weight", "bias"} for layer in layers):
+        return False
+    if not all(type(layer.weight) in PLAIN_WEIGHTS for layer in layers):
         return False
     forwards = (vars(layer).get("forward") for layer in layers)
     if not all(forward is None or getattr(forward, "is_fused", False) for forward in forwards):
@@ -179,31 +185,49 @@ def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
 
 def _groups(models: Sequence[nn.Module]) -> Iterator[list[nn.Linear]]:
     """The groups of layers of `models` that can be fused."""
-    for module in dict.fromkeys(module for model in models for module in model.modules()):
+    for module in modules_of(*models):
+        children = module._modules
         for names in GROUPS:
-            layers = [module._modules.get(name) for name in names]
-            if None not in layers and _can_be_fused(layers):
-                yield layers
+            if names[0] in children:
+                layers = [children.get(name) for name in names]
+                if None not in layers and _can_be_fused(layers):
+                    yield layers
 
 
-def fused_linears(*models: nn.Module) -> AbstractContextManager[None]:
+def _parameters_of(layers: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
+    """Weights, and biases if there are any, of the layers of a group."""
+    parameters = [layer._parameters for layer in layers]  # `Module.__getattr__` is slow
+    names = ("weight",) if parameters[0]["bias"] is None else ("weight", "bias")
+    return [[one[name] for one in parameters] for name in names]
+
+
+class fused_linears(Patch):
     """Context in which each group of layers (`GROUPS`) of `models` computes as one matmul.
 
-    The weights of such layers are moved next to each other and stay there afterwards: there is no second copy, and the
-    parameters can be used and saved as before (see `adjacent_storages`). Layers that are not plain `nn.Linear`
-    (adapters, quantised weights), and those with hooks, are left as they are.
+    The weights of such layers are moved next to each other when it is constructed, and stay there afterwards: there is
+    no second copy, and the parameters can be used and saved as before (see `adjacent_storages`). Layers that are not
+    plain `nn.Linear` (adapters, quantised weights), and those with hooks, are left as they are.
     """
-    forwards: list[tuple[nn.Linear, Callable]] = []
-    groups = list(_groups(models))
-    uses = Counter(id(layer.weight) for layers in groups for layer in layers)
-    for layers in groups:
-        if any(uses[id(layer.weight)] > 1 for layer in layers):
-            continue  # A tied weight can be adjacent to one group only.
-        parameters = [[layer.weight for layer in layers]]
-        if layers[0].bias is not None:
-            parameters.append([layer.bias for layer in layers])
-        tensors = adjacent_storages(*parameters)
-        if tensors is not None:
-            fused = FusedLinear(layers, *tensors, *[None] * (2 - len(tensors)))
-            forwards += ((layer, fused.forward_of(index)) for index, layer in enumerate(layers))
-    return replaced("forward", forwards)
+
+    def __init__(self, *models: nn.Module):
+        groups = list(_groups(models))
+        uses = Counter(id(layer.weight) for layers in groups for layer in layers)
+        # A tied weight can be adjacent to one group only.
+        groups = [layers for layers in groups if all(uses[id(layer.weight)] == 1 for layer in layers)]
+        self._groups = [
+            tuple(map(weakref.ref, layers))
+            for layers in groups
+            if adjacent_storages(*_parameters_of(layers)) is not None
+        ]
+
+    def _enter(self, stack: ExitStack) -> None:
+        forwards: list[tuple[nn.Linear, Callable]] = []
+        for group in self._groups:
+            layers = [layer() for layer in group]
+            if None in layers:
+                continue
+            weight, *bias = (_find_fused(parameters) for parameters in _parameters_of(layers))
+            if weight is not None and not any(one is None for one in bias):
+                fused = FusedLinear(layers, weight, *(bias or [None]))
+                forwards += ((layer, fused.forward_of(index)) for index, layer in enumerate(layers))
+        stack.enter_context(replaced("forward", forwards))

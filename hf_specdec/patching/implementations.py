@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .patch import original, replaced
+from .hidden_states import modules_of
+from .patch import Replacements, constant, original
 
 IMPLEMENTATION = "_attn_implementation_internal"
 
 
-def registered_attention(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
+def registered_attention(model: PreTrainedModel, name: str) -> Replacements:
     """Context in which `model` runs the attention implementation that is registered with transformers as `name`."""
-    return replaced(IMPLEMENTATION, [(config, name) for config in submodel_configs(model)])
+    return Replacements({IMPLEMENTATION: [(config, constant(name)) for config in submodel_configs(model)]})
 
 
 def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configurations that modules of `model` read, each once."""
-    configs = (getattr(module, "config", None) for module in model.modules())
+    configs = (getattr(module, "config", None) for module in modules_of(model))
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 

@@ -15,7 +15,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .hidden_states import modules_of
-from .patch import engine, replaced, runs_engine
+from .patch import Replacements, engine, runs_engine
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 LENGTH_DEPENDENT = frozenset({LONGROPE, DYNAMIC})
@@ -210,14 +209,15 @@ def _chosen(is_long: torch.Tensor, long: torch.Tensor, short: torch.Tensor) -> t
     return torch.where(is_long[..., None], long, short)
 
 
-def length_rope(*models: nn.Module) -> AbstractContextManager[None]:
+def length_rope(*models: nn.Module) -> Replacements:
     """Context in which RoPE of `models` that depends on length takes position ids of `mark_long`."""
-    chosen = {}
-    for module in modules_of(*models):
-        if _undecorated(type(module)) is not None and _types_of(module):
-            _, short, long = _frequencies_of(module)
-            chosen[module] = functools.partial(_rotate, module, short, long)
-    return replaced("forward", chosen.items())
+    chosen = (module for module in modules_of(*models) if _undecorated(type(module)) is not None and _types_of(module))
+    return Replacements({"forward": [(module, _make_forward) for module in chosen]})
+
+
+def _make_forward(module: nn.Module) -> Callable[..., Any]:
+    _, short, long = _frequencies_of(module)
+    return functools.partial(_rotate, module, short, long)
 
 
 def mark_long(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..device_policy import policy_of
-from .patch import replaced, runs_engine
+from .hidden_states import modules_of
+from .patch import Replacements, runs_engine
 
 # Rows up to which `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
@@ -65,21 +66,25 @@ def _has_own(device: torch.device) -> bool:
     return policy.few_row_linear or policy.transposed_linear
 
 
-def patched_linear(*models: nn.Module) -> AbstractContextManager[None]:
+def patched_linear(*models: nn.Module) -> Replacements:
     """Context in which the `nn.Linear` layers of `models` compute by `linear`.
 
     On devices for which `linear` has nothing of its own these are the heads only.
 
     Layers whose weights are quantised or sharded, and layers with a `forward` attribute, are left as they are.
     """
-    modules = [module for model in models for module in model.modules()]
+    modules = modules_of(*models)
     heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}
-    chosen = {
-        module: functools.partial(_forward, module)
+    chosen = (
+        module
         for module in modules
         if type(module) is nn.Linear
         and type(module.weight) in PLAIN_WEIGHTS
         and _is_unchanged(module)
         and (_has_own(module.weight.device) or id(module) in heads)
-    }
-    return replaced("forward", chosen.items())
+    )
+    return Replacements({"forward": [(module, _make_forward) for module in chosen]})
+
+
+def _make_forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    return functools.partial(_forward, module)

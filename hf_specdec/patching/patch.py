@@ -7,8 +7,9 @@ streamers. Replaced functions call `runs_engine` and behave as the original ones
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +121,54 @@ def _set(owner: object, name: str, value: Any) -> None:
         vars(owner).pop(name, None)
     else:
         vars(owner)[name] = value
+
+
+class Patch(AbstractContextManager[None]):
+    """A context that patches objects which were looked up when it was constructed.
+
+    It keeps none of them alive. Each is entered once; copies (`copy.copy`) share what was looked up and are contexts of
+    their own, which may overlap.
+    """
+
+    _entered: ExitStack
+
+    def _enter(self, stack: ExitStack) -> None:
+        """Patch the objects, by contexts that are entered on `stack`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _enter().")
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            self._enter(stack)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.close()
+
+
+class Replacements(Patch):
+    """A context in which attributes are `replaced`.
+
+    Args:
+        values: for each attribute, pairs of an owner and the function that makes the value from the owner.
+    """
+
+    def __init__(self, values: Mapping[str, Iterable[tuple[object, Callable[[Any], Any]]]]):
+        self._values = {name: [(weakref.ref(owner), make) for owner, make in pairs] for name, pairs in values.items()}
+
+    def _enter(self, stack: ExitStack) -> None:
+        for name, pairs in self._values.items():
+            owners = ((owner(), make) for owner, make in pairs)
+            stack.enter_context(replaced(name, [(one, make(one)) for one, make in owners if one is not None]))
+
+
+def constant(value: Any) -> Callable[[object], Any]:
+    """For `Replacements`: makes `value` from any owner."""
+    return lambda owner: value
+
+
+def is_anything_replaced() -> bool:
+    """Whether any attribute of any object is `replaced` at the moment."""
+    return bool(_replaced)
 
 
 def original(owner: object, name: str) -> Any:

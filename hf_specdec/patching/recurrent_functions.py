@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from .hidden_states import modules_of
-from .patch import original, replaced
+from .patch import Replacements, original
 from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentState
 
 
@@ -288,16 +287,19 @@ def why_not_replaced(model: nn.Module) -> str | None:
     return None
 
 
-@contextmanager
-def recurrent_functions(*models: nn.Module) -> Iterator[None]:
+def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
     files = _files(*models)
-    with ExitStack() as stack:
-        for name, replacement in _REPLACEMENTS.items():
-            values = [(file, _over(replacement, original(file, name))) for file in files if name in vars(file)]
-            if values:
-                stack.enter_context(replaced(name, values))
-        yield
+    return Replacements(
+        {
+            name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
+            for name in _REPLACEMENTS
+        }
+    )
+
+
+def _over_original(name: str, file: ModuleType) -> Callable:
+    return _over(_REPLACEMENTS[name], original(file, name))
 
 
 @functools.cache

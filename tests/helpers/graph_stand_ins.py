@@ -119,9 +119,9 @@ def traces(*models):
 
 
 @contextmanager
-def _watched(model, drafter, keep_hidden_states):
+def _watched(model, drafter, keep_hidden_states, known):
     untouched = traces(model, drafter)
-    with _hosted(model, drafter, keep_hidden_states) as target:
+    with _hosted(model, drafter, keep_hidden_states, known) as target:
         Replay.hostings += not drafter.is_equivalence_check
         before, Replay.host = Replay.host, (model, drafter, target, untouched)
         try:
