@@ -93,11 +93,11 @@ class DecodeState:
         prompt_lengths: `[B]` int64, tokens of each prompt.
         ahead: `[B]` int64, how many more tokens than a row's the longest prompt of its batch has, for RoPE that depends
             on length.
-        num_prefilled: `[]` int64, positions of each row after `cached` that are prefilled.
         aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
-        result: of the last round's verification, for `most_draft_tokens` drafts; after prefill as if a round had
-            committed the last token of each prompt.
+        result: of the last round's verification, for `most_draft_tokens` drafts; see `first_block_width` for after a
+            prefill.
+        prompt_logits: `[B, V]`, the target's logits after the prompts; None before the first prefill.
         block_width: how many columns of the two may be in use: tokens of the last block.
         records: of the pass by which the target itself has run the prompts, while the drafter reads them; else None.
         cache: the target's cache; None if the target runs on a cache of transformers.
@@ -128,13 +128,13 @@ class DecodeState:
     position_offsets: torch.Tensor
     prompt_lengths: torch.Tensor
     ahead: torch.Tensor
-    num_prefilled: torch.Tensor
     cache: RaggedCache | None
     live: int
     result: VerificationResult
     row_slots: int
     block_width: int = 1
     aux_hidden_states: torch.Tensor | None = None
+    prompt_logits: torch.Tensor | None = None
     records: PromptRecords | None = None
     memory: Any = None
     num_before: int | None = None
@@ -172,7 +172,6 @@ class DecodeState:
             position_offsets=torch.zeros(batch, dtype=torch.int64, device=device),
             prompt_lengths=torch.ones(batch, dtype=torch.int64, device=device),
             ahead=torch.zeros(batch, dtype=torch.int64, device=device),
-            num_prefilled=torch.zeros((), dtype=torch.int64, device=device),
             cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
             live=shape.slots,
             row_slots=shape.slots,
@@ -304,6 +303,8 @@ class DecodeState:
             ours[rows] = theirs[taken]
         if self.aux_hidden_states is not None:
             self.aux_hidden_states[rows] = source.aux_hidden_states[taken]
+        if source.prompt_logits is not None:
+            self.prompt_logits[rows] = source.prompt_logits[taken]
         self.block_width = max(self.block_width, source.block_width)
 
     @contextmanager
@@ -317,6 +318,13 @@ class DecodeState:
         finally:
             for buffer, content in zip(kept, before, strict=True):
                 buffer.copy_(content)
+
+    @property
+    def first_block_width(self) -> int:
+        """Tokens of the last block once the first new token is committed: it, and the prompt's last one as if that had
+        been a draft, unless there are none.
+        """
+        return min(2, self.most_draft_tokens + 1)
 
     @property
     def dummy_slot(self) -> int:

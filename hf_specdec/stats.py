@@ -14,7 +14,8 @@ class RowStats:
         rounds: rounds the row took part in.
         drafted: draft tokens verified, up to the row's length limit.
         accepted: draft tokens committed.
-        committed: tokens committed: accepted draft tokens, recovered and bonus tokens.
+        committed: tokens committed by rounds: accepted draft tokens, recovered and bonus tokens. The first token
+            of a text comes with the prompt's pass, and is of no round.
         drafted_per_position, accepted_per_position: `drafted` and `accepted` by position in the block, `[K]`.
         cached_tokens: tokens of its prompt that were not prefilled, since another row's text begins with them, too.
     """

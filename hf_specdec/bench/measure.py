@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from ..config import AUTO
 from ..drafters import Drafter
 from ..engine.equivalence import why_not_equivalent
-from ..stats import SpeculationStats
+from ..stats import SpeculationStats, add_up
 from .batches import Batch
 from .clock import Clock, GpuClock, synchronize
 from .traffic import round_bytes
@@ -107,7 +107,7 @@ class Case:
         acceptance_length: mean tokens that a row commits a round.
         acceptance_per_position: share of the drafts at each position that were accepted.
         rounds_by_k: how many rounds of all runs had how many drafts; empty on the stock engine.
-        ms_per_round: wall time from the first tokens of a call to its last, over the rounds after the first.
+        ms_per_round: wall time from the first tokens of a call to its last, over the rounds between them.
         ms_to_first_token: wall time from the call to its first tokens.
         cold_ms_to_first_token: the same of the case's first call, which may compile, capture and allocate.
         request_to_first_token: from adding a request to a manager to its first tokens.
@@ -283,10 +283,11 @@ class Bench:
             new = out[:, prompt:].cpu()
             counts = count_tokens(new, self.target.generation_config.eos_token_id)
             run.texts += [row[:count] for row, count in zip(new.tolist(), counts, strict=True)]
-            rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - prompt
+            # The first tokens come with the pass over the prompts.
+            rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - prompt - 1
             run.tokens += sum(counts)
             run.rounds += rounds
-            run.timed_rounds += rounds - 1
+            run.timed_rounds += rounds
             run.timed_seconds += clock.last - clock.first
             run.to_first.append(clock.first - start)
             lengths = inputs["attention_mask"].sum(dim=1).tolist()
@@ -364,8 +365,9 @@ class Bench:
         if case.k is not None:
             stats = [one for run in runs for one in run.stats]
             case.engine = f"{stats[0].engine}: {stats[0].reason}; {stats[0].execution}".removesuffix("; ")
-            case.acceptance_length = sum(one.committed for one in stats) / sum(one.rounds for one in stats)
-            case.acceptance_per_position = _shares(stats)
+            total = add_up(stats)
+            case.acceptance_length = total.acceptance_length
+            case.acceptance_per_position = total.acceptance_per_position
             case.cached_tokens = sum(one.cached_tokens for one in first.stats)
             counts = sum((Counter(one.rounds_by_k) for one in stats), Counter())
             case.rounds_by_k = dict(sorted(counts.items()))
@@ -384,9 +386,9 @@ class Bench:
         limits = {"max_new_tokens": min(RECORDED_TOKENS, self.options["max_new_tokens"])}
         out = self.target.generate(**inputs, **(self.options | limits), **options, streamer=clock)
         synchronize(self.target.device)
-        rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - inputs["input_ids"].shape[1]
+        rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - inputs["input_ids"].shape[1] - 1
         seconds = clock.busy_seconds()
-        return 1e3 * seconds / (rounds - 1) if rounds > 1 else None
+        return 1e3 * seconds / rounds if rounds > 0 else None
 
     def _free_memory(self, drafter: Drafter | None) -> None:
         """Free the GPU memory that a case still holds, also after an error."""
@@ -412,12 +414,6 @@ def count_tokens(new: torch.Tensor, eos: int | list[int] | None) -> list[int]:
     is_end = torch.isin(new, ends)
     lengths = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1) + 1, new.shape[1])
     return lengths.tolist()
-
-
-def _shares(stats: list[SpeculationStats]) -> list[float]:
-    drafted = [sum(counts) for counts in zip(*(one.drafted_per_position for one in stats), strict=True)]
-    accepted = [sum(counts) for counts in zip(*(one.accepted_per_position for one in stats), strict=True)]
-    return [kept / tried if tried else 0.0 for kept, tried in zip(accepted, drafted, strict=True)]
 
 
 def compare(cases: list[Case]) -> None:

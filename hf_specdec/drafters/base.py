@@ -43,7 +43,7 @@ class Drafter(PreTrainedModel):
 
     `propose` runs inside the round, which may be captured in a CUDA graph: no value is copied to the CPU, and shapes
     are fixed. It is the same in the first round: after prefill the state is as if a round had just committed the last
-    token of the prompt.
+    token of the prompt, as a draft, and the first new token.
 
     The number of draft tokens is the same in all rounds of a generation, unless the family sets
     `varies_num_draft_tokens`; see `propose`.
@@ -368,7 +368,7 @@ class Drafter(PreTrainedModel):
         """Called before the prompts that `state` holds are prefilled: forget what earlier ones have left."""
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
-        """Process one chunk of the prompt.
+        """Process one chunk of the prompt, whose last token is left for the first round.
 
         Args:
             state: holds the committed tokens.

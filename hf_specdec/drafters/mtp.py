@@ -194,8 +194,8 @@ class MtpDrafter(CachedDrafter):
         self._record_binding(target)
 
     def prefix_margin(self, num_draft_tokens: int) -> int | None:
-        # Step k reads k + 1 tokens ahead; the hidden states at the last K + 1 slots are kept.
-        return num_draft_tokens + 1
+        # Step k reads k + 1 tokens ahead; the first round reads the hidden states at the last K + 1 slots.
+        return num_draft_tokens
 
     @property
     def packs_prompts(self) -> bool:
@@ -361,10 +361,21 @@ class MtpDrafter(CachedDrafter):
             _, feedback = self.run(state, step, tokens, positions, hidden, embeds)
             if self._chains_modules:
                 hidden = feedback
-        # The hidden state before the prompt's last token is left out: the first `propose` appends it.
-        memory, count = state.memory, (positions < state.lengths[:, None] - 2).sum(dim=1)
+        self._remember(state, aux_hidden_states, positions)
+
+    def _remember(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
+        """Append the last hidden states of a chunk, except for that before the prompt's last token: the first `propose`
+        appends it. Arguments as of `prefill`.
+        """
+        memory, columns = state.memory, torch.arange(1, positions.shape[1] + 1, device=positions.device)
+        width = memory.hidden.shape[1]
+        is_known = positions < state.lengths[:, None] - 2
+        count = is_known.sum(dim=1).clamp(max=width)
+        first = torch.where(is_known, columns, 0).amax(dim=1) - count
+        taken = (first[:, None] + torch.arange(width, device=first.device)).clamp(max=len(columns) - 1)
+        hidden = aux_hidden_states.gather(1, taken[..., None].expand(-1, -1, aux_hidden_states.shape[2]))
         memory.num_seen.copy_(state.lengths - 2 - count)
-        memory.append(aux_hidden_states, count, state.lengths - 2)
+        memory.append(hidden, count, state.lengths - 2)
 
     def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
         memory = state.memory

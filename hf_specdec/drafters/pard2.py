@@ -135,10 +135,12 @@ class Pard2Drafter(DraftModelDrafter):
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         # Hidden states at position p go with the token at p + 1, which the first round reads if it is the newest one.
-        first = torch.where(positions[:, :1] == state.draft_starts[:, None], positions[:, :1], state.dummy_slot)
+        none = torch.full_like(positions[:, :1], state.dummy_slot)
         later = torch.where(positions + 1 < state.lengths[:, None] - 1, positions + 1, state.dummy_slot)
-        slots = torch.cat([first, later], dim=1)
-        hidden = self.combine_hidden_states(_after_nothing(aux_hidden_states))
+        is_first = torch.cat([positions, none], dim=1) == state.draft_starts[:, None]
+        slots = torch.where(is_first, state.draft_starts[:, None], torch.cat([none, later], dim=1))
+        states = _after_nothing(aux_hidden_states).masked_fill(is_first[..., None], 0)
+        hidden = self.combine_hidden_states(states)
         self.extend_cache(state, state.tokens.gather(1, slots), slots, state.position_ids(slots), hidden, num_logits=0)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:

@@ -155,7 +155,7 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, columns:
         "The prefill",
         target,
         drafter,
-        lambda: capture(lambda: prefill_chunk(session.state, target, drafter, columns, session.packed)),
+        lambda: capture(lambda: prefill_chunk(session.state, target, drafter, columns, session.prompts)),
     )
 
 

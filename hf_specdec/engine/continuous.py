@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -20,40 +19,23 @@ from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..state import NO_TOKEN, DecodeState, Shape, upload
-from ..stats import Counters, SpeculationStats
+from ..stats import Counters
 from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .groups import PaddedGroups
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
+from .output import ContinuousOutput
 from .prefix_reuse import Prefix, copy_prefixes, margin_of, parts_of, wave_after
 from .request import Request
 from .request_rows import ContinuousBatching, RequestRows, RowRequest, end
-from .rounds import RoundLoop, Stage
+from .rounds import RoundLoop, RoundReport, Stage, commit_first_token
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
 from .transcript import DECIDED_BY_TOKENS
 
 # The share of all time that a smaller session at the end of a call is assumed to save.
 SHARE_OF_THE_END = 1 / 4
-
-
-@dataclass
-class ContinuousOutput:
-    """What a call by continuous batching returns.
-
-    Attributes:
-        requests: in the order of the prompts.
-        speculation: statistics; also `drafter.stats`. Its `seconds` include prefill, which runs between rounds.
-    """
-
-    requests: list[RowRequest]
-    speculation: SpeculationStats
-
-    @property
-    def sequences(self) -> torch.Tensor:
-        """`[n]` int64: the generated tokens of all requests, one after the other."""
-        return torch.tensor([token for request in self.requests for token in request.tokens], dtype=torch.int64)
 
 
 def check_continuous(request: Request) -> None:
@@ -399,15 +381,16 @@ class ContinuousRun:
         state = self._lease.session.state
         state.finished[upload(rows, state.lengths)] = True
 
-    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> bool:
+    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> RoundReport | None:
         rows, margin = [one.row for one in prefixes], self.prefix_margin or 0
         lease, state = self._lease, self._lease.session.state
         if self._row_sampling is not None:
             running = [one for one in self._rows.occupants() if one is not None]
             self._row_sampling.filters = any(one.sampling.filters for one in (*running, *requests))
+        self._entering = upload(rows, state.lengths)
         if self._groups is not None:
             self._groups.prefill(state, prefixes, margin, requests, self._fill)
-            return True
+            return self._commit_first_tokens()
         with settled_on_error(lease.session):
             self._fill(requests, state, rows)
             wave = wave_after(prefixes, [len(one.prompt) for one in requests])
@@ -415,16 +398,21 @@ class ContinuousRun:
                 lease.prefill.capture([wave])
             self.finish(rows)  # until they are prefilled
             copy_prefixes(state, self._request.drafter, prefixes, margin)
-            self._entering = upload(rows, state.lengths)
             lease.prefill.start_rows(wave.spans, self._entering)
         return self.prefill_next()
 
-    def prefill_next(self) -> bool:
+    def prefill_next(self) -> RoundReport | None:
         lease = self._lease
         with settled_on_error(lease.session):
-            if is_done := lease.prefill.run_next():
-                lease.session.state.finished[self._entering] = False
-        return is_done
+            if not lease.prefill.run_next():
+                return None
+            lease.session.state.finished[self._entering] = False
+        return self._commit_first_tokens()
+
+    def _commit_first_tokens(self) -> RoundReport:
+        with settled_on_error(self._lease.session):
+            result, *_ = commit_first_token(self._lease.session.state, self._process, self._entering)
+            return RoundReport(result, self._entering)
 
     def _fill(self, requests: Sequence[RowRequest], state: DecodeState, rows: Sequence[int]) -> None:
         """Put `requests` into `rows` of `state`, not prefilled."""

@@ -160,7 +160,7 @@ class _InputRecorder:
 class FirstPass:
     """The first pass of a call, and what it has computed.
 
-    It takes the place of a `Target` where the engine prefills the drafter and commits the first new token.
+    It takes the place of a `Target` where the engine prefills the drafter.
 
     Args:
         request: of the call, with `inputs`.
@@ -252,7 +252,7 @@ class FirstPass:
             state.records = None
 
     def __call__(
-        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, needs_logits: bool = True
+        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As a `Target`, at slots of the prompts.
 

@@ -1,12 +1,14 @@
-"""What `generate()` returns."""
+"""What calls return."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..stats import SpeculationStats
+from .request_rows import RowRequest
 
 
 @dataclass
@@ -22,3 +24,21 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """
 
     speculation: SpeculationStats | None = None
+
+
+@dataclass
+class ContinuousOutput:
+    """What a call by continuous batching returns.
+
+    Attributes:
+        requests: in the order of the prompts.
+        speculation: statistics; also `drafter.stats`. Its `seconds` include prefill, which runs between rounds.
+    """
+
+    requests: list[RowRequest]
+    speculation: SpeculationStats
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """`[n]` int64: the generated tokens of all requests, one after the other."""
+        return torch.tensor([token for request in self.requests for token in request.tokens], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Prompts of several rows packed in one, without padding, for prefills."""
+"""Buffers of a prefill; prompts of several rows packed in one, without padding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 
 from ..drafters.base import Drafter
 from ..state import DecodeState, upload
+
+# Of rows without positions to prefill.
+_NOWHERE = -(2**31)
 
 
 class PromptSpan(NamedTuple):
@@ -32,34 +35,65 @@ class PackedPrompts:
     Attributes:
         state: the state whose rows they are, as one row; its drafter's memory, too.
         slots: `[tokens]` int64 slots of it, of the positions to prefill; the dummy slot after them, and last.
-        last: `[B]` int64, where in `slots` the last position of each row is; -1 for rows without any.
-        hidden_states: `[B, width]`, auxiliary hidden states of the target there; 0 for rows without any. None before
-            the first prefill, and for a drafter that reads none.
     """
 
     state: DecodeState
     slots: torch.Tensor
-    last: torch.Tensor
-    hidden_states: torch.Tensor | None = None
 
     @classmethod
     def of(cls, state: DecodeState, drafter: Drafter) -> PackedPrompts:
         """Buffers for prompts of `state`, whose memory is that of `drafter`."""
         batch = len(state.tokens)
         slots = torch.empty(batch * state.slots + 1, dtype=torch.int64, device=state.tokens.device)
-        return cls(state.as_one_row(drafter.as_one_row(state.memory, batch)), slots, torch.empty_like(state.lengths))
+        return cls(state.as_one_row(drafter.as_one_row(state.memory, batch)), slots)
 
     def fill(self, spans: Sequence[PromptSpan]) -> None:
         """Set the positions to prefill; at most those of all rows."""
         width, host = self.state.row_slots, torch.device("cpu")
         self.slots.fill_(self.state.dummy_slot)
-        self.last.fill_(-1)
-        if self.hidden_states is not None:
-            self.hidden_states.zero_()
-        spans = [span for span in spans if span.end > span.begin]
-        if not spans:
-            return
         parts = [torch.arange(one.begin, one.end, device=host) + one.row * width for one in spans]
-        slots, ends = torch.cat(parts), torch.tensor([len(part) for part in parts]).cumsum(0) - 1
-        self.slots[: len(slots)] = upload(slots, self.slots)
-        self.last[upload([one.row for one in spans], self.last)] = upload(ends, self.last)
+        if parts:
+            slots = torch.cat(parts)
+            self.slots[: len(slots)] = upload(slots, self.slots)
+
+
+@dataclass
+class PromptBuffers:
+    """What a prefill runs, and what it leaves of the last tokens of the prompts.
+
+    Attributes:
+        num_done: `[]` int64, steps that are done: columns of padded rows, or tokens of packed ones.
+        starts: `[B]` int64, the position of each row that step 0 runs, or would run if there were as many before the
+            row's first; a large negative number for rows without positions to prefill.
+        packed: the positions, packed in one row; None if each row has its own. Then rows end at the same step.
+        hidden_states: `[B, state.first_block_width, width]`, auxiliary hidden states of the target at the last tokens
+            of the prompts, as far as the prefill has run them, else 0; None before the first prefill, and for a drafter
+            that reads none.
+    """
+
+    num_done: torch.Tensor
+    starts: torch.Tensor
+    packed: PackedPrompts | None = None
+    hidden_states: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, state: DecodeState) -> PromptBuffers:
+        return cls(torch.zeros((), dtype=torch.int64, device=state.tokens.device), torch.empty_like(state.lengths))
+
+    def fill(self, spans: Sequence[PromptSpan], steps: int) -> None:
+        """Set the positions to prefill.
+
+        Args:
+            spans: of the rows, each once.
+            steps: of the whole prefill, if the rows are padded.
+        """
+        starts, first = [_NOWHERE] * len(self.starts), 0
+        for span in spans:
+            starts[span.row] = span.end - steps if self.packed is None else span.begin - first
+            first += span.end - span.begin
+        self.starts.copy_(upload(starts, self.starts))
+        self.num_done.zero_()
+        if self.hidden_states is not None and spans:
+            self.hidden_states[upload([span.row for span in spans], self.starts)] = 0
+        if self.packed is not None:
+            self.packed.fill(spans)

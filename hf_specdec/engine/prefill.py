@@ -1,8 +1,8 @@
-"""Prefill: target and drafter process the prompts, except for their last tokens.
+"""Prefill: target and drafter process the prompts, the drafter except for their last tokens.
 
 Prompts of several rows are packed in one, without padding, where target and drafter store keys and values only;
-elsewhere each is in a row of its own, padded. `prefill_chunk` is what is run eagerly and captured; nothing in it reads
-the device on the host.
+elsewhere each is in a row of its own, padded in front. `prefill_chunk` is what is run eagerly and captured; nothing in
+it reads the device on the host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from ..drafters.base import Drafter
 from ..state import DecodeState
 from .first_pass import FirstPass
-from .packed_prompts import PackedPrompts
+from .packed_prompts import PromptBuffers
 from .target import Target
 
 
@@ -21,73 +21,91 @@ def start_prefill(state: DecodeState, drafter: Drafter) -> None:
     state.cache.restart()
     drafter.start_prefill(state)
     state.block_width = 1
-    reset_rows(state, slice(None))
-    state.num_prefilled.zero_()
-
-
-def reset_rows(state: DecodeState, rows: torch.Tensor | slice) -> None:
-    """Let `rows` be as if a round had just committed the last token of each prompt, without its hidden state."""
-    state.result.tokens[rows] = 0
-    state.result.accepted[rows] = 0
-    state.result.committed[rows] = 1
-    if state.aux_hidden_states is not None:
-        state.aux_hidden_states[rows] = 0
 
 
 def prefill_chunk(
-    state: DecodeState,
-    target: Target | FirstPass,
-    drafter: Drafter,
-    columns: int,
-    packed: PackedPrompts | None = None,
+    state: DecodeState, target: Target | FirstPass, drafter: Drafter, columns: int, prompts: PromptBuffers
 ) -> None:
-    """Prefill target and drafter with the next positions of the prompts, except for the prompts' last tokens.
+    """Prefill target and drafter with the next positions of the prompts, the drafter without the prompts' last tokens.
 
-    After the last chunk the state is as if a round had just committed the last token of each prompt: that token has not
-    passed through the target, and the drafter has not seen it. Prefilling again changes nothing.
+    `finish_prefill` comes after the last chunk. Prefilling again changes nothing.
 
     Args:
         state: holds the prompts. Positions below `state.cached` are in the target's cache already and are left out.
         target, drafter: to run.
-        columns: positions to run: of all rows together if packed, else of each row, where those beyond its prompt are
-            padding.
-        packed: the positions to prefill, packed in one row; None if each row has its own. If packed, `finish_packed`
-            comes after the last chunk.
+        columns: steps to run: tokens of all rows together if packed, else columns of each row, where those before its
+            first position are padding.
+        prompts: which positions are run.
     """
-    device = state.tokens.device
-    steps = state.num_prefilled + torch.arange(columns, device=device)
-    if packed is not None:
-        view, last = packed.state, packed.last - state.num_prefilled
-        slots = packed.slots[steps.clamp(max=len(packed.slots) - 1)][None]
-        rows = torch.zeros_like(last)
-    else:
-        prompt_end = state.lengths - 1
-        view, last = state, prompt_end - 1 - (state.cached + state.num_prefilled)
-        positions = state.cached[:, None] + steps
-        slots = torch.where(positions < prompt_end[:, None], positions, state.dummy_slot)
-        rows = torch.arange(len(last), device=device)
-    _, aux_hidden_states = target(view, view.tokens.gather(1, slots), slots, needs_logits=False)
-    drafter.prefill(view, aux_hidden_states, slots)
+    packed = prompts.packed
+    view, (slots, drafted) = _slots_of(state, prompts, columns)
+    rows = torch.zeros_like(state.lengths)
+    if packed is None:
+        rows = torch.arange(len(rows), device=rows.device)
+    # The column of this chunk in which the last token of each prompt is, if it is in one.
+    last = state.lengths - 1 - prompts.starts - prompts.num_done
+    logits_to_keep = 1 if packed is None else last.clamp(0, columns - 1)
+    logits, aux_hidden_states = target(view, view.tokens.gather(1, slots), slots, logits_to_keep)
+    drafter.prefill(view, aux_hidden_states, drafted)
+    is_here = (last >= 0) & (last < columns)
+    logits = logits[:, -1] if packed is None else logits[0]
+    if state.prompt_logits is None:
+        state.prompt_logits = torch.zeros_like(logits)
+    state.prompt_logits.copy_(torch.where(is_here[:, None], logits, state.prompt_logits))
     if aux_hidden_states is not None:
-        here = aux_hidden_states[rows, last.clamp(0, columns - 1)]
-        is_here = ((last >= 0) & (last < columns))[:, None]
-        if state.aux_hidden_states is None:
-            state.aux_hidden_states = here.new_zeros(len(here), state.most_draft_tokens + 1, here.shape[-1])
-        if packed is not None and packed.hidden_states is None:
-            packed.hidden_states = torch.zeros_like(here)
-        kept = state.aux_hidden_states[:, 0] if packed is None else packed.hidden_states
-        kept.copy_(torch.where(is_here, here, kept))
-    state.num_prefilled += columns
+        _keep_hidden_states(state, prompts, aux_hidden_states, rows, last)
+    prompts.num_done += columns
 
 
-def finish_packed(state: DecodeState, packed: PackedPrompts, rows: torch.Tensor | slice) -> None:
-    """After the last chunk of packed prompts: let `rows` be as after `prefill_chunk` of prompts that are not packed.
+def _slots_of(
+    state: DecodeState, prompts: PromptBuffers, columns: int
+) -> tuple[DecodeState, tuple[torch.Tensor, torch.Tensor]]:
+    """What a chunk runs on, and its slots `[1 or B, columns]` int64 for the target, and for the drafter."""
+    steps, packed = prompts.num_done + torch.arange(columns, device=prompts.starts.device), prompts.packed
+    if packed is not None:
+        slots = packed.slots[steps.clamp(max=len(packed.slots) - 1)][None]
+        is_drafted = slots % state.slots < state.lengths[slots // state.slots] - 1
+        return packed.state, (slots, torch.where(is_drafted, slots, packed.state.dummy_slot))
+    positions = prompts.starts[:, None] + steps
+    slots = torch.where(positions >= state.cached[:, None], positions, state.dummy_slot)
+    return state, (slots, torch.where(slots < state.lengths[:, None] - 1, slots, state.dummy_slot))
 
-    Rounds of other rows may have run between the chunks, which overwrite what they leave of these.
+
+def _keep_hidden_states(
+    state: DecodeState, prompts: PromptBuffers, hidden: torch.Tensor, rows: torch.Tensor, last: torch.Tensor
+) -> None:
+    """Keep the hidden states of a chunk at the last tokens of the prompts.
+
+    Args:
+        state: of the prompts.
+        prompts: where they are kept.
+        hidden: `[1 or B, n, H]`, those of the chunk.
+        rows: `[B]` int64, which of its rows each prompt is in.
+        last: `[B]` int64, the column of each prompt's last token, which may be outside of the chunk.
     """
-    reset_rows(state, rows)
-    if packed.hidden_states is not None:
-        state.aux_hidden_states[rows, 0] = packed.hidden_states[rows]
+    width, columns = state.first_block_width, hidden.shape[1]
+    if prompts.hidden_states is None:
+        prompts.hidden_states = hidden.new_zeros(len(last), width, hidden.shape[-1])
+    back = torch.arange(1 - width, 1, device=last.device)
+    at = last[:, None] + back
+    # In a packed row other prompts are before the first position that is run.
+    is_run = (state.lengths - 1)[:, None] + back >= state.cached[:, None]
+    is_here = is_run & (at >= 0) & (at < columns)
+    here = hidden[rows[:, None], at.clamp(0, columns - 1)]
+    prompts.hidden_states.copy_(torch.where(is_here[..., None], here, prompts.hidden_states))
+
+
+def finish_prefill(state: DecodeState, prompts: PromptBuffers, rows: torch.Tensor | slice) -> None:
+    """After the last chunk: let the hidden states of `rows` be those at the last tokens of the prompts.
+
+    Rounds of other rows may have run between the chunks, which overwrite what they leave of these. Then the first new
+    token can be committed.
+    """
+    kept = prompts.hidden_states
+    if kept is not None:
+        if state.aux_hidden_states is None:
+            state.aux_hidden_states = kept.new_zeros(len(kept), state.most_draft_tokens + 1, kept.shape[-1])
+        state.aux_hidden_states[rows, : kept.shape[1]] = kept[rows]
 
 
 def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size: int) -> None:

@@ -100,7 +100,7 @@ def find_followers(
 def wave_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> PrefillWave:
     """The prefill of prompts of `lengths` tokens from where `prefixes`, which are there by then, end."""
     pairs = zip(prefixes, lengths, strict=True)
-    return PrefillWave([PromptSpan(one.row, one.length, length - 1) for one, length in pairs])
+    return PrefillWave([PromptSpan(one.row, one.length, length) for one, length in pairs])
 
 
 def is_told_by_tokens(request: Request) -> bool:

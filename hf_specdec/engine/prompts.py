@@ -57,9 +57,9 @@ class Prompts:
 
     @property
     def spans(self) -> list[PromptSpan]:
-        """What a prefill runs of each row: what the cache lacks, except for the last token."""
+        """What a prefill runs of each row: what the cache lacks."""
         held = zip(self.lengths, self.cached_lengths, strict=True)
-        return [PromptSpan(row, cached, length - 1) for row, (length, cached) in enumerate(held)]
+        return [PromptSpan(row, cached, length) for row, (length, cached) in enumerate(held)]
 
     def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
         """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads.

@@ -15,7 +15,7 @@ from ..kernels.types import SamplingSettings
 from ..patching.patch import caller
 from ..stats import Counters
 from .prefix_reuse import Prefix
-from .rounds import Stage
+from .rounds import RoundReport, Stage
 from .row_prefixes import RowPrefixes
 
 # Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
@@ -100,6 +100,9 @@ class RowRequest:
             return bool(self.criteria(text, None).all())
 
 
+Entered = list[tuple[int, RowRequest]]
+
+
 class Arrived(NamedTuple):
     """What has happened to requests since the last round.
 
@@ -171,14 +174,12 @@ class Place(Protocol):
     def merges_equal(self) -> bool:
         """Whether requests with the same prompt that are prefilled together are prefilled as one."""
 
-    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> bool:
-        """Begin to let each of `requests` occupy a row, with what is reused of its beginning.
+    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> RoundReport | None:
+        """Begin to let each of `requests` occupy a row, with what is reused of its beginning; returns their first
+        tokens if they do, else `prefill_next` goes on."""
 
-        Returns whether they do; otherwise `prefill_next` goes on.
-        """
-
-    def prefill_next(self) -> bool:
-        """Go on with the prefill that was begun, for a limited time; returns whether it has ended."""
+    def prefill_next(self) -> RoundReport | None:
+        """Go on with the prefill that was begun, for a limited time; returns the first tokens if it has ended."""
 
     def group_size(self, count: int) -> int | None:
         """Rows of the buffers in which so many requests are prefilled, padded; None if prompts are packed."""
@@ -220,6 +221,8 @@ class RequestRows:
         self._entering: list[tuple[int, RowRequest]] = []
         self._waiting = deque(requests)
         self._tokens_waiting = sum(one.remaining for one in requests)
+        # Requests that have entered rows since the last round, and their first tokens.
+        self._first: list[tuple[Entered, RoundReport]] = []
         self._counters = counters
         self._settings = settings
         self._is_open = settings.arrivals is not None
@@ -300,16 +303,16 @@ class RequestRows:
         self._entering = [(prefix.row, request) for prefix, request in zip(plan.prefixes, now, strict=True)]
         return plan.prefixes, now
 
-    def _enter(self, is_prefilled: bool) -> None:
+    def _enter(self, first: RoundReport | None) -> None:
         """Let requests occupy the rows that are being prefilled, when they are; at once if no other row is occupied.
 
         Requests that arrive while rounds run are prefilled chunk by chunk, one before each round, so that a long prompt
         does not hold up the others. Where all are there from the start, no one waits for a single text.
         """
         is_alone = all(one is None for one in self._occupants)
-        while not is_prefilled and (is_alone or self._settings.arrivals is None):
-            is_prefilled = self._place.prefill_next()
-        if not is_prefilled:
+        while first is None and (is_alone or self._settings.arrivals is None):
+            first = self._place.prefill_next()
+        if first is None:
             return
         now = time.perf_counter()
         for row, request in self._entering:
@@ -320,7 +323,12 @@ class RequestRows:
             else:
                 request.lifespan = (now, -1.0)
                 self._occupants[row] = request
+        self._first.append((self._entering, first))
         self._entering = []
+
+    def first_tokens(self) -> list[tuple[Entered, RoundReport]]:
+        found, self._first = self._first, []
+        return found
 
     def _receive(self, arrivals: Arrivals) -> bool:
         """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
@@ -390,16 +398,24 @@ class RequestRows:
         **records: None,
     ) -> None:
         self.rounds_by_k[len(tokens[0]) - 1] += 1
-        now = time.perf_counter()
-        going_on, stopped = [], []
-        for row, request in enumerate(occupants):
-            if request is None or request.is_over:
-                continue
-            count = committed[row]
+        running = [(row, one) for row, one in enumerate(occupants) if one is not None and not one.is_over]
+        for row, request in running:
             drafted = min(request.remaining - len(request.tokens), len(tokens[row]) - 1)
-            self._counters.count(request.index, accepted[row], count, drafted)
+            self._counters.count(request.index, accepted[row], committed[row], drafted)
             request.num_settled = len(request.tokens)
-            if request.add(tokens[row][:count], now):
+        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running])
+
+    def take_first(
+        self, occupants: Entered, tokens: list[list[int]], accepted: list[int], committed: list[int]
+    ) -> None:
+        entered = zip(occupants, tokens, committed, strict=True)
+        self._add([(row, one, new[:count]) for (row, one), new, count in entered if not one.is_over])
+
+    def _add(self, found: list[tuple[int, RowRequest, list[int]]]) -> None:
+        """Add new tokens to the requests of rows; those that end by them leave their rows."""
+        now, going_on, stopped = time.perf_counter(), [], []
+        for row, request, new in found:
+            if request.add(new, now):
                 if request.criteria is not None:  # the device knows of tokens only
                     stopped.append(row)
                 self._retire(row, request, now)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,9 +23,6 @@ from ..stats import Counters
 from .auto_drafts import RoundTimes
 from .target import Target
 from .transcript import Transcript
-
-if TYPE_CHECKING:
-    from .first_pass import FirstPass
 
 
 def run_round(
@@ -44,27 +41,26 @@ def run_round(
 
 
 def commit_first_token(
-    state: DecodeState, target: Target | FirstPass, drafter: Drafter, process: BlockProcessor
+    state: DecodeState, process: BlockProcessor, rows: torch.Tensor | slice
 ) -> tuple[VerificationResult, torch.Tensor, torch.Tensor]:
-    """Commit the token after the prompts, of which `target` has logits: a round without drafts.
+    """Commit the token after the prompts of `rows`, whose logits a prefill has left.
+
+    Afterwards the state is as if a round had just committed the prompt's last token, as a draft, and this one.
 
     Returns:
-        as `run_round`, with one column.
+        what was committed, the processed scores and the logits, as `run_round`, with one column.
     """
-    before = state.num_draft_tokens
-    if drafter.varies_num_draft_tokens:
-        state.num_draft_tokens = 0
-    try:
-        # What is proposed, if anything, is not used: the drafter reads what is kept of the prompts' last tokens.
-        drafter.propose(state, *state.last_block(state.num_draft_tokens + 1))
-    finally:
-        state.num_draft_tokens = before
-    proposal = no_drafts(state)
-    block, slots = state.block(proposal.tokens)
-    logits, aux_hidden_states = target(state, block, slots)
+    proposal, logits = no_drafts(state), state.prompt_logits[:, None]
+    block, _ = state.block(proposal.tokens)
     scores = process(logits, block, state)
-    result = verify_and_commit(state, scores, proposal, aux_hidden_states)
-    state.block_width = 1
+    result = verify(scores, state, proposal)
+    committed = torch.zeros_like(result.committed)
+    committed[rows] = result.committed[rows]
+    result = state.commit(result._replace(committed=committed))
+    width, kept = state.first_block_width, state.result
+    kept.tokens[rows, :width] = torch.cat([block, result.tokens], dim=1)[rows, -width:]
+    kept.accepted[rows], kept.committed[rows] = width - 1, result.committed[rows] * width
+    state.block_width = max(state.block_width, width)
     return result, scores, logits
 
 
@@ -119,11 +115,13 @@ class RoundReport:
 
     Args:
         result: of the round; its tensors may be overwritten by the next one.
+        rows: `[n]` int64, which ones to report; all if None.
     """
 
-    def __init__(self, result: VerificationResult):
+    def __init__(self, result: VerificationResult, rows: torch.Tensor | None = None):
         parts = (result.tokens, result.accepted[:, None], result.committed[:, None])
         packed = torch.cat(parts, dim=1)
+        packed = packed if rows is None else packed[rows]
         self._arrived = None
         if packed.is_cuda:
             self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -153,6 +151,9 @@ class Rows(Protocol):
         It may wait for requests where no row needs another round; `is_complete` is read afterwards.
         """
 
+    def first_tokens(self) -> Sequence[tuple[Any, RoundReport]]:
+        """What `admit` has put into rows, and their first tokens; passed on to `take_first` in order with rounds."""
+
     @property
     def is_to_move(self) -> bool:
         """Whether rounds should run on a state with another number of rows, or of slots."""
@@ -170,6 +171,11 @@ class Rows(Protocol):
         self, occupants: Any, tokens: list[list[int]], accepted: list[int], committed: list[int], **records: Any
     ) -> None:
         """Take the results of a round: K + 1 tokens, accepted drafts and committed tokens of each row of the state."""
+
+    def take_first(
+        self, occupants: Any, tokens: list[list[int]], accepted: list[int], committed: list[int], **records: Any
+    ) -> None:
+        """Take first tokens, which are of no round: one of each of the occupants."""
 
 
 class NumDrafts(Protocol):
@@ -257,7 +263,7 @@ class RoundClock:
 
 @dataclass
 class _Launched:
-    """A round whose results have not been read."""
+    """A round whose results have not been read, or first tokens, which have no `start` and no `end`."""
 
     num_drafts: int
     is_typical: bool
@@ -291,6 +297,7 @@ class RoundLoop:
         while True:
             if self._rows.admit():
                 self._last = None
+            self._note_first_tokens()
             if self._rows.is_complete:
                 return
             if self._rows.is_to_move:
@@ -300,6 +307,10 @@ class RoundLoop:
             else:
                 self._launch()
                 self._read_results(self._rounds_ahead)
+
+    def _note_first_tokens(self) -> None:
+        for occupants, report in self._rows.first_tokens():
+            self._launched.append(_Launched(0, False, None, None, occupants, report, {}))
 
     def _launch(self) -> None:
         stage, last = self._stage, self._last
@@ -325,6 +336,9 @@ class RoundLoop:
         """Read the results of all rounds but the last `rounds_ahead`."""
         while len(self._launched) > rounds_ahead:
             one = self._launched.popleft()
+            if one.start is None:
+                self._rows.take_first(one.occupants, *one.report.read())
+                continue
             self._rows.take(one.occupants, *one.report.read(), **one.records)
             milliseconds = self._clock.milliseconds(one.start, one.end)
             self._stage.drafts.ran(one.num_drafts, milliseconds, one.is_typical)
@@ -364,6 +378,9 @@ class CallRows:
     def move(self) -> None:
         return None
 
+    def first_tokens(self) -> Sequence[tuple[None, RoundReport]]:
+        return ()
+
     def tokens_left(self) -> float:
         """How many tokens a row that has not ended may still add, on average."""
         rows = [row for row, stopped in enumerate(self.transcript.stopped) if not stopped]
@@ -389,10 +406,16 @@ class CallRows:
             if num_committed > 0 and not self.transcript.is_done(row):
                 remaining = self._remaining[row] - self.transcript.length(row)
                 self.counters.count(row, num_accepted, num_committed, min(remaining, len(tokens[row]) - 1))
-        self.take_first(tokens, committed, **records)
+        self.take_first(None, tokens, accepted, committed, **records)
 
-    def take_first(self, tokens: list[list[int]], committed: list[int], **records: torch.Tensor | None) -> None:
-        """Take tokens that no round has drafted: the first ones after prompts that the target itself has run."""
+    def take_first(
+        self,
+        occupants: None,
+        tokens: list[list[int]],
+        accepted: list[int],
+        committed: list[int],
+        **records: torch.Tensor | None,
+    ) -> None:
         batch, before = len(self.counters.rows), self.transcript.stopped
         self.transcript.add(tokens[:batch], committed[:batch], **records)
         for row, remaining in enumerate(self._remaining):

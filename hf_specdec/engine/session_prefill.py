@@ -13,8 +13,8 @@ from . import buckets
 from .capture import capture_prefill
 from .first_pass import FirstPass
 from .lazy_target import LazyTarget
-from .packed_prompts import PackedPrompts, PromptSpan
-from .prefill import finish_packed, prefill_chunk, reset_rows, start_prefill
+from .packed_prompts import PackedPrompts, PromptBuffers, PromptSpan
+from .prefill import finish_prefill, prefill_chunk, start_prefill
 from .prefix_reuse import PrefillWave, copy_prefixes, margin_of
 from .sessions import Session
 
@@ -61,8 +61,8 @@ class SessionPrefill:
         """Prefill all rows, by graphs as far as they are captured.
 
         Args:
-            waves: positions to run of the prompts that the state holds: the last token of none, and what is cached of
-                none. More than one only of packed prompts.
+            waves: positions to run of the prompts that the state holds: what is not cached. More than one only if they
+                are packed.
             bring_cached: brings what is cached of the prompts into the session; None if nothing is.
             first_pass: by which the target itself has run the prompts; then only the drafter is prefilled, padded.
         """
@@ -71,10 +71,7 @@ class SessionPrefill:
         if bring_cached is not None:
             bring_cached()
         if first_pass is not None:
-            self._target()  # which patches the drafter, too
-            with first_pass.records_of(state):
-                for chunk in self._eager_chunks(max(span.end - span.begin for span in waves[0].spans)):
-                    prefill_chunk(state, first_pass, drafter, chunk)
+            self._run_first_pass(waves[0].spans, first_pass)
             return
         for wave in waves:
             if wave.prefixes:
@@ -84,36 +81,42 @@ class SessionPrefill:
             while not self.run_next():
                 pass
 
+    def _run_first_pass(self, spans: Sequence[PromptSpan], first_pass: FirstPass) -> None:
+        state, drafter = self._session.state, self._target.drafter
+        self._target()  # which patches the drafter, too
+        self._prompts = prompts = PromptBuffers.of(state)
+        chunks = self._eager_chunks(max(span.end - span.begin for span in spans))
+        prompts.fill(spans, sum(chunks))
+        with first_pass.records_of(state):
+            for chunk in chunks:
+                prefill_chunk(state, first_pass, drafter, chunk, prompts)
+        finish_prefill(state, prompts, slice(None))
+
     def start_rows(self, spans: Sequence[PromptSpan], rows: torch.Tensor) -> None:
         """Begin a prefill of `rows` `[n]` int64 only, packed; others may be between two rounds. `run_next` runs it."""
-        state = self._session.state
         if not self._is_packed:
-            reset_rows(state, rows)
+            state = self._session.state
             state.cached[rows] = upload([span.begin for span in spans], state.cached)
         self._start(spans, rows)
 
     def _start(self, spans: Sequence[PromptSpan], rows: torch.Tensor | slice) -> None:
-        self._session.state.num_prefilled.zero_()
-        self._pack(spans)
         self._spans, self._rows = spans, rows
         self._left, self._done = deque(self._chunks(spans)), 0
+        self._fill(spans, sum(self._left))
 
     def run_next(self) -> bool:
         """Run the next chunk of a prefill that was started; returns whether it was the last."""
         self._run_chunk(self._left.popleft())
         if self._left:
             return False
-        if self._is_packed:
-            finish_packed(self._session.state, self._session.packed, self._rows)
+        finish_prefill(self._session.state, self._prompts, self._rows)
         return True
 
-    def _pack(self, spans: Sequence[PromptSpan]) -> None:
-        if not self._is_packed:
-            return
-        session = self._session
-        if session.packed is None:
-            session.packed = PackedPrompts.of(session.state, self._target.drafter)
-        session.packed.fill(spans)
+    def _fill(self, spans: Sequence[PromptSpan], steps: int) -> None:
+        self._prompts = prompts = self._session.prompts
+        if self._is_packed and prompts.packed is None:
+            prompts.packed = PackedPrompts.of(self._session.state, self._target.drafter)
+        prompts.fill(spans, steps)
 
     def _run_chunk(self, chunk: int) -> None:
         session, state, spans = self._session, self._session.state, self._spans
@@ -124,7 +127,7 @@ class SessionPrefill:
         if self._batch == 1 and spans and self._done + chunk <= spans[0].end - spans[0].begin:
             state.num_before = spans[0].begin + self._done
         try:
-            prefill_chunk(state, self._target(), self._target.drafter, chunk, session.packed)
+            prefill_chunk(state, self._target(), self._target.drafter, chunk, session.prompts)
         finally:
             state.num_before = None
         self._done += chunk
@@ -138,11 +141,7 @@ class SessionPrefill:
         session, drafter = self._session, self._target.drafter
         for chunk in dict.fromkeys(self._captured_chunks_of(waves)):
             if chunk not in session.prefills:
-                # Warm-ups and the capture prefill no position, or others than those that are next, which does no harm.
-                if self._is_packed:
-                    self._pack(())
-                else:
-                    start_prefill(session.state, drafter)
+                self._fill((), chunk)  # warm-ups and the capture prefill no position
                 session.prefills.add(chunk, capture_prefill(session, self._target(), drafter, chunk))
 
     def _columns(self, spans: Sequence[PromptSpan]) -> int:

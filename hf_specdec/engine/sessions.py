@@ -16,7 +16,7 @@ from .auto_drafts import RoundTimes
 from .cuda_graphs import Fence, GraphPool
 from .fingerprint import Fingerprint
 from .kv_transfer import DeferredCache
-from .packed_prompts import PackedPrompts
+from .packed_prompts import PromptBuffers
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
 # groups, and of rows down to those of its end.
@@ -78,8 +78,8 @@ class Session:
         state: the buffers.
         rounds: captured rounds, by `BlockProcessor.key` and K.
         catch_ups: captured `catch_up`, by width.
-        prefills: captured prefills, by width.
-        packed: buffers of prompts that are packed in one row; None before the first prefill of such.
+        prefills: captured chunks of prefills, by width.
+        prompts: buffers of prefills.
         graph_pool: memory pool of all these graphs.
         round_times: of its rounds, for `num_assistant_tokens="auto"`.
         capture_seconds: how long the last capture of a round took.
@@ -89,7 +89,7 @@ class Session:
     def __init__(self, state: DecodeState):
         self.state = state
         self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
-        self.packed: PackedPrompts | None = None
+        self.prompts = PromptBuffers.of(state)
         self.graph_pool = GraphPool()
         self.round_times = RoundTimes(len(state.tokens))
         self.capture_seconds = 0.0

@@ -125,7 +125,7 @@ class StaticRun:
         with settled_on_error(session):
             self._begin(session.state, self._request.prompts, list(range(self._request.batch)))
             num_drafts = self._num_drafts
-            lacks_round = lease.lacks_round(process, num_drafts)
+            lacks_round = max(self._remaining) > 1 and lease.lacks_round(process, num_drafts)
             if lacks_round:
                 lease.start_compiler()
             self._prefill(session)
@@ -196,8 +196,7 @@ class StaticRun:
             for prefix in self._equal.prefixes if self._equal is not None else self._waves[-1].prefixes:
                 self._rows.counters.count_cached(prefix.row, prefix.length)
             stage = self._lease.stage(self._process, request, acceptance, self._rows.tokens_left)
-            if self._first_pass is not None:
-                self._commit_first_token(session)
+            self._commit_first_token(session)
             loop = RoundLoop(stage, self._rows)
             start = time.perf_counter()
             loop.run()
@@ -208,11 +207,9 @@ class StaticRun:
             self._equal.keep()
 
     def _commit_first_token(self, session: Session) -> None:
-        drafter = self._request.drafter
-        result, scores, logits = commit_first_token(session.state, self._first_pass, drafter, self._process)
-        tokens, _, committed = RoundReport(result).read()
-        self._rows.take_first(tokens, committed, scores=scores, logits=logits)
         self._first_pass = None
+        result, scores, logits = commit_first_token(session.state, self._process, slice(None))
+        self._rows.take_first(None, *RoundReport(result).read(), scores=scores, logits=logits)
 
     def _hand_over_cache(self, session: Session) -> None:
         """Copy keys and values to the caller's cache; if there is none, let the output copy them when it is asked."""
@@ -234,14 +231,15 @@ class StaticRun:
             with caller():
                 self._finished.complete(request.cache)
         transcript.finish()
+        rounds = self._rows.rounds_by_k
         stats = self._rows.counters.summary(
             num_assistant_tokens=request.num_draft_tokens,
             engine="static",
             reason=request.reason,
-            execution=self._lease.execution(self._process, self._num_drafts),
+            execution=self._lease.execution(self._process, self._num_drafts) if rounds else "no rounds",
             draft_probs=self._lease.shape.draft_probs,
-            num_rounds=self._rows.rounds_by_k.total(),
-            rounds_by_k=dict(self._rows.rounds_by_k),
+            num_rounds=rounds.total(),
+            rounds_by_k=dict(rounds),
             seconds=self._seconds,
         )
         request.drafter._last_stats = stats

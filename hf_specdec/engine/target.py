@@ -74,14 +74,22 @@ class Target:
     patches: Sequence[Patch] = ()
 
     def __call__(
-        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, needs_logits: bool = True
+        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `[B, n]` tokens at `[B, n]` slots.
 
+        Args:
+            state: of the generation.
+            tokens: to run.
+            slots: of the cache.
+            logits_to_keep: of which tokens logits are needed: indices `[m]` int64 of columns, or 1 for the last one; 0
+                for all.
+
         Returns:
-            logits `[B, n, V]`, or of the last tokens if not `needs_logits`, and auxiliary hidden states `[B, n, width]`
-            or None.
+            logits `[B, n, V]`, `[B, m, V]` or `[B, 1, V]`, and auxiliary hidden states `[B, n, width]` or None. With 1
+            models may give logits of more columns; the last is the last token's.
         """
+        is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         state.cache.advance(slots, state.live, state.num_before)
         position_ids = state.position_ids(slots)
         if self.longest_short is not None:
@@ -92,16 +100,19 @@ class Target:
             position_ids=position_ids,
             past_key_values=state.cache,
             use_cache=True,
-            logits_to_keep=0 if needs_logits else self._last_token(slots),
+            logits_to_keep=self._last_token(slots) if is_last else logits_to_keep,
             output_hidden_states=self.hidden_states is not None,
             return_dict=True,
         )
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)
-        return out.logits, self.recorder.aux_hidden_states
+        logits = out.logits
+        if isinstance(logits_to_keep, torch.Tensor) and not self.model._supports_logits_to_keep():
+            logits = logits[:, logits_to_keep]
+        return logits, self.recorder.aux_hidden_states
 
     def _last_token(self, slots: torch.Tensor) -> int | torch.Tensor:
-        """Which of the tokens at `slots` `[B, n]` to compute logits for, as models take it.
+        """The last of the tokens at `slots` `[B, n]`, as models take it.
 
         Given a number, models whose last layers store no keys run those over as many tokens only, given indices over
         all, as a drafter that reads hidden states needs it.

@@ -19,9 +19,10 @@ from transformers.generation.utils import GenerateOutput
 from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
-from ..engine.continuous import ContinuousOutput, decode_continuously
+from ..engine.continuous import decode_continuously
 from ..engine.equivalence import CallWithInputs, why_not_equivalent, why_not_equivalent_with
 from ..engine.first_pass import inputs_after_prompts, position_offsets
+from ..engine.output import ContinuousOutput
 from ..engine.prompts import read_prompts
 from ..engine.request import Request
 from ..engine.request_rows import ContinuousBatching

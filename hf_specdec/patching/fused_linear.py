@@ -39,9 +39,8 @@ class FusedLinear:
     def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor, bias: torch.Tensor | None):
         self._layers = layers
         self._weight, self._bias = weight, bias
-        self._sizes = [
-            layer._parameters["weight"].shape[0] for layer in layers
-        ]  # under tensor parallelism, of this rank's shard
+        # Under tensor parallelism those of this rank's shards.
+        self._sizes = [layer._parameters["weight"].shape[0] for layer in layers]
         # One attribute, so that a thread never sees the input of one thread's call with the outputs of another's.
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
 

@@ -201,7 +201,7 @@ def run_script(monkeypatch, case, num_draft_tokens, patterns, max_new_tokens=Non
     rounds = watch(monkeypatch, case.drafter)
     monkeypatch.setattr("hf_specdec.engine.rounds.verify", Script(patterns, PLAIN.vocab_size))
     rows = PROMPTS[: len(patterns[0])]
-    room = max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
+    room = max_new_tokens or 1 + min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
     case.target.generate(
         **padded_prompts(rows, seed=5),
         do_sample=False,
@@ -300,7 +300,7 @@ def test_recomputation_is_transformers_own_assistant(tmp_path):
 def test_length_limit(monkeypatch, tmp_path, family):
     """Only drafts that fit count, and those that do not disturb no others."""
     case = CASES[family](tmp_path)
-    for max_new_tokens in cases((1, 2, 3, 5, 8, 9, 11), (1, 3, 8, 9)):
+    for max_new_tokens in cases((2, 3, 4, 6, 9, 10, 12), (2, 4, 9, 10)):
         with monkeypatch.context() as patch:
             run_script(patch, case, 8, [[2, 0, 1]] + random_patterns(8, 12), max_new_tokens)
 

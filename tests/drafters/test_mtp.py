@@ -176,7 +176,7 @@ def run_script(monkeypatch, at, chaining, num_draft_tokens, patterns, max_new_to
     assert why_not_equivalent(target, "static") is None  # by true verification
     rounds, rows = watch(monkeypatch, drafter), [6, 1, 9][: len(patterns[0])]
     monkeypatch.setattr("hf_specdec.engine.rounds.verify", Script(patterns, VOCAB))
-    room = max_new_tokens or min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
+    room = max_new_tokens or 1 + min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
     target.generate(
         **padded_prompts(rows, seed=5),
         do_sample=False,
@@ -237,7 +237,7 @@ def test_prompts_in_chunks(monkeypatch, published, chaining):
 @pytest.mark.parametrize("chaining", CHAININGS)
 def test_length_limit(monkeypatch, published, chaining):
     """Only drafts that fit count, and those that do not disturb no others."""
-    for max_new_tokens in (1, 2, 3, 5, 8, 9):
+    for max_new_tokens in (2, 3, 4, 6, 9, 10):
         with monkeypatch.context() as patch:
             patterns = [[2, 0, 1], *random_patterns(4, 12)]
             run_script(patch, published("mimo", 3), chaining, 4, patterns, max_new_tokens)

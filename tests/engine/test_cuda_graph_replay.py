@@ -293,7 +293,7 @@ REPLAYED = [
 def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
     """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts."""
     target = tiny_target("llama")
-    batches = [[9, 1, 5], [1, 1, 1], [3, 12, 4]]
+    batches = [[9, 1, 5], [1, 1, 1], [3, 9, 4]]
     make = RANDOM_DRAFTERS.get(kind, NoDrafter)
     eager = generate(target, make(target), batches, **OPTIONS[option])
     capture, drafter = replay_on_cpu(monkeypatch), make(target)
@@ -364,18 +364,18 @@ def test_prefill_is_captured_per_length_bucket_up_to_a_limit(capture, monkeypatc
         assert torch.equal(target.generate(**options, **settings, assistant_model=drafter), plain)
         return capture.count, capture.hostings
 
-    assert [call(length) for length in (5, 33, 17, 18)] == [(2, 1), (3, 2), (3, 2), (3, 2)]
-    assert call(34) == call(17) == (3, 3)  # too long: as it comes, every time, and the round is replayed all the same
-    assert call(17, prefill_chunk_size=7) == (3, 4)
+    assert [call(length) for length in (5, 32, 16, 17)] == [(2, 1), (3, 2), (3, 2), (3, 2)]
+    assert call(33) == call(16) == (3, 3)  # too long: as it comes, every time, and the round is replayed all the same
+    assert call(16, prefill_chunk_size=7) == (3, 4)
     assert len(drafter.sessions) == 1
 
 
 def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
     """Nothing is left of what the attempt did to the state: drafts that are all right would be wrong once."""
-    target, batches = tiny_target("llama"), [[9, 1, 5], [3, 12, 4]]
+    target, batches = tiny_target("llama"), [[9, 1, 5], [3, 9, 4]]
     drafter = copy_of(target)
     eager = generate(target, drafter, batches)
-    assert drafter.stats.acceptance_length == 4
+    assert drafter.stats.accepted == drafter.stats.drafted > 0
 
     def picky(function, memory):
         if Replay.count == 0:
@@ -431,7 +431,7 @@ def test_weights_that_a_call_moves_are_captured_once(capture, monkeypatch):
     target = copy.deepcopy(tiny_target("llama"))
     weight = target.model.layers[0].self_attn.k_proj.weight
     before = weight.data_ptr()
-    drafter, batches = random_eagle3(target), [[9, 1, 5], [3, 12, 4]]
+    drafter, batches = random_eagle3(target), [[9, 1, 5], [3, 9, 4]]
     replayed = generate(target, drafter, batches)
     assert weight.data_ptr() != before
     assert (capture.count, capture.hostings, len(drafter.sessions)) == (2, 1, 1)
@@ -457,7 +457,7 @@ def test_replaced_weights_are_read(capture):
 @pytest.mark.parametrize(("dtype", "captures"), [(torch.float32, 2), (torch.float64, 1)])
 def test_prefills_that_would_copy_experts_are_not_captured(capture, dtype, captures):
     """Those of experts that ours are not for, such as quantised ones; float64 stands for them."""
-    target, batches = copy.deepcopy(tiny_target("qwen3-moe")).to(dtype), [[9, 1, 5], [3, 12, 4]]
+    target, batches = copy.deepcopy(tiny_target("qwen3-moe")).to(dtype), [[9, 1, 5], [3, 9, 4]]
     target.set_experts_implementation("eager")
     drafter = random_eagle3(target).to(dtype)
     for seed, (text, _) in enumerate(generate(target, drafter, batches)):

@@ -123,10 +123,11 @@ def test_drafters_read_hidden_states_of_images(monkeypatch):
     width = target.config.get_text_config().hidden_size
     for row, mask in enumerate(inputs["attention_mask"].bool()):
         count = int(mask.sum()) - 1  # the last token is read with the first new one
-        assert slots[row, :count].tolist() == list(range(count))
-        torch.testing.assert_close(hidden[row, :count, : 2 * width], wanted[row, mask][:count], atol=1e-4, rtol=1e-4)
-        assert torch.equal(positions[row, :count], expected_positions[0, row, mask][:count])
-        assert torch.equal(sections[:, row, :count], expected_positions[:, row, mask][:, :count])
+        at = slots[row] < count  # columns before the prompt, and that of its last token, are padding
+        assert slots[row, at].tolist() == list(range(count))
+        torch.testing.assert_close(hidden[row, at, : 2 * width], wanted[row, mask][:count], atol=1e-4, rtol=1e-4)
+        assert torch.equal(positions[row, at], expected_positions[0, row, mask][:count])
+        assert torch.equal(sections[:, row, at], expected_positions[:, row, mask][:, :count])
     assert embeddings is None  # it reads the token that stands for an image
 
 
@@ -152,8 +153,8 @@ def test_mtp_modules_read_embeddings_of_images(monkeypatch):
     assert len(prefilled) == 2 and len(given) > 2
     for row, mask in enumerate(inputs["attention_mask"].bool()):
         for index, embeds in prefilled:
-            wanted = merged[0][row, mask][1 + index :]
-            torch.testing.assert_close(embeds[row, : len(wanted)], wanted)
+            wanted, first = merged[0][row, mask][1 + index :], embeds.shape[1] - int(mask.sum())
+            torch.testing.assert_close(embeds[row, first : first + len(wanted)], wanted)
 
 
 @pytest.mark.parametrize("name", cases(list(KINDS), [HYBRID, GEMMA]))

@@ -68,7 +68,7 @@ def test_texts_depend_on_the_indexers():
 def test_drafters(kind):
     drafter = TEXTS.check(KINDS[0], PROMPTS[3], lambda target, *_: kind(target))
     if kind is copy_of:
-        assert drafter.stats.acceptance_length == 4
+        assert drafter.stats.accepted == drafter.stats.drafted > 0
 
 
 def test_replayed_graphs(monkeypatch):

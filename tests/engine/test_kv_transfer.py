@@ -138,7 +138,7 @@ def test_draft_models_read_cached_tokens():
         do_sample=False,
         max_new_tokens=NEW,
     )
-    assert drafter.stats.acceptance_length == 4.0
+    assert drafter.stats.accepted == drafter.stats.drafted > 0
 
 
 @pytest.mark.core_for(kind=["eagle3"])

@@ -135,7 +135,7 @@ def test_batches_of_the_stock_engine():
 def test_families(family, lengths):
     drafter = check("llama", lengths, lambda target, *_: family(target))
     if family is copy_of:  # which rotates as the target does
-        assert drafter.stats.acceptance_length == 4
+        assert drafter.stats.accepted == drafter.stats.drafted > 0
 
 
 def test_text_that_continues_a_cache():

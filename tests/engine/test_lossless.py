@@ -54,7 +54,7 @@ def test_greedy_is_identical_for_drafters_of_any_accuracy(family, batch):
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain), (num_draft_tokens, accuracy)
         assert drafter.stats.engine == "static"
         if accuracy == 1.0:
-            assert drafter.stats.num_rounds == -(-MAX_NEW_TOKENS // (num_draft_tokens + 1))
+            assert drafter.stats.num_rounds == -(-(MAX_NEW_TOKENS - 1) // (num_draft_tokens + 1))
         if accuracy == 0.0:
             assert drafter.stats.accepted == 0
 
@@ -100,8 +100,8 @@ def test_copy_of_the_target_is_accepted_completely(family):
         drafter = copy_of(target)
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain)
         assert drafter.stats.accepted_per_position == drafter.stats.drafted_per_position
-        # The number of tokens is a multiple of K + 1, so no block is cut.
-        assert drafter.stats.acceptance_length == num_draft_tokens + 1
+        # The first token is of no round, and the last block is cut by the limit.
+        assert drafter.stats.num_rounds == -(-(MAX_NEW_TOKENS - 1) // (num_draft_tokens + 1))
 
 
 @pytest.mark.parametrize("accuracy", [0.5, 1.0])

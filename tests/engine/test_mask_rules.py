@@ -65,7 +65,7 @@ def test_drafters(name):
     lengths = [40, 9, 33]
     TEXTS.check(name, lengths, lambda target, *_: random_eagle3(target))
     drafter = TEXTS.check(name, lengths, lambda target, *_: copy_of(target))
-    assert drafter.stats.acceptance_length == 4, "a draft model has the rules of its masks, too"
+    assert drafter.stats.accepted == drafter.stats.drafted > 0, "a draft model has the rules of its masks, too"
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "qwen2_moe"])

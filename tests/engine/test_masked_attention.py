@@ -75,7 +75,7 @@ def test_copy_of_the_target_is_accepted_completely(model_type):
     target, inputs, plain = prompts_and_plain(model_type, PROMPTS[3])
     drafter = copy_of(target)
     assert torch.equal(greedy(target, inputs, drafter, 3), plain)
-    assert drafter.stats.acceptance_length == 4
+    assert drafter.stats.accepted == drafter.stats.drafted > 0
 
 
 def test_other_drafters():

@@ -19,6 +19,7 @@ from transformers import ContinuousBatchingConfig
 from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, prefix_index, prefix_reuse, target
 from hf_specdec.engine.continuous import ContinuousRun
+from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.engine.prefix_index import PrefixIndex, common_length
 from hf_specdec.engine.prefix_reuse import Prefix, find_followers
 from hf_specdec.engine.request_rows import RowRequest
@@ -74,10 +75,10 @@ def prefilled(monkeypatch):
     tiny_target("llama")  # which is checked when it is made
     counts, run = [], target.Target.__call__
 
-    def counted(self, state, ids, slots, needs_logits=True):
-        if not needs_logits:
+    def counted(self, state, ids, slots, logits_to_keep=0):
+        if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep == 1:
             counts.append(int((slots != state.dummy_slot).sum()))
-        return run(self, state, ids, slots, needs_logits)
+        return run(self, state, ids, slots, logits_to_keep)
 
     monkeypatch.setattr(target.Target, "__call__", counted)
     return counts
@@ -103,7 +104,8 @@ def test_prompts_in_bulk(prefilled, kind, rows):
     assert generate_batch(model, drafter, PROMPTS, rows) == expected("llama", PROMPTS)
     stats = drafter.stats
     assert stats.cached_tokens >= 5 * (len(SYSTEM) - drafter.prefix_margin(stats.num_assistant_tokens) - 1) > 0
-    assert sum(prefilled) == sum(map(len, PROMPTS)) - len(PROMPTS) - stats.cached_tokens
+    # Of two equal prompts that are prefilled together, the second's last token is not run either.
+    assert 0 <= sum(map(len, PROMPTS)) - stats.cached_tokens - sum(prefilled) <= 1
     assert stats.rows[-1].cached_tokens == 0
 
 
@@ -172,7 +174,8 @@ def test_one_call(monkeypatch, prefilled, kind):
     stats = drafter.stats
     assert stats.rows[0].cached_tokens == stats.rows[-1].cached_tokens == 0
     assert all(row.cached_tokens >= len(SYSTEM) - 2 for row in stats.rows[1:-1])
-    assert sum(prefilled) == sum(map(len, PROMPTS)) - len(PROMPTS) - stats.cached_tokens
+    # Of two equal prompts that are prefilled together, the second's last token is not run either.
+    assert 0 <= sum(map(len, PROMPTS)) - stats.cached_tokens - sum(prefilled) <= 1
     assert in_one_call(model, drafter, PROMPTS[::-1]) == expected("llama", PROMPTS[::-1])
     cached = [row.cached_tokens for row in drafter.stats.rows]
     assert cached[:2] == [0, 0] and max(cached) < len(SYSTEM), "the first one is the beginning of the others"
@@ -217,13 +220,15 @@ def test_what_tokens_do_not_tell_is_not_reused():
 def test_recurrent_states_are_reused_for_equal_prompts_only(prefilled, family):
     model, prompts = tiny_target(family), [*PROMPTS, PROMPTS[1], PROMPTS[0], PROMPTS[0]]
     drafter, texts = random_eagle3(model), expected(family, prompts)
+    assert why_not_equivalent(model, "static") is None  # whose passes are not to be counted
     for shares in (True, False):
         prefilled.clear()
         assert generate_batch(model, drafter, prompts, 16, shares) == texts
         cached = [row.cached_tokens for row in drafter.stats.rows]
         again = [prompt in prompts[:number] for number, prompt in enumerate(prompts)]
         assert cached == [shares * one * (len(prompt) - 1) for one, prompt in zip(again, prompts, strict=True)]
-        assert sum(prefilled) == sum(map(len, prompts)) - len(prompts) - sum(cached)
+        # Of equal prompts not even the last token is run again.
+        assert sum(prefilled) == sum(map(len, prompts)) - sum(cached) - sum(map(bool, cached))
 
 
 def test_equal_prompts_of_recurrent_targets_in_one_call(prefilled):
@@ -353,7 +358,8 @@ def test_every_draft_stays_right(running, monkeypatch, prefilled):
         assert said(manager, text[:40], max_new_tokens=20) == text[40:]
     assert 0 < sum(prefilled) <= 1 + 3 + 1 and len(drafts) == 7
     for before, drafted in drafts.items():
-        assert drafted == [(before[-1] + 1 + step) % COUNTED for step in range(2)]
+        room = len(text) - len(before)  # drafts beyond the limit may be any
+        assert drafted[:room] == [(before[-1] + 1 + step) % COUNTED for step in range(2)][:room]
 
 
 def test_rows_that_run_or_were_cancelled_are_copied_from(running, prefilled):
@@ -411,7 +417,7 @@ def test_sharing_is_switched_off_as_in_transformers(running, prefilled):
     manager = running(model, random_eagle3(model), allow_block_sharing=False)
     for prompt in PROMPTS[:3]:
         assert said(manager, prompt) == alone("llama", tuple(prompt))
-    assert sum(prefilled) == sum(map(len, PROMPTS[:3])) - 3
+    assert sum(prefilled) == sum(map(len, PROMPTS[:3]))
 
 
 @settings(deadline=None, max_examples=num_cases(30, 6))

@@ -85,8 +85,7 @@ def test_copy_of_the_target_is_accepted_completely(family):
         target, inputs, plain = prompts_and_plain(family, lengths)
         drafter = copy_of(target)
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain)
-        # 16 is a multiple of K + 1, so no block is cut.
-        assert drafter.stats.acceptance_length == num_draft_tokens + 1
+        assert drafter.stats.accepted == drafter.stats.drafted > 0
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_greedy_is_identical(name, lengths):
 def test_draft_models(name, kind):
     drafter = TEXTS.check(name, PROMPTS[3], lambda target, *_: kind(target))
     if kind is copy_of:
-        assert drafter.stats.acceptance_length == 4
+        assert drafter.stats.accepted == drafter.stats.drafted > 0
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "gemma4_text moe"])

@@ -76,7 +76,7 @@ def test_counts_of_the_static_engine(accuracy, num_draft_tokens):
     stats = drafter.stats
     assert isinstance(stats, SpeculationStats) and out.speculation is stats
     rows = [
-        simulate(answers, text, num_draft_tokens, MAX_NEW_TOKENS)
+        simulate(answers, text, num_draft_tokens, MAX_NEW_TOKENS, first=1)
         for answers, text in zip(drafter._answers.tolist(), truth.tolist(), strict=True)
     ]
     assert stats.rows == rows
@@ -84,7 +84,7 @@ def test_counts_of_the_static_engine(accuracy, num_draft_tokens):
         rows
     )
     assert stats.num_rounds == max(row.rounds for row in rows)
-    assert stats.committed == 3 * MAX_NEW_TOKENS
+    assert stats.committed == 3 * (MAX_NEW_TOKENS - 1)
     assert stats.acceptance_length == pytest.approx(stats.committed / stats.rounds)
     assert stats.accepted == sum(row.accepted for row in stats.rows) <= stats.drafted
     assert stats.num_assistant_tokens == num_draft_tokens and not stats.draft_probs
@@ -114,14 +114,19 @@ def test_rows_that_end_count_their_tokens():
         assistant_model=drafter,
         num_assistant_tokens=4,
     )
-    assert [row.committed for row in drafter.stats.rows] == expected
-    assert [row.rounds for row in drafter.stats.rows] == [-(-count // 5) for count in expected]
-    assert drafter.stats.num_rounds == -(-max(expected) // 5)
+    assert [row.committed for row in drafter.stats.rows] == [count - 1 for count in expected]
+    assert [row.rounds for row in drafter.stats.rows] == [-(-(count - 1) // 5) for count in expected]
+    assert drafter.stats.num_rounds == -(-(max(expected) - 1) // 5)
 
 
 class FirstRowEnds(StoppingCriteria):
+    """The first row ends with its second token."""
+
+    def __init__(self, prompt_columns):
+        self.prompt_columns = prompt_columns
+
     def __call__(self, input_ids, scores, **kwargs):
-        return torch.arange(len(input_ids)) == 0
+        return (torch.arange(len(input_ids)) == 0) & (input_ids.shape[1] == self.prompt_columns + 2)
 
 
 def test_a_row_ended_by_a_criterion_is_in_no_more_rounds():
@@ -135,7 +140,7 @@ def test_a_row_ended_by_a_criterion_is_in_no_more_rounds():
         max_new_tokens=MAX_NEW_TOKENS,
         eos_token_id=unused,
         pad_token_id=PAD,
-        stopping_criteria=StoppingCriteriaList([FirstRowEnds()]),
+        stopping_criteria=StoppingCriteriaList([FirstRowEnds(inputs["input_ids"].shape[1])]),
         assistant_model=drafter,
         num_assistant_tokens=2,
     )
@@ -163,7 +168,7 @@ def test_a_call_of_one_token_has_statistics(engine):
     drafter = random_eagle3(target).configure(engine=engine)
     out = target.generate(**inputs, max_new_tokens=1, assistant_model=drafter, return_dict_in_generate=True)
     assert out.speculation.engine == engine and out.speculation.reason
-    assert out.speculation.rounds == (engine == "static")
+    assert out.speculation.rounds == out.speculation.num_rounds == 0
     assert str(out.speculation)
 
 
@@ -193,8 +198,8 @@ def test_more_drafts_than_remaining_tokens(kind, budget, monkeypatch):
                 break
         assert drafter.stats.rows[row] == expected
     rows = drafter.stats.rows
-    assert all(row.drafted_per_position[budget:] == [0] * max(16 - budget, 0) for row in rows)
-    assert sum(row.committed for row in rows) == 3 * budget
+    assert all(row.drafted_per_position[budget - 1 :] == [0] * max(17 - budget, 0) for row in rows)
+    assert sum(row.committed for row in rows) == 3 * (budget - 1)
 
 
 def test_counters_by_hand():

@@ -6,7 +6,10 @@ from hf_specdec.kernels.types import VerificationResult
 
 
 class Script:
-    """Takes the place of verification: accepts the given numbers of draft tokens, then commits a random token."""
+    """Takes the place of verification: accepts the given numbers of draft tokens, then commits a random token.
+
+    Where there are no drafts, as with the first token, only a random token is committed.
+    """
 
     def __init__(self, patterns, vocab_size: int):
         self.patterns = iter(patterns)
@@ -15,7 +18,8 @@ class Script:
 
     def __call__(self, scores, state, proposal) -> VerificationResult:
         drafts = proposal.tokens
-        accepted = torch.tensor(next(self.patterns)).clamp(max=drafts.shape[1])  # fewer are drafted than asked for
+        wanted = next(self.patterns) if drafts.shape[1] else [0] * len(drafts)
+        accepted = torch.tensor(wanted).clamp(max=drafts.shape[1])  # fewer are drafted than asked for
         own = torch.randint(2, self.vocab_size, (len(drafts), 1), generator=self.generator)
         tokens = torch.cat([drafts, own], dim=1).scatter(1, accepted[:, None], own)
         return VerificationResult(tokens, accepted, accepted + 1)

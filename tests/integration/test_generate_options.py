@@ -619,7 +619,7 @@ def test_three_places_for_num_assistant_tokens():
 
     def drafts_a_round(**options):
         target.generate(**call, **options)
-        assert drafter.stats.num_rounds == -(-12 // (drafter.stats.num_assistant_tokens + 1))
+        assert drafter.stats.num_rounds == -(-11 // (drafter.stats.num_assistant_tokens + 1))
         return drafter.stats.num_assistant_tokens
 
     assert drafts_a_round() == 2

@@ -153,7 +153,7 @@ def test_random_schedules(data):
 def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
     """Rounds between its chunks leave nothing in its row, and give other requests tokens meanwhile."""
     target, rounds, kept = tiny_target("llama"), [], []
-    prefill_next, finish = ContinuousRun.prefill_next, session_prefill.finish_packed
+    prefill_next, finish = ContinuousRun.prefill_next, session_prefill.finish_prefill
 
     def counted(run):
         rounds.append(run._rows.rounds_by_k.total())
@@ -162,10 +162,10 @@ def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
     def noting(state, packed, rows):
         finish(state, packed, rows)
         row = state.lengths == 60
-        kept.extend(zip(state.aux_hidden_states[row, 0].clone(), state.result.committed[row].tolist(), strict=True))
+        kept.extend(zip(state.aux_hidden_states[row, :2].clone(), state.prompt_logits[row].clone(), strict=True))
 
     monkeypatch.setattr(ContinuousRun, "prefill_next", counted)
-    monkeypatch.setattr(session_prefill, "finish_packed", noting)
+    monkeypatch.setattr(session_prefill, "finish_prefill", noting)
     long = torch.randint(3, 90, (1, 60), generator=torch.Generator().manual_seed(1))
     expected = target.generate(long, max_new_tokens=8, do_sample=False, eos_token_id=END)[0, 60:].tolist()
     for sizes in ((2048,), (3,)):
@@ -177,9 +177,9 @@ def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
         name = manager.add_request(long[0].tolist(), max_new_tokens=8, eos_token_id=END)
         assert texts_of(manager, [name]) == [expected]
         manager.stop(hard_stop=True)
-    assert len(set(rounds)) > 10 and len(kept) == 2 and [committed for _, committed in kept] == [1, 1]
-    assert kept[0][0].any()
-    torch.testing.assert_close(kept[0][0], kept[1][0], rtol=1e-4, atol=1e-4)
+    assert len(set(rounds)) > 10 and len(kept) == 2
+    assert kept[0][0].any(dim=1).all() and kept[0][1].argmax() == expected[0]
+    torch.testing.assert_close(kept[0], kept[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
