@@ -2,7 +2,7 @@
 
 A kernel that is launched so may prepare, but not read what earlier kernels write, nor write what they read, before it
 calls `wait_for_inputs`. That waits until the kernel before has completed, and then allows the next kernel to start. So
-when a kernel starts, all kernels but the one before it have completed.
+when a kernel starts, all kernels but the one before it have completed: every kernel that is launched so has to wait.
 """
 
 from __future__ import annotations

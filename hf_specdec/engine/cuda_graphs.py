@@ -25,16 +25,8 @@ WARM_UPS = 2
 # Options of torch's compiler. By default it pads strides, those of kernels' inputs, too, which are launched with the
 # strides that tracing has seen; and padding the few rows of a round costs time. Launching independent kernels together
 # would save 1 % of a round, but with torch 2.11 the drafts of a compiled copy of Qwen3-Next are wrong with it (2.2
-# tokens accepted instead of 6) and right without. With "enable_pdl" kernels are launched as those of
-# `kernels.dependent_launch` are (0.36 ms less a round of an 8B target on one H200).
-_OPTIONS = {
-    "inductor": {
-        "comprehensive_padding": False,
-        "shape_padding": False,
-        "combo_kernels": False,
-        "triton.enable_pdl": True,
-    }
-}
+# tokens accepted instead of 6) and right without.
+_OPTIONS = {"inductor": {"comprehensive_padding": False, "shape_padding": False, "combo_kernels": False}}
 
 # Settings of the compiler, and filters of warnings, are shared by all threads.
 _COMPILING = threading.RLock()

@@ -15,6 +15,7 @@ from transformers import ContinuousBatchingConfig
 from hf_specdec import NoDrafter
 from hf_specdec.engine import lease
 from hf_specdec.engine.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, RoundTimes
+from hf_specdec.integration import dispatch
 
 # Milliseconds of a round with 0 and with 3 drafts by rows: vLLM 0.26, Llama-3.1-8B and EAGLE-3, one H200.
 MILLISECONDS = {
@@ -244,6 +245,7 @@ def test_what_is_refused():
 
 
 def test_the_stock_engine_has_one_number(caplog):
+    dispatch._warn.cache_clear()  # each message is logged once
     target = tiny_target("llama")
     drafter = RANDOM_DRAFTERS["eagle3"](target).configure(engine="stock")
     inputs = padded_prompts([5])

@@ -3,7 +3,7 @@
 On a machine without a GPU the kernels run in Triton's interpreter.
 """
 
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 from typing import Any, NamedTuple
 
@@ -314,13 +314,18 @@ def test_random_cases(random, num_splits):
     check(draw_case(random), num_splits)
 
 
-@pytest.mark.parametrize("num_programs", [1, 8, 24, 64, 256, 1024])
-@pytest.mark.parametrize("reach", [1, 127, 512, 4096, 131072])
-def test_number_of_splits(num_programs, reach):
-    num_splits = choose_splits(num_programs, reach, num_multiprocessors=132)
-    assert 1 <= num_splits <= max(1, reach // 128)
-    assert num_splits == 1 or (num_splits - 1) * num_programs < 4 * 132
-    assert num_splits * num_programs >= 4 * 132 or num_splits in (128, max(1, reach // 128))
+def test_number_of_splits():
+    """At least 64 slots each, and no more programs than a GPU balances; more slots never get fewer, more rows more."""
+    reaches, every = (1, 63, 64, 200, 512, 1024, 2048, 4096, 131072), (1, 8, 24, 64, 256, 1024)
+    chosen = {(one, reach): choose_splits(one, reach, num_multiprocessors=132) for one in every for reach in reaches}
+    for (num_programs, reach), splits in chosen.items():
+        assert 1 <= splits <= min(max(1, reach // 64), 128)
+        assert splits == 1 or (splits - 0.5) * num_programs <= 4 * 132
+    assert all(chosen[one, few] <= chosen[one, many] for one in every for few, many in pairwise(reaches))
+    assert all(chosen[few, reach] >= chosen[many, reach] for reach in reaches for few, many in pairwise(every))
+    # Fastest on an H200 of 1, 2, 4 and 8, for 8 key heads.
+    assert [chosen[8 * batch, 512] for batch in (1, 8, 32)] == [8, 2, 1]
+    assert chosen[8, 2048] == 8 and chosen[256, 2048] == 2
 
 
 @pytest.mark.parametrize(
