@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention_splits import choose_splits, merge_splits, num_multiprocessors
 from .dependent_launch import dependent_launch, wait_for_inputs
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -34,13 +35,6 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _SPLIT_UNIT = tl.constexpr(16)
 # Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
 _TILE_BYTES = 16384
-# Programs launched per multiprocessor, one for so many slots and at most as many: two or three run at a time, the rest
-# balance rows of unequal length.
-_SLOTS_PER_PROGRAM, _MOST_PROGRAMS_PER_MULTIPROCESSOR = 640, 4
-# With fewer slots a split costs more to launch and to merge than it saves: the fewest, and those beyond some splits.
-_MIN_SLOTS_PER_SPLIT, _SLOTS_PER_FURTHER_SPLIT, _FEW_SPLITS = 64, 256, 8
-_MAX_SPLITS = 128
-_MERGE_ELEMENTS = 4096
 
 
 @triton.jit
@@ -337,65 +331,11 @@ def _attention_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    num_splits,
-    VALUE_DIM: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Merge the splits of a query: out = sum_i 2^(lse_i) partial_i / sum_i 2^(lse_i), 0 where every lse is -inf.
-
-    Grid: (B * n * heads, blocks of Dv). Reads `lse` `[B * n * heads, splits]` and, where it is finite, `partial`
-    `[B * n * heads, splits, Dv]`; writes `out` `[B * n * heads, Dv]`.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLIT_BLOCK)
-    value_dim = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
-    at = row * num_splits + split
-    wait_for_inputs(PDL)
-    weights = tl.load(lse_ptr + at, mask=split < num_splits, other=float("-inf"))
-    # A split without slots has written no partial result.
-    is_written = weights > float("-inf")
-    partial = tl.load(
-        partial_ptr + at[:, None] * VALUE_DIM + value_dim[None, :],
-        mask=is_written[:, None] & (value_dim < VALUE_DIM)[None, :],
-        other=0.0,
-    )
-    largest = tl.max(weights, axis=0)
-    weights = tl.exp2(weights - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weights, axis=0)
-    out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row * VALUE_DIM + value_dim, out.to(out_ptr.dtype.element_ty), mask=value_dim < VALUE_DIM)
-
-
 @functools.cache
 def _default_starts(device: torch.device) -> torch.Tensor:
     """`[1]` int64: 0, the start of every row where `starts` is not given."""
     with torch.inference_mode(False):
         return torch.zeros(1, dtype=torch.int64, device=device)
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def choose_splits(num_programs: int, num_visible: int, num_multiprocessors: int) -> int:
-    """Number of splits, if a split takes `num_programs` programs and a query sees at most `num_visible` slots.
-
-    Microseconds with 1 / 2 / 4 / 8 splits, shapes of Llama-3.1-8B, one query, one H200: 400 of 512 slots at batch 1
-    8.6 / 6.8 / 5.3 / 4.4, at 8 9.3 / 8.1 / 8.8 / 11.9, at 32 20.9 / 21.0 / 24.3 / 29.2; 2,000 of 2,048 slots 31.4 /
-    16.8 / 10.4 / 7.5 (16 splits: 8.6), 32.6 / 20.6 / 20.8 / 25.3, 83.6 / 67.5 / 70.2 / 73.8.
-    """
-    per_multiprocessor = min(max(num_visible // _SLOTS_PER_PROGRAM, 1), _MOST_PROGRAMS_PER_MULTIPROCESSOR)
-    wanted = round(per_multiprocessor * num_multiprocessors / num_programs)
-    most = min(num_visible // _MIN_SLOTS_PER_SPLIT, max(num_visible // _SLOTS_PER_FURTHER_SPLIT, _FEW_SPLITS))
-    return max(1, min(wanted, most, _MAX_SPLITS))
 
 
 def attention(
@@ -438,7 +378,7 @@ def attention(
     blocks = kv_heads * triton.cdiv(groups * num_queries, rows)
     if num_splits is None:
         num_visible = num_slots if size is None else min(num_slots, size + num_queries)
-        num_splits = choose_splits(batch * blocks, num_visible, _num_multiprocessors(query.device))
+        num_splits = choose_splits(batch * blocks, num_visible, num_multiprocessors(query.device))
     out = query.new_empty(batch, num_queries, heads, value_dim)
     num_rows = batch * num_queries * heads
     partial, lse = out, None
@@ -486,17 +426,5 @@ def attention(
         **dependent_launch(query.device),
     )
     if num_splits > 1:
-        split_block = triton.next_power_of_2(num_splits)
-        merge_block = min(value_block, max(16, _MERGE_ELEMENTS // split_block))
-        _merge_kernel[(num_rows, triton.cdiv(value_dim, merge_block))](
-            partial,
-            lse,
-            out,
-            num_splits,
-            VALUE_DIM=value_dim,
-            SPLIT_BLOCK=split_block,
-            VALUE_BLOCK=merge_block,
-            num_warps=max(1, min(4, split_block * merge_block // 512)),
-            **dependent_launch(query.device),
-        )
+        merge_splits(partial, lse, out)
     return out

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.kernels import attention_reference, kv_cache_reference
-from hf_specdec.kernels.attention import attention, choose_splits
+from hf_specdec.kernels.attention import attention
+from hf_specdec.kernels.attention_splits import choose_splits
 from hf_specdec.kernels.kv_cache import write_kv
 from hf_specdec.patching.cache import RaggedCache, attention_layers
 

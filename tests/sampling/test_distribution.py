@@ -485,12 +485,18 @@ class ModelText(Text):
 
 
 def first_proposals(monkeypatch, target, drafter, prompt, rows):
-    """The first proposal of the engine for `rows` copies of a prompt, with seeds of their own."""
+    """The first proposal of the engine for `rows` copies of a prompt, with seeds of their own.
+
+    The prefill gives a token before it: the last one of the prompt, which is the only one that is allowed there.
+    """
     seen, propose = [], drafter.propose
+    prompt, last = prompt[:, :-1], int(prompt[0, -1])
+    others = [token for token in range(VOCABULARY) if token != last]
     with monkeypatch.context() as patch:
         patch.setattr(drafter, "propose", lambda *args: (seen.append(propose(*args)), seen[-1])[1])
         set_seed(0)
-        options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "num_return_sequences": rows}
+        options = {"do_sample": True, "top_k": 0, "max_new_tokens": 5, "num_return_sequences": rows}
+        options["begin_suppress_tokens"] = others
         target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, **options)
     return seen[0]
 
