@@ -26,7 +26,7 @@ from .groups import PaddedGroups
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import ContinuousOutput
-from .prefix_reuse import Prefix, copy_prefixes, margin_of, parts_of, wave_after
+from .prefix_reuse import Prefix, copy_prefixes, copy_texts, margin_of, wave_after
 from .request import Request
 from .request_rows import ContinuousBatching, RequestRows, RowRequest, end
 from .rounds import RoundLoop, RoundReport, Stage, commit_first_token
@@ -367,11 +367,7 @@ class ContinuousRun:
     def _switch(self, lease: SessionLease, rows: list[int], slots: int) -> Stage:
         """Let the first rows of the session of `lease`, which are free, hold what `rows` hold in `slots` slots."""
         request, before, num_drafts = self._request, self._lease, self._stage.drafts.current
-        state, source = lease.session.state, before.session.state
-        for part in parts_of(list(enumerate(rows)), [slots] * len(rows)):
-            to, taken = (upload(list(numbers), source.lengths) for numbers in zip(*part, strict=True))
-            state.copy_rows(to, source, slots, taken)
-            request.drafter.copy_rows(state, to, source, slots, taken)
+        copy_texts(lease.session.state, request.drafter, list(enumerate(rows)), before.session.state, slots)
         before.keep()
         self._lease = lease
         self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)

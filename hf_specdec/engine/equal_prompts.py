@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..drafters.base import Drafter
-from ..state import DecodeState, upload
+from ..state import DecodeState
 from . import prefix_reuse
 from .buckets import next_power_of_two
 from .lazy_target import LazyTarget
 from .lease import SessionLease, shape_of
-from .prefix_reuse import PrefillWave, Prefix, is_told_by_tokens, parts_of
+from .prefix_reuse import PrefillWave, Prefix, copy_texts, is_told_by_tokens
 from .prompts import Prompts
 from .request import Request
 from .sessions import settled_on_error
@@ -85,12 +85,8 @@ class EqualPrompts:
         with settled_on_error(session):
             begin(source, self._prompts, self._firsts)
             self._lease.prefill.run(self._waves)
-            rows = list(enumerate(self._numbers))
-            for part in parts_of(rows, [slots] * len(rows)):
-                to, taken = (upload(list(numbers), state.lengths) for numbers in zip(*part, strict=True))
-                state.copy_rows(to, source, slots, taken)
-                drafter.copy_rows(state, to, source, slots, taken)
-            begin(state, self._request.prompts, [row for row, _ in rows])
+            copy_texts(state, drafter, list(enumerate(self._numbers)), source, slots)
+            begin(state, self._request.prompts, list(range(len(self._numbers))))
         if not self._is_captured:
             self.drop()
 

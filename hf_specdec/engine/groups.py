@@ -8,7 +8,7 @@ from ..state import DecodeState, upload
 from . import request_rows
 from .lazy_target import LazyTarget
 from .lease import SessionLease, shape_of
-from .prefix_reuse import Prefix, copy_prefixes, wave_after
+from .prefix_reuse import Prefix, copy_prefixes, copy_texts, wave_after
 from .request import Request
 from .request_rows import RowRequest
 from .sessions import settled_on_error
@@ -70,12 +70,10 @@ class PaddedGroups:
                 lease.prefill.capture([wave])
             lease.prefill.run([wave], lambda: copy_prefixes(source, drafter, own, margin, state))
             at = {prefixes[place].row: row for row, place in enumerate(run)}
-            taken = upload([at[one.source if one.is_whole else one.row] for one in prefixes], state.lengths)
-            rows = [one.row for one in prefixes]
-            state.copy_rows(to := upload(rows, state.lengths), source, longest, taken)
-            drafter.copy_rows(state, to, source, longest, taken)
+            rows = [(one.row, at[one.source if one.is_whole else one.row]) for one in prefixes]
+            copy_texts(state, drafter, rows, source, longest)
             if len(run) < len(group):
-                fill(group, state, rows)  # what they do not have in common
+                fill(group, state, [one.row for one in prefixes])  # what they do not have in common
 
     def _lease(self, count: int, longest: int) -> SessionLease:
         """Where `count` requests are prefilled, whose prompts have at most `longest` tokens."""

@@ -157,6 +157,24 @@ def copy_prefixes(
         drafter.copy_rows(state, rows, source, slots, sources)
 
 
+def copy_texts(
+    state: DecodeState, drafter: Drafter, rows: Sequence[tuple[int, int]], source: DecodeState, slots: int
+) -> None:
+    """Copy all that is kept of whole texts from one state to another one.
+
+    Args:
+        state: whose rows get them.
+        drafter: whose memory that is of `state`.
+        rows: of `state`, each once, and which row of `source` each gets.
+        source: whose rows hold them.
+        slots: of each row, as many as the longest text has.
+    """
+    for part in parts_of(rows, [slots] * len(rows)):
+        to, taken = (upload(list(numbers), state.lengths) for numbers in zip(*part, strict=True))
+        state.copy_rows(to, source, slots, taken)
+        drafter.copy_rows(state, to, source, slots, taken)
+
+
 def parts_of(rows: Sequence, slots: Sequence[int]) -> Iterator[Sequence]:
     """Cut `rows`, the one with most `slots` first, into parts of at most `MOST_COPIED` slots, or of one row."""
     first = 0

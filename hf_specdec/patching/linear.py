@@ -37,9 +37,10 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     rows = inputs.numel() // inputs.shape[-1]
     flat = inputs.reshape(rows, -1)
-    if policy_of(inputs.device).few_row_linear and ops.has_fast_linear(flat, weight):
+    policy = policy_of(inputs.device)
+    if policy.few_row_linear and ops.has_fast_linear(flat, weight):
         out = ops.linear(flat, weight, bias)
-    elif rows > MAX_TRANSPOSED_ROWS or not policy_of(inputs.device).transposed_linear or weight.dtype != torch.float32:
+    elif rows > MAX_TRANSPOSED_ROWS or not policy.transposed_linear or weight.dtype != torch.float32:
         out = F.linear(flat, weight, bias)
     else:
         out = (weight @ (flat.repeat(2, 1) if rows == 1 else flat).t())[:, :rows].t().contiguous()
