@@ -19,10 +19,11 @@ def _slow_copy(source_ptr, out_ptr, num_spins, PDL: tl.constexpr):
     """Copy a number, a long time after the next kernel was allowed to start."""
     wait_for_inputs(PDL)
     value = tl.load(source_ptr)
+    # A linear congruential generator, which no compiler computes ahead; it is 0 again after a period of 2^64.
     spun = value * 0
     for _ in range(num_spins):
-        spun = (spun * 1103515245 + 12345) & 0x7FFFFFFF
-    tl.store(out_ptr, value + (spun < 0).to(tl.int64))
+        spun = spun * 6364136223846793005 + 1442695040888963407
+    tl.store(out_ptr, tl.where(spun == 0, -1, value))
 
 
 @triton.jit
