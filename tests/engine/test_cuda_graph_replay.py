@@ -199,7 +199,7 @@ def test_ranks_of_a_split_target_compile_the_same(monkeypatch):
     for same_everywhere in (False, True):
         cuda_graphs.compiled(lambda: None, "inductor", same_everywhere)
     alone, together = asked
-    assert not alone["combo_kernels"] and "deterministic" not in alone
+    assert alone["triton.enable_pdl"] and not alone["combo_kernels"] and "deterministic" not in alone
     assert set(alone) <= set(torch._inductor.list_options())
     assert together.get("deterministic", False) == ("deterministic" in torch._inductor.list_options())
 
