@@ -21,6 +21,9 @@ class DevicePolicy:
         symmetric_memory: run small all-reduces of a tensor-parallel target through torch's symmetric memory.
         rounds_ahead: rounds that are launched before the host has read the results of the last one.
         max_rows: rows of continuous batching unless the caller asks for a number.
+        virtual_memory: let rows of continuous batching have memory for the texts that they hold, where the driver or
+            the operating system can, see `virtual_memory`.
+        cache_bytes: most bytes that such rows hold together; None for as much as there is.
     """
 
     triton: bool = False
@@ -32,6 +35,8 @@ class DevicePolicy:
     symmetric_memory: bool = False
     rounds_ahead: int = 0
     max_rows: int = 16
+    virtual_memory: bool = False
+    cache_bytes: int | None = None
 
 
 # By `torch.device.type`; other types have the defaults.
@@ -45,8 +50,9 @@ DEVICE_POLICIES = {
         symmetric_memory=True,
         rounds_ahead=1,
         max_rows=256,
+        virtual_memory=True,
     ),
-    "cpu": DevicePolicy(transposed_linear=True),
+    "cpu": DevicePolicy(transposed_linear=True, virtual_memory=True),
 }
 _DEFAULT = DevicePolicy()
 

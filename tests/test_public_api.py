@@ -17,6 +17,7 @@ ORDER = [
     "config",
     "stats",
     "device_policy",
+    "virtual_memory",
     "ops",
     "patching",
     "parallel",

@@ -31,6 +31,11 @@ class DraftMemory:
     inputs: DraftInputs
     draft_ids: torch.Tensor | None
 
+    @property
+    def caches(self) -> list[RaggedCache]:
+        """All of them, with keys and values by slot."""
+        return [self.cache]
+
     def copy_rows(
         self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:

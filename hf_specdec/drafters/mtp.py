@@ -44,6 +44,10 @@ class MtpMemory(DraftMemory):
     num_seen: torch.Tensor
     num_columns: torch.Tensor
 
+    @property
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache, *self.later_caches]
+
     def copy_rows(
         self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:

@@ -8,71 +8,37 @@ copied. A round does not know which of its rows are occupied: rows that no reque
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..device_policy import policy_of
-from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
+from ..patching.support import stated_positions
 from ..sampling.logits import RowSampling
-from ..sampling.processors import BlockProcessor
 from ..state import NO_TOKEN, DecodeState, Shape, upload
 from ..stats import Counters
+from ..virtual_memory import available_bytes
 from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two, row_sizes
+from .continuous_support import check_continuous, processor_of
 from .groups import PaddedGroups
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import ContinuousOutput
 from .prefix_reuse import Prefix, copy_prefixes, copy_texts, margin_of, wave_after
 from .request import Request
-from .request_rows import ContinuousBatching, RequestRows, RowRequest, end
+from .request_rows import RequestRows
 from .rounds import RoundLoop, RoundReport, Stage, commit_first_token
+from .row_memory import MOST_RESERVED, can_grow, slots_in_memory
+from .row_request import ContinuousBatching, RowRequest, end
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
-from .transcript import DECIDED_BY_TOKENS
 
 # The share of all time that a smaller session at the end of a call is assumed to save.
 SHARE_OF_THE_END = 1 / 4
-
-
-def check_continuous(request: Request) -> None:
-    """Raise `ValueError` if a call asks for what continuous batching does not have."""
-    others = sorted({type(rule).__name__ for rule in request.criteria if type(rule) not in DECIDED_BY_TOKENS})
-    if others:
-        raise ValueError(
-            f"Continuous batching ends a request at an end-of-sequence token or at max_new_tokens, but the call has "
-            f"{', '.join(others)}; expected no other stopping criteria. Use generate() with a padded batch."
-        )
-    drafter = type(request.drafter)
-    if drafter.new_memory is not Drafter.new_memory and drafter.copy_rows is Drafter.copy_rows:
-        raise ValueError(
-            f"{drafter.__name__} has memory of a generation (new_memory) that cannot be copied row by row; expected a "
-            "family that implements copy_rows(). Use generate() with a padded batch."
-        )
-    if _processor_of(request).key is None:
-        names = sorted({type(one).__name__ for one in request.processors})
-        raise ValueError(
-            f"Continuous batching runs logits processors that read the scores of one position only, but one of "
-            f"{', '.join(names)} reads the text; expected temperature, top_k, top_p and the like. Use generate() with "
-            "a padded batch."
-        )
-    asked = {
-        "a streamer": request.streamer,
-        "past_key_values": request.cache,
-        "row temperatures": request.row_temperatures,
-        **{f"output_{name}": request.keeps(name) or None for name in ("scores", "logits", "hidden_states")},
-    }
-    found = [name for name, value in asked.items() if value is not None]
-    if found:
-        raise ValueError(f"Continuous batching does not support {', '.join(found)}; expected a call without it.")
-
-
-def _processor_of(request: Request) -> BlockProcessor:
-    blank = torch.empty(0, 0, dtype=torch.int64, device=request.model.device)
-    return BlockProcessor(request.processors, blank, [], request.temperature)
 
 
 @torch.inference_mode(False)  # whatever the caller's: buffers and weights that are moved outlive the call
@@ -99,13 +65,16 @@ class ContinuousRun:
 
     def __init__(self, request: Request, settings: ContinuousBatching, target: LazyTarget):
         self._request, self._settings, self._target = request, settings, target
-        self._process = _processor_of(request)
+        self._process = processor_of(request)
         self._row_sampling = next((one for one in request.processors if type(one) is RowSampling), None)
         self._most = settings.max_rows or policy_of(request.model.device).max_rows
         self.requests = self._requests_of_call() if settings.arrivals is None else []
         # Where requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else PaddedGroups(request, target)
+        self._grows = can_grow(target)
         self._acceptance = Acceptance(request.num_draft_tokens)
+        # Tokens of the texts that there are slots for, and of those that are expected first.
+        self._longest = self._expected = 1
         # Whether rows stay where they are, since fewer are not worth their graphs, or there is no memory for them.
         self._stays = False
         # Tokens of a text for which there was no memory.
@@ -186,7 +155,8 @@ class ContinuousRun:
 
     @property
     def capacity(self) -> int:
-        return self._lease.shape.slots - 1
+        memory = self._lease.session.row_memory
+        return self._lease.shape.slots - 1 if memory is None else memory.capacity
 
     @property
     def prefix_margin(self) -> int | None:
@@ -205,6 +175,9 @@ class ContinuousRun:
             num_rows, longest = self._rows_for(len(first)), max(longest, self._settings.longest)
         else:
             num_rows = min(next_power_of_two(request.batch), self._most)
+        self._expected = longest
+        if self._grows and self._settings.arrivals is not None:
+            longest = max(longest, min(stated_positions(request.model) or MOST_RESERVED, MOST_RESERVED))
         while True:
             try:
                 return self._open(num_rows, longest)
@@ -217,33 +190,37 @@ class ContinuousRun:
                 if num_rows == 1 and is_last:
                     raise
             # The error, which held what was allocated, is gone.
-            self._free_kept()
+            self.free_others()
             if num_rows > 1:
                 num_rows //= 2
             else:
                 num_rows, longest = self._rows_for(len(first)), self._settings.longest
 
-    def _free_kept(self) -> None:
-        """Free what is kept for other calls."""
+    def free_others(self) -> None:
         sessions_of(self._request.drafter).clear()
         torch.cuda.empty_cache()
 
     def _open(self, num_rows: int, longest: int) -> SessionLease:
         request = self._request
         shape = shape_of(request, num_rows, longest, self._target.is_captured)
+        if self._grows:
+            shape = shape._replace(slots=slots_in_memory(shape.slots - 1, request.model.device))
         num_drafts = first_k(request, shape)
         lease = self._lease_of(shape)
         with settled_on_error(lease.take()):
+            lease.session.state.live = min(self._expected, shape.slots)
             if lease.lacks_round(self._process, num_drafts):
                 lease.start_compiler()
             self._clear(lease)
             if lease.lacks_round(self._process, num_drafts):
                 lease.capture_round(self._process, num_drafts)
+        self._longest = longest
         return lease
 
     def _lease_of(self, shape: Shape) -> SessionLease:
         """For a session that rounds run on."""
-        return SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_continuous=True)
+        chunk_size = self._request.config.prefill_chunk_size
+        return SessionLease(self._target, shape, chunk_size, is_continuous=True, grows=self._grows)
 
     def _clear(self, lease: SessionLease) -> None:
         """Let all rows of the session of `lease` be free."""
@@ -258,9 +235,11 @@ class ContinuousRun:
             return bool(self._larger_sizes(num_occupied, waiting))
         return self._fits_fewer(num_occupied)
 
-    def move(self, rows: list[int], kept: list[int], slots: int, waiting: Sequence[RowRequest]) -> Stage | None:
-        lease = self._larger_lease(len(rows), waiting) if waiting else self._fewer_lease(len(rows))
-        return None if lease is None else self._switch(lease, [*rows, *kept][: lease.shape.batch], slots)
+    def move(
+        self, rows: dict[int, int], kept: dict[int, int], waiting: Sequence[RowRequest]
+    ) -> tuple[Stage, int] | None:
+        lease = self._larger_lease(rows, waiting) if waiting else self._fewer_lease(rows)
+        return None if lease is None else self._switch(lease, rows, kept)
 
     def _rows_for(self, count: int) -> int:
         """The fewest rows, of a few numbers, that `count` requests fit into, or else the most."""
@@ -275,21 +254,22 @@ class ContinuousRun:
             return []
         next_ones = itertools.islice(waiting, self._most)
         texts = [one.longest for one in next_ones if self._too_long is None or one.longest < self._too_long]
-        longest = max([*texts, self.capacity])
+        longest = max([*texts, self._longest])
         most = max(self._rows_for(num_occupied + len(texts)), self.num_rows)
-        is_longer = longest > self.capacity
+        is_longer = longest > max(self._longest, self.capacity)
         if not is_longer and most == self.num_rows:
             return []
         fewest = num_occupied + 1 if is_longer else self.num_rows + 1
         sizes = {*row_sizes(self._most, self._target.is_captured), self.num_rows}
         return [(size, longest) for size in sorted(sizes, reverse=True) if min(fewest, most) <= size <= most]
 
-    def _larger_lease(self, num_occupied: int, waiting: Sequence[RowRequest]) -> SessionLease | None:
-        """A session where more requests, or longer ones, fit, if there is memory for it."""
-        sizes = self._larger_sizes(num_occupied, waiting)
+    def _larger_lease(self, rows: dict[int, int], waiting: Sequence[RowRequest]) -> SessionLease | None:
+        """A session where more requests than those of `rows`, or longer ones, fit, if there is memory for it."""
+        sizes, before = self._larger_sizes(len(rows), waiting), self._longest
         for num_rows, longest in sizes:
             try:
                 lease = self._open(num_rows, longest)
+                self._commit_texts(lease, rows)
             except torch.OutOfMemoryError:
                 lease = None
             if lease is not None:
@@ -298,8 +278,9 @@ class ContinuousRun:
                     self._most = num_rows
                 return lease
             # The error, which held what was allocated, is gone.
-            self._free_kept()
-        if longest > self.capacity:
+            self._longest = before
+            self.free_others()
+        if longest > max(before, self.capacity):
             self._too_long = longest
         else:
             self._most = self.num_rows
@@ -348,12 +329,13 @@ class ContinuousRun:
         is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * session.capture_seconds
         return bool(from_first_rank(torch.tensor(is_worth), self._request.model))
 
-    def _fewer_lease(self, num_occupied: int) -> SessionLease | None:
-        """A smaller session, if there is memory for it."""
+    def _fewer_lease(self, rows: dict[int, int]) -> SessionLease | None:
+        """A smaller session for the requests of `rows`, if there is memory for it."""
         before = self._lease
-        lease = self._smaller_lease(num_occupied)
+        lease = self._smaller_lease(len(rows))
         try:
             self._clear(lease)
+            self._commit_texts(lease, rows)
         except torch.OutOfMemoryError:
             # Processes that run one model together need the same rows.
             if tensor_parallel_group(self._request.model) is not None:
@@ -364,14 +346,65 @@ class ContinuousRun:
         lease.session.capture_seconds = lease.session.capture_seconds or before.session.capture_seconds
         return lease
 
-    def _switch(self, lease: SessionLease, rows: list[int], slots: int) -> Stage:
-        """Let the first rows of the session of `lease`, which are free, hold what `rows` hold in `slots` slots."""
+    def _commit_texts(self, lease: SessionLease, rows: dict[int, int]) -> None:
+        """Let the first rows of the session of `lease` have memory for what `rows` hold, by their numbers of tokens."""
+        memory = lease.session.row_memory
+        try:
+            for row, length in enumerate(() if memory is None else rows.values()):
+                memory.commit(row, length)
+        except torch.OutOfMemoryError:
+            memory.free()
+            raise
+
+    def _switch(self, lease: SessionLease, rows: dict[int, int], kept: dict[int, int]) -> tuple[Stage, int]:
+        """Let the first rows of the session of `lease` hold what `rows` hold, and `kept` as far as there is room."""
         request, before, num_drafts = self._request, self._lease, self._stage.drafts.current
-        copy_texts(lease.session.state, request.drafter, list(enumerate(rows)), before.session.state, slots)
+        memory, held = lease.session.row_memory, dict(rows)
+        for row, length in list(kept.items())[: lease.shape.batch - len(rows)]:
+            try:
+                if memory is not None:
+                    memory.commit(len(held), length)
+            except torch.OutOfMemoryError:
+                break
+            held[row] = length
+        if held:
+            pairs, longest = list(enumerate(held)), max(held.values())
+            copy_texts(lease.session.state, request.drafter, pairs, before.session.state, longest)
+        self.give_back(range(before.shape.batch))
         before.keep()
         self._lease = lease
         self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)
-        return self._stage
+        return self._stage, len(held)
+
+    def room(self, rows: Sequence[int]) -> float:
+        memory = self._lease.session.row_memory
+        if memory is None:
+            return math.inf
+        return available_bytes(self._request.model.device) + memory.held(rows)
+
+    def bytes_for(self, slots: int) -> int:
+        memory = self._lease.session.row_memory
+        return 0 if memory is None else memory.bytes_for(min(slots, memory.capacity))
+
+    def reserve(self, lengths: Mapping[int, int]) -> bool:
+        memory = self._lease.session.row_memory
+        if memory is None:
+            return True
+        try:
+            for row, length in lengths.items():
+                if length > memory.committed_slots(row):
+                    memory.commit(row, min(length, memory.capacity))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def give_back(self, rows: Sequence[int]) -> None:
+        session = self._lease.session
+        if session.row_memory is not None:
+            session.fence.set()
+            session.fence.synchronize()
+            for row in rows:
+                session.row_memory.trim(row)
 
     def finish(self, rows: list[int]) -> None:
         state = self._lease.session.state
@@ -389,7 +422,7 @@ class ContinuousRun:
             return self._commit_first_tokens()
         with settled_on_error(lease.session):
             self._fill(requests, state, rows)
-            wave = wave_after(prefixes, [len(one.prompt) for one in requests])
+            wave = wave_after(prefixes, [one.length for one in requests])
             if lease.prefill.lacks([wave]):
                 lease.prefill.capture([wave])
             self.finish(rows)  # until they are prefilled
@@ -414,11 +447,12 @@ class ContinuousRun:
         """Put `requests` into `rows` of `state`, not prefilled."""
         state.admit(
             rows,
-            [one.prompt.to(state.tokens.device) for one in requests],
-            [one.remaining for one in requests],
+            [one.text.to(state.tokens.device) for one in requests],
+            [one.left for one in requests],
             upload([one.seed for one in requests], state.seeds),
             self._ends_of(requests),
         )
+        state.prompt_lengths[upload(rows, state.lengths)] = upload([len(one.prompt) for one in requests], state.lengths)
         if self._row_sampling is not None:
             state.set_row_sampling(rows, [one.sampling for one in requests])
 

@@ -10,7 +10,7 @@ from .lazy_target import LazyTarget
 from .lease import SessionLease, shape_of
 from .prefix_reuse import Prefix, copy_prefixes, copy_texts, wave_after
 from .request import Request
-from .request_rows import RowRequest
+from .row_request import RowRequest
 from .sessions import settled_on_error
 
 
@@ -33,7 +33,7 @@ class PaddedGroups:
     def open(self, requests: Sequence[RowRequest]) -> None:
         """Open the session of the largest group of `requests`, of which some wait."""
         count = min(max(len(requests), 1), request_rows.GROUP_SIZES[-1])
-        longest = max((len(one.prompt) for one in requests), default=1)
+        longest = max((one.length for one in requests), default=1)
         self._lease(count, min(longest, request_rows.MOST_GROUP_TOKENS // self.size(count)))
 
     def prefill(
@@ -56,7 +56,7 @@ class PaddedGroups:
         drafter, run = self._request.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
         requests = [group[place] for place in run]
         own = [prefixes[place]._replace(row=row) for row, place in enumerate(run)]
-        longest = max(len(one.prompt) for one in requests)
+        longest = max(one.length for one in requests)
         lease = self._lease(len(run), longest)
         source = lease.session.state
         with settled_on_error(lease.session):
@@ -65,7 +65,7 @@ class PaddedGroups:
             fill(requests, source, range(len(run)))
             source.cached[: len(run)] = upload([one.length for one in own], source.cached)
             source.live = longest
-            wave = wave_after(own, [len(one.prompt) for one in requests])
+            wave = wave_after(own, [one.length for one in requests])
             if lease.prefill.lacks([wave]):
                 lease.prefill.capture([wave])
             lease.prefill.run([wave], lambda: copy_prefixes(source, drafter, own, margin, state))
@@ -76,7 +76,7 @@ class PaddedGroups:
                 fill(group, state, [one.row for one in prefixes])  # what they do not have in common
 
     def _lease(self, count: int, longest: int) -> SessionLease:
-        """Where `count` requests are prefilled, whose prompts have at most `longest` tokens."""
+        """Where `count` requests are prefilled, whose texts have at most `longest` tokens."""
         size, is_captured = self.size(count), self._target.is_captured
         lease = self._leases.get(size)
         if lease is None or lease.shape.slots <= longest:

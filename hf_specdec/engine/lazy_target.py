@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -15,6 +16,9 @@ from .capture import why_not_captured
 from .fingerprint import Fingerprint, fingerprint, weights_of
 from .sessions import sessions_of
 from .target import HiddenStates, Target, patched_target
+
+if TYPE_CHECKING:
+    from .row_memory import KeyLayout
 
 
 class LazyTarget:
@@ -30,6 +34,7 @@ class LazyTarget:
     Attributes:
         eager_reason: why rounds are not captured; None if they are.
         keeps_hidden_states: whether the caller gets all hidden states.
+        key_layout: see `row_memory.KeyLayout`; None until a session needs it.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
@@ -37,6 +42,7 @@ class LazyTarget:
         self.modules = modules_of(model, drafter)
         self.eager_reason = why_not_captured(model, self.modules, kept)
         self.keeps_hidden_states = "hidden_states" in kept
+        self.key_layout: KeyLayout | None = None
         self._contexts = ExitStack()
         self._patched: Target | None = None
         self._fingerprint: Fingerprint | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,7 @@ from .lazy_target import LazyTarget
 from .prefix_reuse import PrefillWave
 from .request import Request
 from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, run_round
+from .row_memory import place_in_memory, span_for, spanning
 from .session_prefill import SessionPrefill
 from .sessions import Session, SessionKey, sessions_of
 
@@ -101,15 +102,23 @@ class SessionLease:
         shape: of the session's buffers.
         chunk_size: see `SessionPrefill`.
         is_continuous: see `SessionPrefill`.
+        grows: whether the session has its keys and values in a `RowMemory`.
 
     Attributes:
         session: once it is taken.
         prefill: of the session.
     """
 
-    def __init__(self, target: LazyTarget, shape: Shape, chunk_size: int | None = None, is_continuous: bool = False):
+    def __init__(
+        self,
+        target: LazyTarget,
+        shape: Shape,
+        chunk_size: int | None = None,
+        is_continuous: bool = False,
+        grows: bool = False,
+    ):
         self._target = target
-        self.shape = shape
+        self.shape, self._grows = shape, grows
         self._chunk_size, self._is_continuous = chunk_size, is_continuous
         self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
@@ -130,6 +139,8 @@ class SessionLease:
                 target()  # patching may move weights, which the key names
         if session is None:
             state = target.drafter.new_state(self.shape, cache_layers(target.model), target.model.device)
+            if self._grows:
+                place_in_memory(state, target, self.shape)
             session = Session(state)
         session.acquire()
         self.session = session
@@ -141,11 +152,25 @@ class SessionLease:
         self.session = self.prefill = None
 
     def _key(self) -> SessionKey:
-        return SessionKey(self.shape, self._target.drafter.compile_rounds, self._target.fingerprint)
+        return SessionKey(self.shape, self._grows, self._target.drafter.compile_rounds, self._target.fingerprint)
+
+    def _round_key(self, process: BlockProcessor, num_drafts: int) -> tuple[Hashable, int, int]:
+        """What the next round of `num_drafts` drafts with `process` is captured under, see `Session.rounds`.
+
+        Where rounds for longer texts are captured, and none for those that there are, those do.
+        """
+        state, rounds = self.session.state, self.session.rounds
+        if not self._grows:
+            return process.key, num_drafts, state.slots
+        span = least = span_for(state.live, state.slots)
+        while (process.key, num_drafts, span) not in rounds and span < state.slots:
+            span = span_for(span, state.slots)
+        is_captured = (process.key, num_drafts, span) in rounds
+        return process.key, num_drafts, span if is_captured else least
 
     def lacks_round(self, process: BlockProcessor, num_drafts: int) -> bool:
         """Whether rounds of `num_drafts` drafts with `process` are to be captured and have not been."""
-        return self._target.is_captured and (process.key, num_drafts) not in self.session.rounds
+        return self._target.is_captured and self._round_key(process, num_drafts) not in self.session.rounds
 
     def start_compiler(self) -> None:
         """Start what compiles rounds, where they are compiled, beside the prefill that comes before."""
@@ -155,13 +180,15 @@ class SessionLease:
     def capture_round(self, process: BlockProcessor, num_drafts: int) -> None:
         session, start = self.session, time.perf_counter()
         session.state.num_draft_tokens = num_drafts
-        captured = capture_round(session, self._target(), self._target.drafter, process)
-        session.rounds.add((process.key, num_drafts), captured)
+        key = self._round_key(process, num_drafts)
+        with spanning(session.state, key[-1]):
+            captured = capture_round(session, self._target(), self._target.drafter, process)
+        session.rounds.add(key, captured)
         session.capture_seconds = time.perf_counter() - start
 
     def captured_round(self, process: BlockProcessor, num_drafts: int) -> CapturedRound | None:
         """The captured round; None if rounds run eagerly."""
-        return self.session.rounds.get((process.key, num_drafts))
+        return self.session.rounds.get(self._round_key(process, num_drafts))
 
     def stage(
         self,
@@ -226,9 +253,11 @@ class SessionLease:
     def _catch_up(self) -> None:
         """Let the drafter read the last block; captured where rounds are, not compiled."""
         session, drafter, width = self.session, self._target.drafter, self.session.state.block_width
-        if self._target.is_captured and width not in session.catch_ups:
-            session.catch_ups.add(width, capture_catch_up(session, self._target(), drafter, width))
-        replay = session.catch_ups.get(width)
+        span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
+        if self._target.is_captured and (width, span) not in session.catch_ups:
+            with spanning(session.state, span):
+                session.catch_ups.add((width, span), capture_catch_up(session, self._target(), drafter, width))
+        replay = session.catch_ups.get((width, span))
         if replay is not None:
             replay()
         else:
@@ -249,6 +278,8 @@ class SessionLease:
             self.prefill.run([PrefillWave(())])
 
     def keep(self) -> None:
-        """Leave the session for other calls, where sessions are kept."""
+        """Leave the session for other calls, where sessions are kept; else it is not used again."""
         if self._target.is_captured:
             self._pool.keep(self._key(), self.session)
+        else:
+            self.session.free_rows()

@@ -8,7 +8,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..stats import SpeculationStats
-from .request_rows import RowRequest
+from .row_request import RowRequest
 
 
 @dataclass

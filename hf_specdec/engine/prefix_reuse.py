@@ -149,7 +149,8 @@ def copy_prefixes(
     if source is None:
         source, prefixes = state, [one for one in prefixes if one.row != one.source]
     prefixes = sorted((one for one in prefixes if one.length > 0), key=lambda one: -one.length)
-    for part in parts_of(prefixes, [one.length + margin for one in prefixes]):
+    most = most_copied(state, source, [(one.row, one.source) for one in prefixes])
+    for part in parts_of(prefixes, [one.length + margin for one in prefixes], most):
         rows = upload([one.row for one in part], state.lengths)
         sources = upload([one.source for one in part], state.lengths)
         slots = part[0].length + margin
@@ -169,16 +170,40 @@ def copy_texts(
         source: whose rows hold them.
         slots: of each row, as many as the longest text has.
     """
-    for part in parts_of(rows, [slots] * len(rows)):
+    most = dict(zip(rows, most_copied(state, source, rows), strict=True))
+    rows = sorted(rows, key=lambda one: -most[one])
+    counts = [min(slots, most[one]) for one in rows]
+    for part in parts_of(rows, counts, counts):
         to, taken = (upload(list(numbers), state.lengths) for numbers in zip(*part, strict=True))
-        state.copy_rows(to, source, slots, taken)
-        drafter.copy_rows(state, to, source, slots, taken)
+        count = min(slots, most[part[0]])
+        state.copy_rows(to, source, count, taken)
+        drafter.copy_rows(state, to, source, count, taken)
 
 
-def parts_of(rows: Sequence, slots: Sequence[int]) -> Iterator[Sequence]:
-    """Cut `rows`, the one with most `slots` first, into parts of at most `MOST_COPIED` slots, or of one row."""
+def most_copied(state: DecodeState, source: DecodeState, rows: Sequence[tuple[int, int]]) -> list[int]:
+    """How many leading slots have memory in both of each pair of a row of `state` and one of `source`."""
+    memories = [(one.cache.row_memory, one.slots - 1) for one in (state, source)]
+    return [
+        min(
+            slots if memory is None else memory.committed_slots(row)
+            for (memory, slots), row in zip(memories, pair, strict=True)
+        )
+        for pair in rows
+    ]
+
+
+def parts_of(rows: Sequence, slots: Sequence[int], most: Sequence[int]) -> Iterator[Sequence]:
+    """Cut `rows` into parts that are copied at once, as many slots of each as of the first.
+
+    Args:
+        rows: those of which most is copied first.
+        slots: to copy of each; at most `MOST_COPIED` of a part, unless it is one row.
+        most: slots that may be copied of each.
+    """
     first = 0
     while first < len(rows):
-        count = max(MOST_COPIED // slots[first], 1)
-        yield rows[first : first + count]
-        first += count
+        end, last = first + 1, min(first + max(MOST_COPIED // slots[first], 1), len(rows))
+        while end < last and most[end] >= slots[first]:
+            end += 1
+        yield rows[first:end]
+        first = end

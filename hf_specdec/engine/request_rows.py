@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
-import torch
-from transformers import StoppingCriteriaList
-
-from ..kernels.types import SamplingSettings
 from ..patching.patch import caller
 from ..stats import Counters
 from .prefix_reuse import Prefix
 from .rounds import RoundReport, Stage
 from .row_prefixes import RowPrefixes
+from .row_request import Arrivals, ContinuousBatching, Entered, RowRequest, end
 
 # Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
 GROUP_SIZES = (1, 8, 32)
@@ -24,135 +20,11 @@ GROUP_SIZES = (1, 8, 32)
 # Most tokens of a group, padding included; a longer prompt is a group by itself.
 MOST_GROUP_TOKENS = 16384
 
+# Tokens that a request has memory for when it is admitted, besides those of its text.
+TOKENS_AHEAD = 64
+
 # Waiting requests are admitted when this share of the rows is free: prefilling few rows takes about as long as many.
 SHARE_TO_ADMIT = 1 / 8
-
-
-@dataclass(eq=False)
-class RowRequest:
-    """A request: one row of the prompts of a call, or one that has arrived since.
-
-    Attributes:
-        index: row of the prompts; 0 for one that has arrived.
-        prompt: `[length]` int64.
-        prompt_ids: its tokens on the host; empty if rows do not reuse what others hold of it.
-        remaining: tokens that it may add.
-        is_cut: whether these are fewer than were asked for, since the target has no positions for more.
-        ends: tokens that end it.
-        seed: key of its random numbers.
-        sampling: how it is sampled, where requests have settings of their own.
-        criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
-        records_timestamps: whether `timestamps` are recorded.
-        tokens: generated so far.
-        num_settled: how many of these there were before the last round, which the drafter has read.
-        timestamps: `time.perf_counter()` when each of them reached the host.
-        error: why it ended without an end-of-sequence token and before its limit; None if it did not.
-        lifespan: when it was admitted and when it ended.
-    """
-
-    index: int
-    prompt: torch.Tensor
-    remaining: int
-    is_cut: bool = False
-    ends: frozenset[int] = frozenset()
-    seed: int = 0
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    criteria: StoppingCriteriaList | None = None
-    records_timestamps: bool = False
-    prompt_ids: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    num_settled: int = 0
-    timestamps: list[float] = field(default_factory=list)
-    error: str | None = None
-    lifespan: tuple[float, float] = (-1.0, -1.0)
-
-    @property
-    def is_over(self) -> bool:
-        return self.lifespan[1] >= 0
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of its text, prompt included."""
-        return len(self.prompt) + self.remaining
-
-    def add(self, tokens: Sequence[int], now: float) -> bool:
-        """Add what a round has committed, up to a token of `ends`; `criteria` may end it before that.
-
-        Returns:
-            whether it ends by either.
-        """
-        if self.criteria is None:
-            self.tokens += tokens
-            if self.records_timestamps:
-                self.timestamps += [now] * len(tokens)
-            return self.tokens[-1] in self.ends
-        for token in tokens:
-            self.tokens.append(token)
-            if self.records_timestamps:
-                self.timestamps.append(now)
-            if token in self.ends or self._meets_criteria():
-                return True
-        return False
-
-    def _meets_criteria(self) -> bool:
-        text = torch.cat([self.prompt.cpu(), torch.tensor(self.tokens)])[None]
-        with caller():
-            return bool(self.criteria(text, None).all())
-
-
-Entered = list[tuple[int, RowRequest]]
-
-
-class Arrived(NamedTuple):
-    """What has happened to requests since the last round.
-
-    Attributes:
-        requests: that have arrived, in the order in which they are admitted.
-        withdrawn: requests that end at once, with an error for each.
-        is_open: whether more may arrive.
-        is_changed: whether the target may compute otherwise than before.
-        has_waited: whether time was spent on waiting.
-    """
-
-    requests: Sequence[RowRequest] = ()
-    withdrawn: Sequence[tuple[RowRequest, str]] = ()
-    is_open: bool = True
-    is_changed: bool = False
-    has_waited: bool = False
-
-
-class Arrivals(Protocol):
-    """Requests that arrive while rounds run."""
-
-    def next(self, is_idle: bool) -> Arrived:
-        """What has arrived; called before every round. It may wait, for long only if `is_idle`: no round is due."""
-
-
-@dataclass(frozen=True)
-class ContinuousBatching:
-    """How a call is run by continuous batching.
-
-    Attributes:
-        max_rows: most rows that rounds run on; None for the device's `DevicePolicy.max_rows`.
-        record_timestamps: whether to record when each token of the call's requests reached the host.
-        on_finished: called with every request that has ended, in the order in which they end.
-        on_tokens: called after a round with the requests that it has given tokens and not ended.
-        arrivals: requests that arrive while rounds run; the call's prompts, of which only the settings are taken, are
-            no requests then. None if the call's prompts are the requests.
-        longest: tokens of the texts that the first buffers are made for, if requests arrive.
-        reuses_prefixes: whether keys and values of beginnings that texts have in common are computed once.
-        drops_processors: whether logits processors that continuous batching does not run are left out, with a warning;
-            they are an error otherwise.
-    """
-
-    max_rows: int | None = None
-    record_timestamps: bool = False
-    on_finished: Callable[[RowRequest], None] | None = None
-    on_tokens: Callable[[list[RowRequest]], None] | None = None
-    arrivals: Arrivals | None = None
-    longest: int = 1
-    reuses_prefixes: bool = True
-    drops_processors: bool = False
 
 
 class Place(Protocol):
@@ -190,15 +62,37 @@ class Place(Protocol):
     def is_to_move(self, num_occupied: int, waiting: Sequence[RowRequest]) -> bool:
         """Whether the requests of the occupied rows should go on in another session."""
 
-    def move(self, rows: list[int], kept: list[int], slots: int, waiting: Sequence[RowRequest]) -> Stage | None:
+    def move(
+        self, rows: dict[int, int], kept: dict[int, int], waiting: Sequence[RowRequest]
+    ) -> tuple[Stage, int] | None:
         """Let the requests of `rows` go on in the first rows of another session; None if they stay.
 
-        What the rows `kept` hold goes to the rows after those, as far as there are as many. No text of any of them is
-        longer than `slots`.
+        Args:
+            rows: occupied ones, and the tokens of their texts.
+            kept: others, likewise; what they hold goes to the rows after those, as far as there is room.
+            waiting: requests for which the session is to have room.
+
+        Returns:
+            where rounds run, and how many rows hold what was moved.
         """
 
     def why_refused(self, request: RowRequest) -> str | None:
         """Why there is no room for `request`; None if there may be."""
+
+    def room(self, rows: Sequence[int]) -> float:
+        """Bytes that rows may get, those that `rows` hold included."""
+
+    def bytes_for(self, slots: int) -> int:
+        """Bytes that a row with so many tokens holds."""
+
+    def reserve(self, lengths: Mapping[int, int]) -> bool:
+        """Let rows have memory for so many tokens each; returns whether there is enough."""
+
+    def give_back(self, rows: Sequence[int]) -> None:
+        """Give back the memory of `rows`, which no request occupies."""
+
+    def free_others(self) -> None:
+        """Free what is kept for other calls."""
 
 
 class RequestRows:
@@ -243,21 +137,21 @@ class RequestRows:
         return self._place.is_to_move(len(self._occupants) - len(self._free), self._waiting)
 
     def move(self) -> Stage | None:
-        rows = [row for row, one in enumerate(self._occupants) if one is not None]
-        kept = self._prefixes.kept(self._free) if self._is_open else []
-        slots = max([self.longest(), *map(self._prefixes.size, kept)])
-        stage = self._place.move(rows, kept, slots, self._waiting)
-        if stage is not None:
-            num_rows = self._place.num_rows
-            held = [*rows, *kept][:num_rows]
-            self._prefixes.move(held)
-            self._occupants = [self._occupants[row] for row in rows] + [None] * (num_rows - len(rows))
-            self._free = [*range(len(held), num_rows), *reversed(range(len(rows), len(held)))]
+        rows = {row: one.length for row, one in enumerate(self._occupants) if one is not None}
+        kept = {row: self._prefixes.size(row) for row in self._prefixes.kept(self._free)} if self._is_open else {}
+        moved = self._place.move(rows, kept, self._waiting)
+        if moved is None:
+            return None
+        stage, count = moved
+        num_rows = self._place.num_rows
+        self._prefixes.move([*rows, *kept][:count])
+        self._occupants = [self._occupants[row] for row in rows] + [None] * (num_rows - len(rows))
+        self._free = [*range(count, num_rows), *reversed(range(len(rows), count))]
         return stage
 
     def tokens_left(self) -> float:
         """How many tokens a row may still add, for all requests that occupy it from now on."""
-        running = [one.remaining - len(one.tokens) for one in self._occupants if one is not None]
+        running = [one.left for one in self._occupants if one is not None]
         return (sum(running) + self._tokens_waiting) / max(len(running), 1)
 
     def admit(self) -> bool:
@@ -273,30 +167,38 @@ class RequestRows:
         enough = max(1, round(len(self._occupants) * SHARE_TO_ADMIT))
         if not num_admitted or (not self._is_empty and num_admitted < min(enough, len(self._waiting))):
             return has_waited
-        while self._free and self._waiting:
-            group = self._next_group()
+        while self._free and self._waiting and not self._entering:
+            prefixes, group = self._place_group(self._next_group())
             if not group:
-                break
-            prefixes, group = self._place_group(group)
+                if not self._is_empty or self._waiting[0].longest > self._place.capacity:
+                    break
+                self._withdraw(self._waiting[0], _no_memory(self._waiting[0]))
+                continue
             self._enter(self._place.prefill(prefixes, group))
             has_waited = True
-            if self._entering:
-                break
         return has_waited
 
     def _place_group(self, group: list[RowRequest]) -> tuple[list[Prefix], list[RowRequest]]:
         """Choose rows for the requests of `group` that are prefilled now; the others wait on.
 
         Returns:
-            the row of each, with what it reuses; and these requests.
+            the row of each, with what it reuses; and these requests: none if there is no memory for them.
         """
         for row, request in enumerate(self._occupants):
             if request is not None:
                 self._prefixes.advance(row, request)
         plan = self._prefixes.plan(group, self._free)
         now, later = ([group[number] for number in numbers] for numbers in (plan.now, plan.later))
-        self._waiting.extendleft(reversed(later))
-        self._tokens_waiting += sum(one.remaining for one in later)
+        lengths = {prefix.row: _at_first(one) for prefix, one in zip(plan.prefixes, now, strict=True)}
+        if not self._reserve(lengths, {*lengths, *(prefix.source for prefix in plan.prefixes)}):
+            self._prefixes.leave(lengths)
+            self._wait(group)
+            if not any(row in self._prefixes for row in self._free):
+                return [], []
+            # What is kept to be reused is too much.
+            self._empty(list(self._free))
+            return self._place_group(self._next_group())
+        self._wait(later)
         for prefix, request in zip(plan.prefixes, now, strict=True):
             self._free.remove(prefix.row)
             self._counters.count_cached(request.index, prefix.length)
@@ -321,7 +223,8 @@ class RequestRows:
                 self._place.finish([row])
                 self._free.append(row)
             else:
-                request.lifespan = (now, -1.0)
+                if request.lifespan[0] < 0:
+                    request.lifespan = (now, -1.0)
                 self._occupants[row] = request
         self._first.append((self._entering, first))
         self._entering = []
@@ -354,7 +257,7 @@ class RequestRows:
         now = time.perf_counter()
         if request in self._waiting:
             self._waiting.remove(request)
-            self._tokens_waiting -= request.remaining
+            self._tokens_waiting -= request.left
             end(request, now, self._settings)
         elif any(one is request for _, one in self._entering):
             end(request, now, self._settings)
@@ -371,20 +274,72 @@ class RequestRows:
     def _next_group(self) -> list[RowRequest]:
         """The next waiting requests: as many as rows are free, or if padded as a group may have."""
         group: list[RowRequest] = []
-        longest, is_padded = 0, self._place.group_size(1) is not None
+        longest, is_padded, room = 0, self._place.group_size(1) is not None, self._room()
+        if self._waiting and self._place.bytes_for(_at_first(self._waiting[0])) > room:
+            self._place.free_others()
+            room = self._room()
         most = min(len(self._free), GROUP_SIZES[-1]) if is_padded else len(self._free)
         while self._waiting and len(group) < most:
-            if self._waiting[0].longest > self._place.capacity:
+            needed = self._place.bytes_for(_at_first(self._waiting[0]))
+            if self._waiting[0].longest > self._place.capacity or needed > room:
                 break
-            longest = max(longest, len(self._waiting[0].prompt))
+            room -= needed
+            longest = max(longest, self._waiting[0].length)
             if group and is_padded and longest * self._place.group_size(len(group) + 1) > MOST_GROUP_TOKENS:
                 break
             group.append(self._waiting.popleft())
-            self._tokens_waiting -= group[-1].remaining
+            self._tokens_waiting -= group[-1].left
         return group
 
+    def _room(self) -> float:
+        """Bytes for requests that enter rows; the ones that are there may grow by a step each."""
+        num_occupied = len(self._occupants) - len(self._free)
+        return self._place.room(self._free) - num_occupied * self._place.bytes_for(1)
+
+    def reserve(self, ahead: int) -> bool:
+        occupied = [(row, one) for row, one in enumerate(self._occupants) if one is not None]
+        lengths = {row: min(one.length + ahead, one.longest) for row, one in occupied}
+        return self._reserve(lengths, set(lengths))
+
+    def _reserve(self, lengths: Mapping[int, int], kept: Collection[int]) -> bool:
+        """Let rows have memory for texts of `lengths`; free rows give back theirs if need be, but for `kept`."""
+        if self._place.reserve(lengths):
+            return True
+        for row in [row for row in self._free if row not in kept]:
+            self._empty([row])
+            if self._place.reserve(lengths):
+                return True
+        self._place.free_others()
+        return self._place.reserve(lengths)
+
+    def _empty(self, rows: Sequence[int]) -> None:
+        """Let free rows hold nothing."""
+        self._prefixes.leave(rows)
+        self._place.give_back(rows)
+
+    def make_room(self) -> None:
+        """Let the request that was admitted last wait, to be prefilled again later; end it if it is the only one."""
+        occupied = [(one.lifespan[0], row) for row, one in enumerate(self._occupants) if one is not None]
+        if not occupied:
+            return
+        row = max(occupied)[1]
+        request = self._occupants[row]
+        if len(occupied) == 1 and not self._entering:
+            self._withdraw(request, _no_memory(request))
+            return
+        self._place.finish([row])
+        self._occupants[row] = None
+        self._free.append(row)
+        self._empty([row])
+        self._wait([request])
+
+    def _wait(self, requests: Sequence[RowRequest]) -> None:
+        """Let `requests` be the next ones that are admitted."""
+        self._waiting.extendleft(reversed(requests))
+        self._tokens_waiting += sum(one.left for one in requests)
+
     def longest(self) -> int:
-        return max((len(one.prompt) + len(one.tokens) for one in self._occupants if one is not None), default=1)
+        return max((one.length for one in self._occupants if one is not None), default=1)
 
     def occupants(self) -> list[RowRequest | None]:
         return list(self._occupants)
@@ -442,9 +397,13 @@ class RequestRows:
         end(request, now, self._settings)
 
 
-def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
-    """End `request` at time `now`."""
-    request.lifespan = (request.lifespan[0], now)
-    if settings.on_finished is not None:
-        with caller():
-            settings.on_finished(request)
+def _at_first(request: RowRequest) -> int:
+    """Tokens that `request` has memory for when it is admitted."""
+    return min(request.length + TOKENS_AHEAD, request.longest)
+
+
+def _no_memory(request: RowRequest) -> str:
+    return (
+        f"There is no memory for a text of {request.length} tokens and more, even alone; expected a shorter prompt or "
+        "fewer new tokens (max_new_tokens), or more memory."
+    )

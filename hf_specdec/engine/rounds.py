@@ -161,6 +161,12 @@ class Rows(Protocol):
     def move(self) -> Stage | None:
         """Move to such a state; the results of all rounds have been taken. None if there is no memory for it."""
 
+    def reserve(self, ahead: int) -> bool:
+        """Let rows have memory for `ahead` tokens more than are read; returns whether there is enough."""
+
+    def make_room(self) -> None:
+        """Called if there is not enough, and the results of all rounds have been taken: let a row be free."""
+
     def longest(self) -> int:
         """Committed tokens of the longest row, prompt included, as far as results are read."""
 
@@ -304,9 +310,23 @@ class RoundLoop:
                 self._read_results(0)
                 if self._rows.is_to_move:
                     self._stage, self._last = self._rows.move() or self._stage, None
-            else:
+            elif self._reserve():
                 self._launch()
                 self._read_results(self._rounds_ahead)
+
+    def _reserve(self) -> bool:
+        """Let rows have memory for the next round; else fewer rows are left."""
+        if self._rows.reserve(self._tokens_ahead()):
+            return True
+        self._read_results(0)
+        if not self._rows.reserve(self._tokens_ahead()):
+            self._rows.make_room()
+        return False
+
+    def _tokens_ahead(self) -> int:
+        """Most tokens that a row writes after those whose results are read, with the next round."""
+        most = self._stage.state.most_draft_tokens + 1
+        return sum(one.num_drafts + 1 for one in self._launched) + 2 * most
 
     def _note_first_tokens(self) -> None:
         for occupants, report in self._rows.first_tokens():
@@ -380,6 +400,12 @@ class CallRows:
 
     def first_tokens(self) -> Sequence[tuple[None, RoundReport]]:
         return ()
+
+    def reserve(self, ahead: int) -> bool:
+        return True
+
+    def make_room(self) -> None:
+        pass
 
     def tokens_left(self) -> float:
         """How many tokens a row that has not ended may still add, on average."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from . import prefix_index
@@ -84,7 +84,8 @@ class RowPrefixes:
         if not self._merges_equal:
             return {}
         first = {}
-        numbers = [first.setdefault(tuple(one.prompt_ids) or number, number) for number, one in enumerate(group)]
+        keys = [() if one.tokens else tuple(one.prompt_ids) for one in group]
+        numbers = [first.setdefault(key or number, number) for number, key in enumerate(keys)]
         return {number: one for number, one in enumerate(numbers) if one != number}
 
     def _find(self, prompt: Sequence[int]) -> tuple[Match | None, int]:
@@ -115,6 +116,16 @@ class RowPrefixes:
                 is_there = match is not None and match.name in left
                 choose(number, match.name if is_there else left[0], length if is_there else 0)
         return [chosen[number] for number in range(len(found))]
+
+    def __contains__(self, row: int) -> bool:
+        """Whether `row` holds a text."""
+        return row in self._index
+
+    def leave(self, rows: Iterable[int]) -> None:
+        """What `rows` held, or were to hold after a prefill, is gone."""
+        for row in rows:
+            self._entering.pop(row, None)
+            self._index.discard(row)
 
     def enter(self, row: int) -> None:
         """The prompt of `row` has been prefilled."""

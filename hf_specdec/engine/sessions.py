@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ..drafters.base import Drafter
 from ..patching.patch import Patch
 from ..state import DecodeState, Shape
+from ..virtual_memory import RowMemory
 from .auto_drafts import RoundTimes
 from .cuda_graphs import Fence, GraphPool
 from .fingerprint import Fingerprint
@@ -35,11 +36,13 @@ class SessionKey(NamedTuple):
 
     Attributes:
         shape: of its buffers.
+        grows: whether keys and values are in a `RowMemory`.
         is_compiled: whether rounds are compiled before they are captured.
         fingerprint: of target and drafter.
     """
 
     shape: Shape
+    grows: bool
     is_compiled: bool
     fingerprint: Fingerprint
 
@@ -76,8 +79,8 @@ class Session:
 
     Attributes:
         state: the buffers.
-        rounds: captured rounds, by `BlockProcessor.key` and K.
-        catch_ups: captured `catch_up`, by width.
+        rounds: captured rounds, by `BlockProcessor.key`, K and `RaggedCache.kernel_span`.
+        catch_ups: captured `catch_up`, by width and `RaggedCache.kernel_span`.
         prefills: captured chunks of prefills, by width.
         prompts: buffers of prefills.
         graph_pool: memory pool of all these graphs.
@@ -99,7 +102,17 @@ class Session:
     @property
     def is_allocated(self) -> bool:
         """Whether a forward pass has allocated what it writes."""
-        return self.state.cache.is_allocated
+        return self.state.prompt_logits is not None
+
+    @property
+    def row_memory(self) -> RowMemory | None:
+        """What keys and values of the rows are in; None if they have buffers of fixed size."""
+        return self.state.cache.row_memory
+
+    def free_rows(self) -> None:
+        """Give back the memory of the rows of a session that is not used again, and that the device does not use."""
+        if self.row_memory is not None:
+            self.row_memory.free()
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers until another call needs them."""
@@ -195,16 +208,18 @@ def _free(sessions: list[tuple[SessionKey, Session]]) -> None:
     # Freed memory goes back to the stream that it was allocated on, which may differ from the one that used it last.
     for _, session in sessions:
         session.fence.synchronize()
+        session.free_rows()
     sessions.clear()
 
 
 @contextmanager
 def settled_on_error(session: Session) -> Iterator[None]:
-    """Context that, on an error, waits until the device no longer uses the session."""
+    """Context that, on an error, waits until the device no longer uses the session, which is not used again."""
     try:
         yield
     except BaseException:
         with suppress(RuntimeError):  # if the device itself has failed
             session.fence.set()
             session.fence.synchronize()
+            session.free_rows()
         raise

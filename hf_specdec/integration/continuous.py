@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..drafters.base import Drafter
-from ..engine.request_rows import ContinuousBatching, RowRequest
+from ..engine.row_request import ContinuousBatching, RowRequest
 from .dispatch import continuous_batching
 from .eligibility import REPLACED_INPUTS
 from .validation import TOKEN_DTYPES

@@ -25,7 +25,7 @@ from ..engine.first_pass import inputs_after_prompts, position_offsets
 from ..engine.output import ContinuousOutput
 from ..engine.prompts import read_prompts
 from ..engine.request import Request
-from ..engine.request_rows import ContinuousBatching
+from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group

@@ -12,7 +12,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.buckets import PACKED_TOKENS, row_sizes
-from ..engine.request_rows import GROUP_SIZES, Arrivals, Arrived, ContinuousBatching, RowRequest
+from ..engine.request_rows import GROUP_SIZES
+from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..kernels.types import SamplingSettings
 from ..sampling.logits import RowSampling
 from .dispatch import continuous_batching

@@ -8,7 +8,7 @@ from collections import deque
 
 from transformers import ContinuousBatchingConfig
 
-from ..engine.request_rows import RowRequest
+from ..engine.row_request import RowRequest
 from .manager_requests import ManagedRequest
 from .manager_results import Results
 

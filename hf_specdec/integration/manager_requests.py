@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..engine.buckets import next_power_of_two
 from ..engine.request import fitting_tokens, why_too_long
-from ..engine.request_rows import RowRequest
+from ..engine.row_request import RowRequest
 from ..kernels.types import NO_TOP_K, SamplingSettings
 from ..ops import row_seeds
 from ..patching.support import num_positions, stated_positions

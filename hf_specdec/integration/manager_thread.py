@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
-from ..engine.request_rows import Arrived
+from ..engine.row_request import Arrived
 from ..errors import first_line
 from .locks import lock_of
 from .manager_call import ManagedCall

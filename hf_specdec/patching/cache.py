@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import ops
+from ..virtual_memory import RowMemory
 from .recurrent_layers import RecurrencePositions, RecurrentLayer
 
 
@@ -67,6 +68,11 @@ class RaggedLayer(CacheLayerMixin):
             for states in (key_states, value_states)
         )
         self.is_initialized = True
+
+    def place(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take `keys` and `values`, `[B, slots, kv_heads, head_dim]`, instead of buffers of its own."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -191,6 +197,8 @@ class RaggedCache(Cache):
             and a launch that is the same for all lengths can be captured. With the PyTorch references as many as may be
             live and one more, because the last slot given is taken for the dummy slot. Attention that takes a mask is
             given one less, without the dummy slot: no more than there are positions.
+        kernel_span: `span` with Triton kernels, if not all slots: a launch for fewer slots has fewer splits.
+        row_memory: what `keys` and `values` of the layers are in; None if they have buffers of their own.
     """
 
     def __init__(
@@ -205,6 +213,8 @@ class RaggedCache(Cache):
         self.slots = slots
         self.takes_mask = any(kind.takes_mask for kind in kinds)
         self.span = slots - self.takes_mask
+        self.kernel_span = slots
+        self.row_memory: RowMemory | None = None
         self.starts = starts
         self.positions: torch.Tensor | None = None
         self.num_before: int | None = None
@@ -331,7 +341,7 @@ class RaggedCache(Cache):
 
     def show(self, live: int, device: torch.device) -> None:
         """Set how many leading slots queries may attend to; see `advance`."""
-        span = self.slots if ops.has_kernels(device) else min(live + 1, self.slots)
+        span = self.kernel_span if ops.has_kernels(device) else min(live + 1, self.slots)
         self.span = span - self.takes_mask
 
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 import re
 
 import pytest
@@ -27,7 +28,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, request_rows
-from hf_specdec.engine.request_rows import ContinuousBatching, RequestRows, RowRequest
+from hf_specdec.engine.request_rows import RequestRows
+from hf_specdec.engine.row_request import ContinuousBatching, RowRequest
 from hf_specdec.stats import Counters
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
@@ -352,6 +354,15 @@ def test_admission():
 
         def group_size(self, count):
             return 1 if count == 1 else 3
+
+        def room(self, rows):
+            return math.inf
+
+        def bytes_for(self, slots):
+            return slots
+
+        def reserve(self, lengths):
+            return True
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
     requests = [RowRequest(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]

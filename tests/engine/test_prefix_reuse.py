@@ -22,8 +22,8 @@ from hf_specdec.engine.continuous import ContinuousRun
 from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.engine.prefix_index import PrefixIndex, common_length
 from hf_specdec.engine.prefix_reuse import Prefix, find_followers
-from hf_specdec.engine.request_rows import RowRequest
 from hf_specdec.engine.row_prefixes import RowPrefixes
+from hf_specdec.engine.row_request import RowRequest
 
 NEW = 8
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}

@@ -1,0 +1,47 @@
+"""What continuous batching runs."""
+
+from __future__ import annotations
+
+import torch
+
+from ..drafters.base import Drafter
+from ..sampling.processors import BlockProcessor
+from .request import Request
+from .transcript import DECIDED_BY_TOKENS
+
+
+def check_continuous(request: Request) -> None:
+    """Raise `ValueError` if a call asks for what continuous batching does not have."""
+    others = sorted({type(rule).__name__ for rule in request.criteria if type(rule) not in DECIDED_BY_TOKENS})
+    if others:
+        raise ValueError(
+            f"Continuous batching ends a request at an end-of-sequence token or at max_new_tokens, but the call has "
+            f"{', '.join(others)}; expected no other stopping criteria. Use generate() with a padded batch."
+        )
+    drafter = type(request.drafter)
+    if drafter.new_memory is not Drafter.new_memory and drafter.copy_rows is Drafter.copy_rows:
+        raise ValueError(
+            f"{drafter.__name__} has memory of a generation (new_memory) that cannot be copied row by row; expected a "
+            "family that implements copy_rows(). Use generate() with a padded batch."
+        )
+    if processor_of(request).key is None:
+        names = sorted({type(one).__name__ for one in request.processors})
+        raise ValueError(
+            f"Continuous batching runs logits processors that read the scores of one position only, but one of "
+            f"{', '.join(names)} reads the text; expected temperature, top_k, top_p and the like. Use generate() with "
+            "a padded batch."
+        )
+    asked = {
+        "a streamer": request.streamer,
+        "past_key_values": request.cache,
+        "row temperatures": request.row_temperatures,
+        **{f"output_{name}": request.keeps(name) or None for name in ("scores", "logits", "hidden_states")},
+    }
+    found = [name for name, value in asked.items() if value is not None]
+    if found:
+        raise ValueError(f"Continuous batching does not support {', '.join(found)}; expected a call without it.")
+
+
+def processor_of(request: Request) -> BlockProcessor:
+    blank = torch.empty(0, 0, dtype=torch.int64, device=request.model.device)
+    return BlockProcessor(request.processors, blank, [], request.temperature)

@@ -1,0 +1,147 @@
+"""Keys and values of a session's rows in a `RowMemory`: the memory that a row takes follows its text.
+
+A slot holds a token of all layers of target and drafter, one after the other, so a row grows in one place. The keys, or
+the values, of a layer are a view of all rows, `[B, slots, kv_heads, head_dim]`, with large strides; kernels know no
+difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from .. import ops
+from ..drafters.base import Drafter
+from ..drafters.cached import CachedDrafter
+from ..patching.cache import RaggedCache
+from ..patching.support import cache_layers
+from ..state import DecodeState, Shape
+from ..virtual_memory import RowMemory, aligned, has_virtual_memory, slot_unit
+from .lazy_target import LazyTarget
+from .prefix_reuse import PrefillWave
+from .rounds import draft_and_forward
+from .session_prefill import SessionPrefill
+from .sessions import Session
+
+# Tokens of a text for which addresses are reserved where requests arrive, if the target has positions for more; a
+# longer one moves all rows to a larger session.
+MOST_RESERVED = 65536
+# Rounds are captured for texts of up to so many tokens, or a power of the second times as many.
+FEWEST_SPAN, SPAN_STEP = 2048, 8
+
+
+class _Part(NamedTuple):
+    """Keys or values of a layer: where they are in the bytes of a token, and what they are."""
+
+    offset: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+class KeyLayout(NamedTuple):
+    """What a token's keys and values are.
+
+    Attributes:
+        token_bytes: of all layers together.
+        layers: keys and values of each layer of each cache; None for layers without.
+    """
+
+    token_bytes: int
+    layers: Sequence[Sequence[tuple[_Part, _Part] | None]]
+
+    @classmethod
+    def of(cls, caches: Sequence[RaggedCache]) -> KeyLayout:
+        """The layout of what `caches`, through which target and drafter have run, have allocated."""
+        size, layers = 0, []
+
+        def part(buffer: torch.Tensor) -> _Part:
+            nonlocal size
+            heads, dim = buffer.shape[2:]
+            placed = _Part(size, heads, dim, buffer.dtype)
+            size += aligned(heads * dim * buffer.dtype.itemsize)
+            return placed
+
+        for cache in caches:
+            keyed = [getattr(layer, "keys", None) is not None for layer in cache.layers]
+            pairs = zip(cache.layers, keyed, strict=True)
+            layers.append([(part(layer.keys), part(layer.values)) if has_keys else None for layer, has_keys in pairs])
+        return cls(size, layers)
+
+    def place(self, caches: Sequence[RaggedCache], memory: RowMemory) -> None:
+        """Let the layers of `caches` have their keys and values in `memory`."""
+        for cache, layers in zip(caches, self.layers, strict=True):
+            cache.row_memory = memory
+            for layer, parts in zip(cache.layers, layers, strict=True):
+                if parts is not None:
+                    layer.place(*(memory.view(one.offset, one.dtype, one.heads, one.dim) for one in parts))
+
+
+def caches_of(state: DecodeState) -> list[RaggedCache]:
+    """The caches of target and drafter."""
+    return [state.cache, *(() if state.memory is None else state.memory.caches)]
+
+
+def can_grow(target: LazyTarget) -> bool:
+    """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see."""
+    model, drafter = target.model, target.drafter
+    kinds = list(cache_layers(model))
+    if isinstance(drafter, CachedDrafter):
+        kinds += drafter.cached_layers
+    elif type(drafter).new_memory is not Drafter.new_memory:
+        return False
+    if model.device.type != "cpu" and torch.float64 in (model.dtype, drafter.dtype):
+        return False
+    has_keys = any(kind.has_keys for kind in kinds)
+    return has_keys and not any(kind.takes_mask for kind in kinds) and has_virtual_memory(model.device)
+
+
+def slots_in_memory(longest: int, device: torch.device) -> int:
+    """Slots of a `RowMemory` on `device` for texts of up to `longest` tokens."""
+    unit = slot_unit(device)
+    return unit * -(-(longest + 1) // unit) + unit
+
+
+def span_for(live: int, slots: int) -> int:
+    """For how many leading slots a round is captured, if `live` are in use or are to be written."""
+    span = FEWEST_SPAN
+    while span < live + 3:  # the slot after the last one is taken for the dummy slot; blocks may end one later
+        span *= SPAN_STEP
+    return min(span, slots)
+
+
+@contextmanager
+def spanning(state: DecodeState, span: int) -> Iterator[None]:
+    """Context in which kernels are given `span` leading slots of the caches."""
+    caches = caches_of(state)
+    for cache in caches:
+        cache.kernel_span = span
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.kernel_span = cache.slots
+
+
+def place_in_memory(state: DecodeState, target: LazyTarget, shape: Shape) -> None:
+    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`."""
+    if target.key_layout is None:
+        target.key_layout = _find_layout(target, shape)
+    layout = target.key_layout
+    memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
+    layout.place(caches_of(state), memory)
+
+
+def _find_layout(target: LazyTarget, shape: Shape) -> KeyLayout:
+    """Run one token through target and drafter, and see what they store."""
+    slots = max(64, 8 * (shape.num_draft_tokens + 1))
+    model, drafter = target.model, target.drafter
+    state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
+    with ops.references():
+        SessionPrefill(Session(state), target, None, is_continuous=False).run([PrefillWave(())])
+        with state.idle():
+            draft_and_forward(state, target(), drafter)
+    return KeyLayout.of(caches_of(state))

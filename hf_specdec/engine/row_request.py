@@ -1,0 +1,165 @@
+"""Requests of continuous batching, and how a call with them is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from transformers import StoppingCriteriaList
+
+from ..kernels.types import SamplingSettings
+from ..patching.patch import caller
+
+
+@dataclass(eq=False)
+class RowRequest:
+    """A request: one row of the prompts of a call, or one that has arrived since.
+
+    Attributes:
+        index: row of the prompts; 0 for one that has arrived.
+        prompt: `[length]` int64.
+        prompt_ids: its tokens on the host; empty if rows do not reuse what others hold of it.
+        remaining: tokens that it may add.
+        is_cut: whether these are fewer than were asked for, since the target has no positions for more.
+        ends: tokens that end it.
+        seed: key of its random numbers.
+        sampling: how it is sampled, where requests have settings of their own.
+        criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
+        records_timestamps: whether `timestamps` are recorded.
+        tokens: generated so far.
+        num_settled: how many of these there were before the last round, which the drafter has read.
+        timestamps: `time.perf_counter()` when each of them reached the host.
+        error: why it ended without an end-of-sequence token and before its limit; None if it did not.
+        lifespan: when it was admitted first and when it ended.
+    """
+
+    index: int
+    prompt: torch.Tensor
+    remaining: int
+    is_cut: bool = False
+    ends: frozenset[int] = frozenset()
+    seed: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    criteria: StoppingCriteriaList | None = None
+    records_timestamps: bool = False
+    prompt_ids: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    num_settled: int = 0
+    timestamps: list[float] = field(default_factory=list)
+    error: str | None = None
+    lifespan: tuple[float, float] = (-1.0, -1.0)
+
+    @property
+    def is_over(self) -> bool:
+        return self.lifespan[1] >= 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of its text so far."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still add."""
+        return self.remaining - len(self.tokens)
+
+    @property
+    def text(self) -> torch.Tensor:
+        """`[length]` int64, what is prefilled: more than the prompt if it has lost its row."""
+        if not self.tokens:
+            return self.prompt
+        return torch.cat([self.prompt, torch.tensor(self.tokens, device=self.prompt.device)])
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of its text, prompt included."""
+        return len(self.prompt) + self.remaining
+
+    def add(self, tokens: Sequence[int], now: float) -> bool:
+        """Add what a round has committed, up to a token of `ends`; `criteria` may end it before that.
+
+        Returns:
+            whether it ends by either.
+        """
+        if self.criteria is None:
+            self.tokens += tokens
+            if self.records_timestamps:
+                self.timestamps += [now] * len(tokens)
+            return self.tokens[-1] in self.ends
+        for token in tokens:
+            self.tokens.append(token)
+            if self.records_timestamps:
+                self.timestamps.append(now)
+            if token in self.ends or self._meets_criteria():
+                return True
+        return False
+
+    def _meets_criteria(self) -> bool:
+        text = self.text.cpu()[None]
+        with caller():
+            return bool(self.criteria(text, None).all())
+
+
+Entered = list[tuple[int, RowRequest]]
+
+
+class Arrived(NamedTuple):
+    """What has happened to requests since the last round.
+
+    Attributes:
+        requests: that have arrived, in the order in which they are admitted.
+        withdrawn: requests that end at once, with an error for each.
+        is_open: whether more may arrive.
+        is_changed: whether the target may compute otherwise than before.
+        has_waited: whether time was spent on waiting.
+    """
+
+    requests: Sequence[RowRequest] = ()
+    withdrawn: Sequence[tuple[RowRequest, str]] = ()
+    is_open: bool = True
+    is_changed: bool = False
+    has_waited: bool = False
+
+
+class Arrivals(Protocol):
+    """Requests that arrive while rounds run."""
+
+    def next(self, is_idle: bool) -> Arrived:
+        """What has arrived; called before every round. It may wait, for long only if `is_idle`: no round is due."""
+
+
+@dataclass(frozen=True)
+class ContinuousBatching:
+    """How a call is run by continuous batching.
+
+    Attributes:
+        max_rows: most rows that rounds run on; None for the device's `DevicePolicy.max_rows`.
+        record_timestamps: whether to record when each token of the call's requests reached the host.
+        on_finished: called with every request that has ended, in the order in which they end.
+        on_tokens: called after a round with the requests that it has given tokens and not ended.
+        arrivals: requests that arrive while rounds run; the call's prompts, of which only the settings are taken, are
+            no requests then. None if the call's prompts are the requests.
+        longest: tokens of the texts that the first buffers are made for, if requests arrive.
+        reuses_prefixes: whether keys and values of beginnings that texts have in common are computed once.
+        drops_processors: whether logits processors that continuous batching does not run are left out, with a warning;
+            they are an error otherwise.
+    """
+
+    max_rows: int | None = None
+    record_timestamps: bool = False
+    on_finished: Callable[[RowRequest], None] | None = None
+    on_tokens: Callable[[list[RowRequest]], None] | None = None
+    arrivals: Arrivals | None = None
+    longest: int = 1
+    reuses_prefixes: bool = True
+    drops_processors: bool = False
+
+
+def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
+    """End `request` at time `now`."""
+    request.lifespan = (request.lifespan[0], now)
+    if settings.on_finished is not None:
+        with caller():
+            settings.on_finished(request)
