@@ -1,4 +1,4 @@
-"""Memory behind the rows of continuous batching on a GPU: the driver's virtual memory, shortage, graphs across commits."""
+"""Memory behind the rows of continuous batching on a GPU: the driver, shortage, graphs across commits."""
 
 import functools
 import gc
