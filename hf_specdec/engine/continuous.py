@@ -18,12 +18,12 @@ from ..device_policy import policy_of
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
 from ..sampling.logits import RowSampling
-from ..state import NO_TOKEN, DecodeState, Shape, upload
+from ..state import DecodeState, Shape, upload
 from ..stats import Counters
 from ..virtual_memory import available_bytes
 from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two, row_sizes
-from .continuous_support import check_continuous, processor_of
+from .continuous_support import check_continuous, ends_of, processor_of, requests_of
 from .groups import PaddedGroups
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
@@ -68,7 +68,7 @@ class ContinuousRun:
         self._process = processor_of(request)
         self._row_sampling = next((one for one in request.processors if type(one) is RowSampling), None)
         self._most = settings.max_rows or policy_of(request.model.device).max_rows
-        self.requests = self._requests_of_call() if settings.arrivals is None else []
+        self.requests = requests_of(request, settings) if settings.arrivals is None else []
         # Where requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else PaddedGroups(request, target)
         self._grows = can_grow(target)
@@ -79,20 +79,6 @@ class ContinuousRun:
         self._stays = False
         # Tokens of a text for which there was no memory.
         self._too_long: int | None = None
-
-    def _requests_of_call(self) -> list[RowRequest]:
-        request, ends = self._request, self._request.eos_token_ids
-        ends = frozenset() if ends is None else frozenset(ends.tolist())
-        prompts, prompt_ids = request.prompts.rows(request.model.device), request.prompts.token_ids()
-        found = []
-        for index, (prompt, seed) in enumerate(zip(prompts, request.seeds.tolist(), strict=True)):
-            remaining = request.remaining_after(len(prompt))
-            one = RowRequest(index, prompt, remaining, remaining < request.max_new_tokens, ends, seed)
-            one.prompt_ids = prompt_ids[index]
-            one.error = request.why_too_long(len(prompt))
-            one.records_timestamps = self._settings.record_timestamps
-            found.append(one)
-        return found
 
     def run(self) -> ContinuousOutput:
         """Generate for all requests."""
@@ -450,19 +436,11 @@ class ContinuousRun:
             [one.text.to(state.tokens.device) for one in requests],
             [one.left for one in requests],
             upload([one.seed for one in requests], state.seeds),
-            self._ends_of(requests),
+            ends_of(requests, state.eos),
         )
         state.prompt_lengths[upload(rows, state.lengths)] = upload([len(one.prompt) for one in requests], state.lengths)
         if self._row_sampling is not None:
             state.set_row_sampling(rows, [one.sampling for one in requests])
-
-    def _ends_of(self, group: Sequence[RowRequest]) -> torch.Tensor | None:
-        """`[len(group), E]` int64: the tokens that end each request, filled up with `NO_TOKEN`; None without any."""
-        width = max(len(one.ends) for one in group)
-        if width == 0:
-            return None
-        rows = [[*one.ends, *[NO_TOKEN] * (width - len(one.ends))] for one in group]
-        return upload(rows, self._lease.session.state.eos)
 
     def group_size(self, count: int) -> int | None:
         return None if self._groups is None else self._groups.size(count)

@@ -1,12 +1,16 @@
-"""What continuous batching runs."""
+"""What continuous batching runs, and the requests of a call."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from ..drafters.base import Drafter
 from ..sampling.processors import BlockProcessor
+from ..state import NO_TOKEN, upload
 from .request import Request
+from .row_request import ContinuousBatching, RowRequest
 from .transcript import DECIDED_BY_TOKENS
 
 
@@ -45,3 +49,28 @@ def check_continuous(request: Request) -> None:
 def processor_of(request: Request) -> BlockProcessor:
     blank = torch.empty(0, 0, dtype=torch.int64, device=request.model.device)
     return BlockProcessor(request.processors, blank, [], request.temperature)
+
+
+def requests_of(request: Request, settings: ContinuousBatching) -> list[RowRequest]:
+    """A request for each prompt of `request`; those that are too long have an error."""
+    ends = request.eos_token_ids
+    ends = frozenset() if ends is None else frozenset(ends.tolist())
+    prompts, prompt_ids = request.prompts.rows(request.model.device), request.prompts.token_ids()
+    found = []
+    for index, (prompt, seed) in enumerate(zip(prompts, request.seeds.tolist(), strict=True)):
+        remaining = request.remaining_after(len(prompt))
+        one = RowRequest(index, prompt, remaining, remaining < request.max_new_tokens, ends, seed)
+        one.prompt_ids = prompt_ids[index]
+        one.error = request.why_too_long(len(prompt))
+        one.records_timestamps = settings.record_timestamps
+        found.append(one)
+    return found
+
+
+def ends_of(requests: Sequence[RowRequest], like: torch.Tensor) -> torch.Tensor | None:
+    """`[len(requests), E]` int64: the tokens that end each request, filled up with `NO_TOKEN`; None without any."""
+    width = max(len(one.ends) for one in requests)
+    if width == 0:
+        return None
+    rows = [[*one.ends, *[NO_TOKEN] * (width - len(one.ends))] for one in requests]
+    return upload(rows, like)

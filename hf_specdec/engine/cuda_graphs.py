@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -59,6 +60,29 @@ class Fence:
         """Wait for it on the host."""
         if self._event is not None:
             self._event.synchronize()
+
+
+class RoundClock:
+    """Points in time of the work of a device: CUDA events, which are read later; elsewhere the host's clock.
+
+    Args:
+        device: whose work it is.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def mark(self) -> Any:
+        """The time at which the work so far is done."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """Time between two marks, which the device has passed."""
+        return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
 class _Streams:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -14,11 +13,9 @@ from ..patching.hidden_states import modules_of
 from ..patching.patch import Patch, is_anything_replaced
 from .capture import why_not_captured
 from .fingerprint import Fingerprint, fingerprint, weights_of
+from .key_layout import KeyLayout
 from .sessions import sessions_of
 from .target import HiddenStates, Target, patched_target
-
-if TYPE_CHECKING:
-    from .row_memory import KeyLayout
 
 
 class LazyTarget:
@@ -34,7 +31,7 @@ class LazyTarget:
     Attributes:
         eager_reason: why rounds are not captured; None if they are.
         keeps_hidden_states: whether the caller gets all hidden states.
-        key_layout: see `row_memory.KeyLayout`; None until a session needs it.
+        key_layout: where keys and values are in a `RowMemory`; None until a session needs it.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):

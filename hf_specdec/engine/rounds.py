@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
 from .auto_drafts import RoundTimes
+from .cuda_graphs import RoundClock
 from .target import Target
 from .transcript import Transcript
 
@@ -242,29 +242,6 @@ class Stage:
     prepare: Callable[[int], bool]
     run: Callable[[int], tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]]
     drafts: NumDrafts
-
-
-class RoundClock:
-    """Points in time of the work of a device: CUDA events, which are read later; elsewhere the host's clock.
-
-    Args:
-        device: whose work it is.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def mark(self) -> Any:
-        """The time at which the work so far is done."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def milliseconds(self, start: Any, end: Any) -> float:
-        """Time between two marks, which the device has passed."""
-        return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
 @dataclass

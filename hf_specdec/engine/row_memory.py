@@ -1,25 +1,19 @@
-"""Keys and values of a session's rows in a `RowMemory`: the memory that a row takes follows its text.
-
-A slot holds a token of all layers of target and drafter, one after the other, so a row grows in one place. The keys, or
-the values, of a layer are a view of all rows, `[B, slots, kv_heads, head_dim]`, with large strides; kernels know no
-difference.
-"""
+"""Sessions whose keys and values are in a `RowMemory`: the memory that a row takes follows its text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from .. import ops
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
-from ..patching.cache import RaggedCache
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
-from ..virtual_memory import RowMemory, aligned, has_virtual_memory, slot_unit
+from ..virtual_memory import RowMemory, has_virtual_memory, slot_unit
+from .key_layout import KeyLayout, caches_of
 from .lazy_target import LazyTarget
 from .prefix_reuse import PrefillWave
 from .rounds import draft_and_forward
@@ -31,58 +25,6 @@ from .sessions import Session
 MOST_RESERVED = 65536
 # Rounds are captured for texts of up to so many tokens, or a power of the second times as many.
 FEWEST_SPAN, SPAN_STEP = 2048, 8
-
-
-class _Part(NamedTuple):
-    """Keys or values of a layer: where they are in the bytes of a token, and what they are."""
-
-    offset: int
-    heads: int
-    dim: int
-    dtype: torch.dtype
-
-
-class KeyLayout(NamedTuple):
-    """What a token's keys and values are.
-
-    Attributes:
-        token_bytes: of all layers together.
-        layers: keys and values of each layer of each cache; None for layers without.
-    """
-
-    token_bytes: int
-    layers: Sequence[Sequence[tuple[_Part, _Part] | None]]
-
-    @classmethod
-    def of(cls, caches: Sequence[RaggedCache]) -> KeyLayout:
-        """The layout of what `caches`, through which target and drafter have run, have allocated."""
-        size, layers = 0, []
-
-        def part(buffer: torch.Tensor) -> _Part:
-            nonlocal size
-            heads, dim = buffer.shape[2:]
-            placed = _Part(size, heads, dim, buffer.dtype)
-            size += aligned(heads * dim * buffer.dtype.itemsize)
-            return placed
-
-        for cache in caches:
-            keyed = [getattr(layer, "keys", None) is not None for layer in cache.layers]
-            pairs = zip(cache.layers, keyed, strict=True)
-            layers.append([(part(layer.keys), part(layer.values)) if has_keys else None for layer, has_keys in pairs])
-        return cls(size, layers)
-
-    def place(self, caches: Sequence[RaggedCache], memory: RowMemory) -> None:
-        """Let the layers of `caches` have their keys and values in `memory`."""
-        for cache, layers in zip(caches, self.layers, strict=True):
-            cache.row_memory = memory
-            for layer, parts in zip(cache.layers, layers, strict=True):
-                if parts is not None:
-                    layer.place(*(memory.view(one.offset, one.dtype, one.heads, one.dim) for one in parts))
-
-
-def caches_of(state: DecodeState) -> list[RaggedCache]:
-    """The caches of target and drafter."""
-    return [state.cache, *(() if state.memory is None else state.memory.caches)]
 
 
 def can_grow(target: LazyTarget) -> bool:

@@ -1,0 +1,338 @@
+"""Rows have memory for the texts that they hold; short of it, requests wait, and say what they would have said."""
+
+import functools
+import gc
+import itertools
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from case_counts import num_cases
+from graph_stand_ins import replay_on_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import RANDOM_DRAFTERS, copy_of
+from targets import set_policy, tiny_target
+from transformers import ContinuousBatchingConfig
+
+from hf_specdec import NoDrafter, virtual_memory
+from hf_specdec.engine import key_layout, row_memory
+from hf_specdec.engine.continuous import ContinuousRun
+from hf_specdec.engine.request_rows import RequestRows
+from hf_specdec.engine.row_request import Arrived, ContinuousBatching, RowRequest
+from hf_specdec.integration.dispatch import continuous_batching
+from hf_specdec.stats import Counters
+from hf_specdec.virtual_memory import RowMemory, committed_bytes
+
+CPU = torch.device("cpu")
+END, NEW = list(range(3, 96, 7)), 40
+KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.02), "none": NoDrafter}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_memory_is_given_back():
+    gc.collect()
+    before = committed_bytes(CPU)
+    yield
+    gc.collect()
+    assert committed_bytes(CPU) == before
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    """Requests that have lost their rows, or would have."""
+    made, make_room = [], RequestRows.make_room
+    monkeypatch.setattr(RequestRows, "make_room", lambda self: (made.append(self), make_room(self)))
+    return made
+
+
+@functools.cache
+def prompts_of(lengths):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+@functools.cache
+def alone(family, prompt, new=NEW, end=tuple(END)):
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": list(end)}
+    return tiny_target(family).generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+def in_rows(drafter, prompts, rows, family="llama", **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END, "assistant_model": drafter, **options}
+    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
+    results = tiny_target(family).generate_batch(prompts, None, config, **options)
+    return [one.generated_tokens for one in results.values()], [one.error for one in results.values()]
+
+
+def test_memory_of_rows(monkeypatch):
+    memory = RowMemory(3, 640, 1000, CPU)
+    assert memory.token_bytes == 1024 and memory.capacity == 636 and memory.committed == 0
+    keys, values = memory.view(0, torch.float32, 2, 8), memory.view(64, torch.bfloat16, 4, 16)
+    assert keys.shape == (3, 640, 2, 8) and keys.flatten(0, 1).data_ptr() == keys.data_ptr()
+    memory.commit(1, 200)
+    assert memory.committed_slots(1) == 256 and memory.committed_slots(0) == 4 and memory.committed == 256 * 1024
+    keys[1, 199], values[1, 199], values[2, -1] = 1.0, 2.0, 3.0
+    assert keys[1, 190:].sum() == 16 and values[1, 190:].sum() == 128 and values[2, -1].sum() == 192
+    set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + 200 * 1024)
+    with pytest.raises(torch.OutOfMemoryError, match=r"needs 262144 bytes more .* of 204800"):
+        memory.commit(2, 200)
+    assert memory.committed_slots(2) == 0
+    memory.commit(2, 100)
+    memory.trim(1, 130)
+    assert memory.committed_slots(1) == 256, "a piece is given back as a whole"
+    memory.trim(1)
+    assert memory.committed_slots(1) == 0 and keys[1].sum() == 0 and values[2, -1].sum() == 192
+    memory.commit(0, memory.capacity - 500)
+    memory.free()
+    assert memory.committed == 0
+    del memory
+    keys[2, 5] = 1.0
+    assert keys[2].sum() == 16
+
+
+def test_a_row_that_is_refused_half_way_has_what_it_had(monkeypatch):
+    monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 4096)
+    memory, put, calls = RowMemory(2, 640, 1024, CPU), virtual_memory._HostPages.put, itertools.count()
+    memory.commit(1, 100)
+
+    def fail(self, start, size):
+        if next(calls) == 5:
+            raise torch.OutOfMemoryError("out of memory, in a test")
+        return put(self, start, size)
+
+    monkeypatch.setattr(virtual_memory._HostPages, "put", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="in a test"):
+        memory.commit(1, 600)
+    assert memory.committed_slots(1) == 128 and memory.committed == 128 * 1024
+    memory.commit(1, 600)
+    assert memory.committed_slots(1) == 636
+    memory.free()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_every_family_are_in_memory(monkeypatch, kind):
+    """The keys of target and drafter, of all of their caches."""
+    found, place = [], row_memory.place_in_memory
+
+    def noted(state, *args):
+        place(state, *args)
+        found.append([layer.keys for cache in key_layout.caches_of(state) for layer in cache.layers])
+
+    monkeypatch.setattr("hf_specdec.engine.lease.place_in_memory", noted)
+    prompts = prompts_of((5, 9, 1))
+    assert in_rows(KINDS[kind](tiny_target("llama")), prompts, 2)[0] == [alone("llama", tuple(one)) for one in prompts]
+    (keys,) = found[:1]
+    assert len({one.stride()[:2] for one in keys}) == 1 and len({one.data_ptr() for one in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "gemma3", "qwen3-next"])
+def test_layers_of_other_widths(family):
+    drafter, prompts = RANDOM_DRAFTERS["eagle3"](tiny_target(family)), prompts_of((5, 9, 1, 20))
+    assert in_rows(drafter, prompts, 2, family)[0] == [alone(family, tuple(one)) for one in prompts]
+
+
+@settings(deadline=None, max_examples=num_cases(60, 8))
+@given(st.data())
+def test_any_memory(data):
+    """Requests of any lengths, which come and go at any time, in memory of any size, say what they say alone."""
+    count = data.draw(st.integers(2, 9))
+    lengths = tuple(data.draw(st.lists(st.sampled_from([1, 5, 17, 30, 70]), min_size=count, max_size=count)))
+    prompts, kind = prompts_of(lengths), data.draw(st.sampled_from(["noisy-copy", "none", "eagle3", "mtp"]))
+    cancelled = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
+    requests = [RowRequest(0, torch.tensor(one), NEW, ends=frozenset(END), prompt_ids=one) for one in prompts]
+    script = deque()
+    left = list(range(count))
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        script.append([requests[left.pop(0)] for _ in range(size)])
+        script.extend([[]] * data.draw(st.integers(0, 3)))
+    waits = {number: data.draw(st.integers(0, 12)) for number in cancelled}
+
+    class Script:
+        def __init__(self):
+            self.step = -1
+
+        def next(self, is_idle):
+            self.step += 1
+            withdrawn = [(requests[number], "withdrawn") for number, step in waits.items() if step == self.step]
+            is_open = bool(script) or self.step <= 12
+            return Arrived(script.popleft() if script else (), withdrawn, is_open)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(virtual_memory, "STEP_SLOTS", 8)
+        patch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 8)
+        drafter = KINDS[kind](tiny_target("llama"))
+        # The longest text needs 110 tokens of at most 2 KB each.
+        set_policy(patch, "cpu", cache_bytes=committed_bytes(CPU) + data.draw(st.integers(260, 1200)) * 1024)
+        settings_ = ContinuousBatching(data.draw(st.integers(1, 6)), arrivals=Script(), longest=120)
+        with continuous_batching(settings_):
+            tiny_target("llama").generate(
+                torch.zeros(1, 1, dtype=torch.int64),
+                attention_mask=torch.ones(1, 1, dtype=torch.int64),
+                max_new_tokens=64,
+                do_sample=False,
+                assistant_model=drafter,
+            )
+    for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True)):
+        assert one.is_over and (one.error is None or number in cancelled), one.error
+        expected = alone("llama", tuple(prompt))
+        assert one.tokens == (expected if one.error is None else expected[: len(one.tokens)])
+
+
+@pytest.mark.parametrize(("kind", "limits"), [("noisy-copy", (700, 300)), ("mtp", (400, 200))])
+def test_requests_that_have_lost_their_rows_come_back(monkeypatch, rooms, kind, limits):
+    monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
+    monkeypatch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 8)
+    prompts = prompts_of((5, 60, 9, 30, 17, 70))
+    expected = [alone("llama", tuple(one), NEW, (500,)) for one in prompts]
+    drafter, found = KINDS[kind](tiny_target("llama")), []
+    for limit in (None, *limits):
+        set_policy(monkeypatch, "cpu", cache_bytes=limit and committed_bytes(CPU) + limit * 1024)
+        rooms.clear()
+        texts, errors = in_rows(drafter, prompts, 4, eos_token_id=500)
+        assert texts == expected and errors == [None] * 6
+        assert [one.committed for one in drafter.stats.rows] <= [NEW - 1] * 6
+        found.append(len(rooms))
+    assert found[0] == 0 < found[-1]
+
+
+def test_a_text_that_does_not_fit_alone_is_the_only_one_that_fails(monkeypatch):
+    monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
+    set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + 100 * 1024)
+    prompts = prompts_of((5, 200, 9, 2))
+    texts, errors = in_rows(NoDrafter(tiny_target("llama")), prompts, 4)
+    assert [error is None for error in errors] == [True, False, True, True]
+    assert "no memory for a text of 200 tokens and more, even alone; expected a shorter prompt" in errors[1]
+    expected = [alone("llama", tuple(one)) for one in prompts]
+    assert [texts[row] for row in (0, 2, 3)] == [expected[row] for row in (0, 2, 3)]
+
+
+def test_sampled_requests_with_enough_memory_do_not_depend_on_it(monkeypatch):
+    drafter, prompts = KINDS["noisy-copy"](tiny_target("llama")), prompts_of((5, 60, 9, 30))
+    options = {"do_sample": True, "temperature": 1.4, "top_k": 40, "seeds": [1, 2, 3, 4]}
+    texts = in_rows(drafter, prompts, 4, **options)
+    set_policy(monkeypatch, "cpu", virtual_memory=False)
+    assert in_rows(drafter, prompts, 4, **options) == texts
+
+
+def test_captured_rounds_of_longer_texts(monkeypatch):
+    """A round is captured again for longer texts, and for shorter ones the longer one runs if there is no other."""
+    replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(row_memory, "FEWEST_SPAN", 16)
+    monkeypatch.setattr(row_memory, "SPAN_STEP", 4)
+    drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3, compile_rounds=False)
+    for lengths, spans in (((5, 2), {64}), ((5, 100, 2), {64, 256}), ((5, 2), {64, 256})):
+        prompts = prompts_of(lengths)
+        assert in_rows(drafter, prompts, 2)[0] == [alone("llama", tuple(one)) for one in prompts]
+        assert {key[-1] for _, session in drafter.sessions._idle for key in session.rounds._captured} >= spans
+    drafter.release()
+
+
+class SimulatedRows:
+    """A `Place` without a model, which knows what every slot of every row holds."""
+
+    merges_equal, prefix_margin = False, 1
+    room, bytes_for, reserve, give = (
+        ContinuousRun.room,
+        ContinuousRun.bytes_for,
+        ContinuousRun.reserve,
+        ContinuousRun.give_back,
+    )
+
+    def __init__(self, rows, slots):
+        self.memory = RowMemory(rows, slots, 64, CPU)
+        fence = SimpleNamespace(set=lambda: None, synchronize=lambda: None)
+        self._lease = SimpleNamespace(session=SimpleNamespace(row_memory=self.memory, fence=fence))
+        self._request = SimpleNamespace(model=SimpleNamespace(device=CPU))
+        self.held = [[] for _ in range(rows)]
+        self.num_rows, self.capacity = rows, self.memory.capacity
+        self.finished = set(range(rows))
+
+    def give_back(self, rows):
+        self.give(rows)
+        for row in rows:
+            self.held[row] = []
+
+    def free_others(self):
+        pass
+
+    def group_size(self, count):
+        return None
+
+    def why_refused(self, request):
+        return None
+
+    def is_to_move(self, *args):
+        return False
+
+    def finish(self, rows):
+        self.finished.update(rows)
+
+    def prefill(self, prefixes, requests):
+        for prefix, request in zip(prefixes, requests, strict=True):
+            text = request.text.tolist()
+            assert self.held[prefix.source][: prefix.length] == text[: prefix.length]
+            assert self.memory.committed_slots(prefix.row) >= len(text)
+        for prefix, request in zip(prefixes, requests, strict=True):
+            self.held[prefix.row] = request.text.tolist()
+            self.finished.discard(prefix.row)
+        return "first"
+
+
+def test_ten_thousand_requests_lose_nothing(monkeypatch):
+    chance = random.Random(0)
+    monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
+    monkeypatch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 1)
+    place, ended = SimulatedRows(16, 1024), []
+    limit = 1000 * 64
+    set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + limit)
+    beginnings = [[chance.randrange(50) for _ in range(length)] for length in (40, 90, 200)]
+    requests, arriving = [], deque()
+    for _ in range(10_000):
+        begin = chance.choice(beginnings)[: chance.randrange(201)] if chance.random() < 0.5 else []
+        prompt = begin + [chance.randrange(50) for _ in range(1 + int(chance.expovariate(0.03)))]
+        one = RowRequest(0, torch.tensor(prompt[:500]), chance.randrange(1, 120), prompt_ids=prompt[:500])
+        requests.append(one)
+        arriving.append(one)
+
+    class Script:
+        def next(self, is_idle):
+            count = chance.choice([0, 0, 1, 3, 20]) if not is_idle else 1
+            new = [arriving.popleft() for _ in range(min(count, len(arriving)))]
+            there = [one for one in rows.occupants() if one is not None] if chance.random() < 0.01 else []
+            return Arrived(new, [(one, "withdrawn") for one in there[:1]], bool(arriving))
+
+    setting = ContinuousBatching(arrivals=Script(), on_finished=ended.append)
+    rows = RequestRows(place, [], Counters(1, 3), setting)
+    waits = 0
+    while True:
+        rows.admit()
+        for occupants, _ in rows.first_tokens():
+            rows.take_first(occupants, [[7]] * len(occupants), [0] * len(occupants), [1] * len(occupants))
+        if rows.is_complete:
+            break
+        assert place.memory.committed <= limit
+        if not rows.reserve(8):
+            rows.make_room()
+            waits += 1
+            continue
+        occupants = rows.occupants()
+        committed = [0 if one is None else min(chance.randrange(1, 5), one.left) for one in occupants]
+        for row, one in enumerate(occupants):
+            if one is not None:
+                assert row not in place.finished and place.memory.committed_slots(row) >= min(
+                    one.length + 4, one.longest
+                )
+                assert len(place.held[row]) <= one.length
+                place.held[row] = [*one.prompt_ids, *one.tokens]
+        rows.take(occupants, [[7, 7, 7, 7]] * 16, [0] * 16, committed)
+    assert len(ended) == len({id(one) for one in ended}) == 10_000 and waits > 100
+    for one in requests:
+        assert one.is_over and one.error in (None, "withdrawn")
+        assert len(one.tokens) == one.remaining or one.error
+    assert sorted(rows._free) == list(range(16)) and rows._tokens_waiting == 0
+    place.give_back(range(16))
+    assert place.memory.committed == 0
