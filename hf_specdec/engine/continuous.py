@@ -356,7 +356,7 @@ class ContinuousRun:
         if held:
             pairs, longest = list(enumerate(held)), max(held.values())
             copy_texts(lease.session.state, request.drafter, pairs, before.session.state, longest)
-        self.give_back(range(before.shape.batch))
+        self.give_back(dict.fromkeys(range(before.shape.batch), 0))
         before.keep()
         self._lease = lease
         self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)
@@ -384,13 +384,13 @@ class ContinuousRun:
             return False
         return True
 
-    def give_back(self, rows: Sequence[int]) -> None:
+    def give_back(self, lengths: Mapping[int, int]) -> None:
         session = self._lease.session
         if session.row_memory is not None:
             session.fence.set()
             session.fence.synchronize()
-            for row in rows:
-                session.row_memory.trim(row)
+            for row, length in lengths.items():
+                session.row_memory.trim(row, length)
 
     def finish(self, rows: list[int]) -> None:
         state = self._lease.session.state

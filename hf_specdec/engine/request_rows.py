@@ -88,8 +88,8 @@ class Place(Protocol):
     def reserve(self, lengths: Mapping[int, int]) -> bool:
         """Let rows have memory for so many tokens each; returns whether there is enough."""
 
-    def give_back(self, rows: Sequence[int]) -> None:
-        """Give back the memory of `rows`, which no request occupies."""
+    def give_back(self, lengths: Mapping[int, int]) -> None:
+        """Let rows give back the memory that they hold beyond so many tokens each."""
 
     def free_others(self) -> None:
         """Free what is kept for other calls."""
@@ -190,12 +190,12 @@ class RequestRows:
         plan = self._prefixes.plan(group, self._free)
         now, later = ([group[number] for number in numbers] for numbers in (plan.now, plan.later))
         lengths = {prefix.row: _at_first(one) for prefix, one in zip(plan.prefixes, now, strict=True)}
-        if not self._reserve(lengths, {*lengths, *(prefix.source for prefix in plan.prefixes)}):
+        if not self._reserve(lengths, {one.source for one in plan.prefixes if one.source != one.row}):
             self._prefixes.leave(lengths)
             self._wait(group)
-            if not any(row in self._prefixes for row in self._free):
+            if self._place.room(self._free) <= self._place.room(()):
                 return [], []
-            # What is kept to be reused is too much.
+            # What other rows, or longer texts, have left behind is too much.
             self._empty(list(self._free))
             return self._place_group(self._next_group())
         self._wait(later)
@@ -299,13 +299,19 @@ class RequestRows:
     def reserve(self, ahead: int) -> bool:
         occupied = [(row, one) for row, one in enumerate(self._occupants) if one is not None]
         lengths = {row: min(one.length + ahead, one.longest) for row, one in occupied}
-        return self._reserve(lengths, set(lengths))
+        return self._reserve(lengths)
 
-    def _reserve(self, lengths: Mapping[int, int], kept: Collection[int]) -> bool:
-        """Let rows have memory for texts of `lengths`; free rows give back theirs if need be, but for `kept`."""
+    def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
+        """Let rows have memory for texts of `lengths`; what else rows hold is given back if need be.
+
+        Args:
+            lengths: of texts, by row.
+            sources: rows that others are to copy from, which keep what they hold.
+        """
         if self._place.reserve(lengths):
             return True
-        for row in [row for row in self._free if row not in kept]:
+        self._place.give_back({row: length for row, length in lengths.items() if row not in sources})
+        for row in [row for row in self._free if row not in lengths and row not in sources]:
             self._empty([row])
             if self._place.reserve(lengths):
                 return True
@@ -315,7 +321,7 @@ class RequestRows:
     def _empty(self, rows: Sequence[int]) -> None:
         """Let free rows hold nothing."""
         self._prefixes.leave(rows)
-        self._place.give_back(rows)
+        self._place.give_back(dict.fromkeys(rows, 0))
 
     def make_room(self) -> None:
         """Let the request that was admitted last wait, to be prefilled again later; end it if it is the only one."""

@@ -117,10 +117,6 @@ class RowPrefixes:
                 choose(number, match.name if is_there else left[0], length if is_there else 0)
         return [chosen[number] for number in range(len(found))]
 
-    def __contains__(self, row: int) -> bool:
-        """Whether `row` holds a text."""
-        return row in self._index
-
     def leave(self, rows: Iterable[int]) -> None:
         """What `rows` held, or were to hold after a prefill, is gone."""
         for row in rows:
