@@ -56,6 +56,7 @@ def has_virtual_memory(device: torch.device) -> bool:
 def _driver_can(device: torch.device) -> bool:
     try:
         driver = importlib.import_module("cuda.bindings.driver")
+        torch.cuda.init()
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         return bool(_checked(driver, driver.cuDeviceGetAttribute(attribute, _index(device))))
     except (ImportError, AttributeError, RuntimeError):

@@ -22,6 +22,7 @@ from ..config import AUTO
 from ..drafters import Drafter
 from ..engine.equivalence import why_not_equivalent
 from ..stats import SpeculationStats, add_up
+from ..virtual_memory import committed_bytes
 from .batches import Batch
 from .clock import Clock, GpuClock, synchronize
 from .traffic import round_bytes
@@ -117,7 +118,7 @@ class Case:
         round_over_engine, round_over_dynamic: `ms_per_round` over that of the engine alone, of plain `generate()`.
         speedup: `tokens_per_second` over that of plain `generate()` with the dynamic cache.
         gpu_ms_per_round: time that the GPU computes a round, without the time it waits for the host.
-        peak_memory_bytes: the most that torch had allocated on a GPU, weights included.
+        peak_memory_bytes: the most that torch had allocated on a GPU, weights included, and what rows hold.
         bytes_per_round: see `round_bytes`.
         bandwidth_share: those bytes over the round's time, as a share of the measured bandwidth of a copy.
     """
@@ -253,7 +254,8 @@ class Bench:
             found.append(self._run(batches, drafter, options))
             self.progress()
         if device.type == "cuda":
-            case.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
+            # What rows hold is not of torch's allocator, and stays with them.
+            case.peak_memory_bytes = torch.cuda.max_memory_allocated(device) + committed_bytes(device)
         self._fill(case, found)
         self._compare_texts(case, found[0].texts)
         length = statistics.fmean(found[0].lengths)

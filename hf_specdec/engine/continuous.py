@@ -18,7 +18,7 @@ from ..device_policy import policy_of
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
 from ..sampling.logits import RowSampling
-from ..state import DecodeState, Shape, upload
+from ..state import NO_TOKEN, DecodeState, Shape, upload
 from ..stats import Counters
 from ..virtual_memory import available_bytes
 from .auto_drafts import Acceptance
@@ -403,12 +403,15 @@ class ContinuousRun:
             running = [one for one in self._rows.occupants() if one is not None]
             self._row_sampling.filters = any(one.sampling.filters for one in (*running, *requests))
         self._entering = upload(rows, state.lengths)
+        # What comes after it is known of texts that have lost their rows.
+        known = [one.tokens[-1] if one.tokens else NO_TOKEN for one in requests]
+        self._known = upload(known, state.tokens) if any(one.tokens for one in requests) else None
         if self._groups is not None:
             self._groups.prefill(state, prefixes, margin, requests, self._fill)
             return self._commit_first_tokens()
         with settled_on_error(lease.session):
             self._fill(requests, state, rows)
-            wave = wave_after(prefixes, [one.length for one in requests])
+            wave = wave_after(prefixes, [one.num_prefilled for one in requests])
             if lease.prefill.lacks([wave]):
                 lease.prefill.capture([wave])
             self.finish(rows)  # until they are prefilled
@@ -426,15 +429,15 @@ class ContinuousRun:
 
     def _commit_first_tokens(self) -> RoundReport:
         with settled_on_error(self._lease.session):
-            result, *_ = commit_first_token(self._lease.session.state, self._process, self._entering)
+            result, *_ = commit_first_token(self._lease.session.state, self._process, self._entering, self._known)
             return RoundReport(result, self._entering)
 
     def _fill(self, requests: Sequence[RowRequest], state: DecodeState, rows: Sequence[int]) -> None:
         """Put `requests` into `rows` of `state`, not prefilled."""
         state.admit(
             rows,
-            [one.text.to(state.tokens.device) for one in requests],
-            [one.left for one in requests],
+            [one.text[: one.num_prefilled].to(state.tokens.device) for one in requests],
+            [one.longest - one.num_prefilled for one in requests],
             upload([one.seed for one in requests], state.seeds),
             ends_of(requests, state.eos),
         )

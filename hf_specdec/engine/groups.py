@@ -33,7 +33,7 @@ class PaddedGroups:
     def open(self, requests: Sequence[RowRequest]) -> None:
         """Open the session of the largest group of `requests`, of which some wait."""
         count = min(max(len(requests), 1), request_rows.GROUP_SIZES[-1])
-        longest = max((one.length for one in requests), default=1)
+        longest = max((one.num_prefilled for one in requests), default=1)
         self._lease(count, min(longest, request_rows.MOST_GROUP_TOKENS // self.size(count)))
 
     def prefill(
@@ -56,7 +56,7 @@ class PaddedGroups:
         drafter, run = self._request.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
         requests = [group[place] for place in run]
         own = [prefixes[place]._replace(row=row) for row, place in enumerate(run)]
-        longest = max(one.length for one in requests)
+        longest = max(one.num_prefilled for one in requests)
         lease = self._lease(len(run), longest)
         source = lease.session.state
         with settled_on_error(lease.session):
@@ -65,7 +65,7 @@ class PaddedGroups:
             fill(requests, source, range(len(run)))
             source.cached[: len(run)] = upload([one.length for one in own], source.cached)
             source.live = longest
-            wave = wave_after(own, [one.length for one in requests])
+            wave = wave_after(own, [one.num_prefilled for one in requests])
             if lease.prefill.lacks([wave]):
                 lease.prefill.capture([wave])
             lease.prefill.run([wave], lambda: copy_prefixes(source, drafter, own, margin, state))

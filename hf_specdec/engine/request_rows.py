@@ -284,7 +284,7 @@ class RequestRows:
             if self._waiting[0].longest > self._place.capacity or needed > room:
                 break
             room -= needed
-            longest = max(longest, self._waiting[0].length)
+            longest = max(longest, self._waiting[0].num_prefilled)
             if group and is_padded and longest * self._place.group_size(len(group) + 1) > MOST_GROUP_TOKENS:
                 break
             group.append(self._waiting.popleft())
@@ -369,7 +369,8 @@ class RequestRows:
     def take_first(
         self, occupants: Entered, tokens: list[list[int]], accepted: list[int], committed: list[int]
     ) -> None:
-        entered = zip(occupants, tokens, committed, strict=True)
+        # Requests that have lost their rows know it.
+        entered = [one for one in zip(occupants, tokens, committed, strict=True) if not one[0][1].tokens]
         self._add([(row, one, new[:count]) for (row, one), new, count in entered if not one.is_over])
 
     def _add(self, found: list[tuple[int, RowRequest, list[int]]]) -> None:

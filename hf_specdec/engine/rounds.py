@@ -17,7 +17,7 @@ from ..drafters.base import Drafter, no_drafts
 from ..kernels.types import Proposal, VerificationResult
 from ..ops import verify_block, verify_greedy, verify_sampling
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
+from ..state import NO_TOKEN, DecodeState
 from ..stats import Counters
 from .auto_drafts import RoundTimes
 from .cuda_graphs import RoundClock
@@ -41,11 +41,17 @@ def run_round(
 
 
 def commit_first_token(
-    state: DecodeState, process: BlockProcessor, rows: torch.Tensor | slice
+    state: DecodeState, process: BlockProcessor, rows: torch.Tensor | slice, known: torch.Tensor | None = None
 ) -> tuple[VerificationResult, torch.Tensor, torch.Tensor]:
     """Commit the token after the prompts of `rows`, whose logits a prefill has left.
 
     Afterwards the state is as if a round had just committed the prompt's last token, as a draft, and this one.
+
+    Args:
+        state: prefilled.
+        process: of the rounds.
+        rows: `[n]` int64, or all.
+        known: `[n]` int64, the tokens of `rows` that are not to be drawn; else `NO_TOKEN`.
 
     Returns:
         what was committed, the processed scores and the logits, as `run_round`, with one column.
@@ -54,6 +60,8 @@ def commit_first_token(
     block, _ = state.block(proposal.tokens)
     scores = process(logits, block, state)
     result = verify(scores, state, proposal)
+    if known is not None:
+        result.tokens[rows, 0] = torch.where(known == NO_TOKEN, result.tokens[rows, 0], known)
     committed = torch.zeros_like(result.committed)
     committed[rows] = result.committed[rows]
     result = state.commit(result._replace(committed=committed))

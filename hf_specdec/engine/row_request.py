@@ -67,10 +67,14 @@ class RowRequest:
 
     @property
     def text(self) -> torch.Tensor:
-        """`[length]` int64, what is prefilled: more than the prompt if it has lost its row."""
-        if not self.tokens:
-            return self.prompt
-        return torch.cat([self.prompt, torch.tensor(self.tokens, device=self.prompt.device)])
+        """`[length]` int64, on the device of the prompt."""
+        return torch.cat([self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device=self.prompt.device)])
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens that are prefilled when it is admitted: those of the prompt, or, if it has lost its row, those of its
+        text but the last, so that its rounds go on as they would have."""
+        return self.length - bool(self.tokens)
 
     @property
     def longest(self) -> int:

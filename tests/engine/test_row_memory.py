@@ -14,6 +14,7 @@ from graph_stand_ins import replay_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import RANDOM_DRAFTERS, copy_of
+from sampled_calls import drafter_of
 from targets import set_policy, tiny_target
 from transformers import ContinuousBatchingConfig
 
@@ -212,12 +213,21 @@ def test_a_text_that_does_not_fit_alone_is_the_only_one_that_fails(monkeypatch):
     assert [texts[row] for row in (0, 2, 3)] == [expected[row] for row in (0, 2, 3)]
 
 
-def test_sampled_requests_with_enough_memory_do_not_depend_on_it(monkeypatch):
-    drafter, prompts = KINDS["noisy-copy"](tiny_target("llama")), prompts_of((5, 60, 9, 30))
-    options = {"do_sample": True, "temperature": 1.4, "top_k": 40, "seeds": [1, 2, 3, 4]}
-    texts = in_rows(drafter, prompts, 4, **options)
-    set_policy(monkeypatch, "cpu", virtual_memory=False)
-    assert in_rows(drafter, prompts, 4, **options) == texts
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
+def test_sampled_requests_with_seeds_do_not_depend_on_memory(monkeypatch, rooms, kind):
+    """They say, and accept, what they would have, without memory of their own, with enough of it, and short of it."""
+    target = tiny_target("llama")
+    drafter = NoDrafter(target) if kind == "none" else drafter_of(target, kind, "soft")
+    prompts, found = prompts_of((5, 60, 9, 30, 17)), []
+    monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
+    monkeypatch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 1)
+    options = {"do_sample": True, "temperature": 1.4, "top_k": 40, "seeds": [1, 2, 3, 4, 5], "eos_token_id": 500}
+    for changes in ({"virtual_memory": False}, {"virtual_memory": True}, {"cache_bytes": 120 * 1024}):
+        set_policy(monkeypatch, "cpu", **changes)
+        texts, errors = in_rows(drafter, prompts, 4, **options)
+        found.append((texts, drafter.stats.rows))
+        assert errors == [None] * 5
+    assert found[0] == found[1] == found[2] and rooms
 
 
 def test_captured_rounds_of_longer_texts(monkeypatch):
@@ -275,11 +285,11 @@ class SimulatedRows:
 
     def prefill(self, prefixes, requests):
         for prefix, request in zip(prefixes, requests, strict=True):
-            text = request.text.tolist()
+            text = request.text.tolist()[: request.num_prefilled]
             assert self.held[prefix.source][: prefix.length] == text[: prefix.length]
             assert self.memory.committed_slots(prefix.row) >= len(text)
         for prefix, request in zip(prefixes, requests, strict=True):
-            self.held[prefix.row] = request.text.tolist()
+            self.held[prefix.row] = request.text.tolist()[: request.num_prefilled]
             self.finished.discard(prefix.row)
         return "first"
 

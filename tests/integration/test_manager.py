@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, copy_of, random_eagle3
-from targets import STATIC_FAMILIES, STOCK_FAMILY, build_target, tiny_target
+from targets import STATIC_FAMILIES, STOCK_FAMILY, build_target, set_policy, tiny_target
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -404,7 +404,10 @@ def test_an_error_in_a_round_reaches_everybody(running, monkeypatch):
     assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
 
 
-def test_rows_and_slots_grow_with_the_requests(running, monkeypatch):
+@pytest.mark.parametrize("grows", [False, True])
+def test_rows_and_slots_grow_with_the_requests(running, monkeypatch, grows):
+    """Where rows have memory of their own, there are slots for all texts from the start."""
+    set_policy(monkeypatch, "cpu", virtual_memory=grows)
     made = []
     opened = ContinuousRun._open
     monkeypatch.setattr(
@@ -420,15 +423,17 @@ def test_rows_and_slots_grow_with_the_requests(running, monkeypatch):
     assert len(manager.get_result(long, timeout=60).generated_tokens) == 30
     *_, last = manager.request_id_iter(first)
     assert last.generated_tokens == alone(1, new=120, end=())
-    assert made[0] == (1, 121) and made[-1][0] in (4, 16) and made[-1][1] == 180
+    longest = [256, 256] if grows else [121, 180]
+    assert made[0] == (1, longest[0]) and made[-1][0] in (4, 16) and made[-1][1] == longest[1]
     made.clear()
     manager.stop()
     hinted = running(target, NoDrafter(target), hints=WorkloadHints(max_prompt_length=50, max_generated_length=50))
-    assert texts_of(hinted, [hinted.add_request(prompts()[0])]) == [alone(0)] and made == [(1, 100)]
+    assert texts_of(hinted, [hinted.add_request(prompts()[0])]) == [alone(0)] and made == [(1, 256 if grows else 100)]
 
 
 @pytest.mark.parametrize("has_others", [False, True])
 def test_a_request_too_long_for_memory_fails_alone(running, monkeypatch, has_others):
+    set_policy(monkeypatch, "cpu", virtual_memory=False)
     take = continuous.SessionLease.take
 
     def short_of_memory(self):
