@@ -230,20 +230,45 @@ def _uncount(device: torch.device, rows: list[list[_Piece]]) -> None:
     _count(device, -sum(piece.size for pieces in rows for piece in pieces))
 
 
+# What may be taken on a device before it is asked again how much it has, which takes 0.2 ms on an H200.
+_unasked: dict[torch.device, int] = {}
+
+
 def available_bytes(device: torch.device) -> int:
     """Bytes that rows on `device` may still get.
 
     `DevicePolicy.cache_bytes` limits what they hold together. On a GPU also what is free, `1 / 32` of its memory left
     out, and what `torch.cuda.set_per_process_memory_fraction` has left to this process.
     """
-    committed, limit = _committed[device], policy_of(device).cache_bytes
-    found = sys.maxsize if limit is None else limit - committed
+    found = _within_limit(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * torch.cuda.get_per_process_memory_fraction(device)
-        left = min(free, int(allowed) - torch.cuda.memory_reserved(device) - committed)
+        left = min(free, int(allowed) - torch.cuda.memory_reserved(device) - _committed[device])
         found = min(found, left - int(total * _SHARE_LEFT))
     return max(found, 0)
+
+
+def _within_limit(device: torch.device) -> int:
+    limit = policy_of(device).cache_bytes
+    return sys.maxsize if limit is None else max(limit - _committed[device], 0)
+
+
+def _take_bytes(device: torch.device, wanted: int) -> None:
+    """Take `wanted` of the bytes that are available on `device`.
+
+    Raises:
+        torch.OutOfMemoryError: there are fewer.
+    """
+    unasked = _unasked.get(device, 0) - wanted
+    if unasked < 0 or wanted > _within_limit(device):
+        available = available_bytes(device)
+        if wanted > available:
+            raise torch.OutOfMemoryError(
+                f"A row needs {wanted} bytes more for keys and values, of {available} that there are."
+            )
+        unasked = (available - wanted) // 16
+    _unasked[device] = unasked
 
 
 class RowMemory:
@@ -329,11 +354,7 @@ class RowMemory:
         wanted = self.bytes_for(slots) - before
         if wanted <= 0:
             return
-        available = available_bytes(self._device)
-        if wanted > available:
-            raise torch.OutOfMemoryError(
-                f"A row needs {wanted} bytes more for keys and values of {slots} tokens, of {available} that there are."
-            )
+        _take_bytes(self._device, wanted)
         try:
             while wanted > 0:
                 start, size = self._bytes[row], min(wanted, _MOST_PIECE)

@@ -1,5 +1,6 @@
 """Rows have memory for the texts that they hold; short of it, requests wait, and say what they would have said."""
 
+import enum
 import functools
 import gc
 import itertools
@@ -348,3 +349,95 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
     assert sorted(rows._free) == list(range(16)) and rows._tokens_waiting == 0
     place.give_back(dict.fromkeys(range(16), 0))
     assert place.memory.committed == 0
+
+
+class Driver:
+    """CUDA's virtual memory management, as far as it is called: it knows what is reserved, created and mapped."""
+
+    class CUresult(enum.Enum):
+        CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_INVALID_VALUE = 0, 2, 1
+
+    class CUmemAllocationProp(SimpleNamespace):
+        def __init__(self):
+            super().__init__(location=SimpleNamespace())
+
+    CUmemAccessDesc = SimpleNamespace
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+
+    def __init__(self):
+        self.reserved, self.sizes, self.mapped = {}, {}, {}
+        self.handles, self.failing = itertools.count(1), None
+
+    def _result(self, name, *values):
+        is_failing = self.failing == name
+        return (self.CUresult.CUDA_ERROR_OUT_OF_MEMORY if is_failing else self.CUresult.CUDA_SUCCESS, *values)
+
+    def cuMemGetAllocationGranularity(self, *_):
+        return self._result("", 2 << 20)
+
+    def cuMemAddressReserve(self, size, *_):
+        self.reserved[1 << 40] = size
+        return self._result("", 1 << 40)
+
+    def cuMemAddressFree(self, base, size):
+        assert self.reserved.pop(base) == size and not self.mapped
+        return self._result("")
+
+    def cuMemCreate(self, size, *_):
+        if self.failing == "create":
+            return self._result("create")
+        handle = next(self.handles)
+        self.sizes[handle] = size
+        return self._result("", handle)
+
+    def cuMemMap(self, at, size, offset, handle, flags):
+        if self.failing != "map":
+            assert self.sizes[handle] == size
+            assert all(at + size <= other or other + length <= at for other, (length, _) in self.mapped.items())
+            self.mapped[at] = (size, handle)
+        return self._result("map")
+
+    def cuMemSetAccess(self, at, size, *_):
+        return self._result("access")
+
+    def cuMemUnmap(self, at, size):
+        assert self.mapped.pop(at)[0] == size
+        return self._result("")
+
+    def cuMemRelease(self, handle):
+        del self.sizes[handle]
+        return self._result("")
+
+
+def test_calls_of_the_driver(monkeypatch):
+    """Everything that is created is released, also where a call fails half-way."""
+    driver, device = Driver(), torch.device("cuda:0")
+    monkeypatch.setattr(virtual_memory.importlib, "import_module", lambda name: driver)
+    monkeypatch.setattr(virtual_memory, "_gpu_granularity", lambda device: 2 << 20)
+    monkeypatch.setattr(virtual_memory._DevicePages, "zero", lambda *args: None)
+    monkeypatch.setattr(virtual_memory, "available_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    memory = RowMemory(3, 8192, 1000, device)
+    assert memory.token_bytes == 1024 and memory.capacity == 6144
+    assert len(driver.mapped) == 4 and len(driver.sizes) == 2, "all rows share the memory of the dummy slot"
+    memory.commit(1, 6000)
+    memory.commit(0, 3000)
+    assert sum(driver.sizes.values()) == (2 + 2 + 6 + 2) << 20 and memory.committed == 8 << 20
+    before = dict(driver.mapped), dict(driver.sizes)
+    for failing in ("create", "map", "access"):
+        driver.failing = failing
+        with pytest.raises(torch.OutOfMemoryError, match="The CUDA driver has no memory left"):
+            memory.commit(2, 5000)
+        assert (driver.mapped, driver.sizes) == before and memory.committed_slots(2) == 0
+    driver.failing = None
+    memory.trim(1, 100)
+    assert memory.committed_slots(1) == 6144, "it came in one piece"
+    memory.free()
+    assert memory.committed == 0 and len(driver.mapped) == 4
+    del memory
+    gc.collect()
+    assert not driver.mapped and not driver.sizes and not driver.reserved

@@ -31,28 +31,26 @@ def new_memory(rows=4, token_bytes=65536, slots=None):
 
 
 def test_rows_get_memory_and_give_it_back():
+    """16 GiB of it, since other processes on the GPU may take and give back some, too."""
     gc.collect()
-    torch.cuda.synchronize()
-    before, counted = torch.cuda.mem_get_info(DEVICE)[0], committed_bytes(DEVICE)
-    memory = new_memory(rows=64)
+    torch.cuda.empty_cache()
+    free, counted = torch.cuda.mem_get_info(DEVICE)[0], committed_bytes(DEVICE)
+    memory = new_memory(rows=64, token_bytes=1 << 20)
     view = memory.view(512, torch.bfloat16, 4, 64)
-    assert view.shape == (64, 8 * slot_unit(DEVICE), 4, 64) and view.numel() * 2 < 64 * memory._row_bytes
-    memory.commit(5, 5000)
-    assert memory.committed_slots(5) >= 5000 and committed_bytes(DEVICE) - counted == memory.committed
+    assert view.shape == (64, 8 * slot_unit(DEVICE), 4, 64)
+    memory.commit(5, 16000)
+    assert memory.committed_slots(5) >= 16000 and committed_bytes(DEVICE) - counted == memory.committed >= 16000 << 20
+    assert free - torch.cuda.mem_get_info(DEVICE)[0] > 12 << 30
     assert bool((view[5, :5000] == 0).all())
-    view[5, :5000] = 1
-    assert view[5, :5000].float().sum() == 5000 * 256 and bool((view[5, -1] == view[6, -1]).all())
-    assert before - torch.cuda.mem_get_info(DEVICE)[0] >= memory.committed >= 5000 * 65536
+    view[5, :16000] = 1
+    assert bool((view[5, :16000] == 1).all()) and bool((view[5, -1] == view[6, -1]).all())
     memory.trim(5, 1000)
     assert 1000 <= memory.committed_slots(5) < 3000
     assert bool((view[5, :1000] == 1).all())
     memory.commit(5, 5000)
     assert bool((view[5, 3000:5000] == 0).all()), "new memory is zero"
     memory.free()
-    del memory, view
-    gc.collect()
-    torch.cuda.synchronize()
-    assert before - torch.cuda.mem_get_info(DEVICE)[0] < 8 << 20 and committed_bytes(DEVICE) == counted
+    assert committed_bytes(DEVICE) == counted and free - torch.cuda.mem_get_info(DEVICE)[0] < 4 << 30
 
 
 def test_memory_stays_as_long_as_a_view(monkeypatch):
