@@ -37,3 +37,24 @@ def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
     if rows > FEWEST_ROWS:
         return LinearTiles(MAX_ROWS, 64, 128, 4, 5) if is_one_wave else LinearTiles(MAX_ROWS, 128, 128, 8, 4)
     return LinearTiles(FEWEST_ROWS, 64, 128, 4, 6 if is_one_wave else 4)
+
+
+def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int) -> LinearTiles:
+    """Tiles for any number of rows, of a layer of any size and of `itemsize` bytes an element.
+
+    Where cuBLAS is not to be asked, since the bits of its results depend on the number of rows.
+    """
+    if itemsize > 2:  # products by multiplications in float32, of which registers hold few
+        return LinearTiles(FEWEST_ROWS, 64, 32, 4, 3) if rows <= FEWEST_ROWS else LinearTiles(64, 64, 32, 4, 3)
+    tiles = choose_tiles(rows, size_out, size_in)
+    if tiles is not None:
+        return tiles
+    if rows <= FEWEST_ROWS:
+        return LinearTiles(FEWEST_ROWS, 64, 128, 4, 4)
+    if rows <= MAX_ROWS:
+        return LinearTiles(MAX_ROWS, 64, 128, 4, 4)
+    if rows <= 64:
+        return LinearTiles(64, 64, 128, 4, 4)
+    if rows <= 128 or size_out <= 64 * _ONE_WAVE // 4:
+        return LinearTiles(128, 128, 64, 8, 4)
+    return LinearTiles(256, 128, 64, 8, 3)
