@@ -36,7 +36,7 @@ def _request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES:
 
 
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_rows", "size_out"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     inputs_ptr,
     weight_ptr,
@@ -66,9 +66,10 @@ def _linear_kernel(
     )
     first = feature_block * FEATURES
     feature = first + tl.arange(0, FEATURES)
-    row = row_block * ROWS + tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
+    first_row = (row_block * ROWS).to(tl.int64)
     depth = tl.arange(0, DEPTH)
-    is_row = row < num_rows
+    is_row = row < num_rows - row_block * ROWS
     is_feature = feature < size_out
     weight_ptr += first.to(tl.int64) * weight_stride
     if PDL:
@@ -79,7 +80,7 @@ def _linear_kernel(
     # Features beyond the last one are computed as that one, and not written.
     own_feature = tl.minimum(feature, size_out - 1) - first
     weight = weight_ptr + own_feature[:, None] * weight_stride + depth[None, :]
-    inputs = inputs_ptr + row.to(tl.int64)[:, None] * inputs_stride + depth[None, :]
+    inputs = inputs_ptr + first_row * inputs_stride + row[:, None] * inputs_stride + depth[None, :]
     total = tl.zeros([FEATURES, ROWS], tl.float32)
     for start in range(0, size_in, DEPTH):
         if IS_EVEN:
@@ -92,8 +93,8 @@ def _linear_kernel(
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias_ptr + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-    out = out_ptr + row.to(tl.int64)[None, :] * size_out + feature[:, None]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_feature[:, None] & is_row[None, :])
+    out = out_ptr + first_row * size_out + row[:, None] * size_out + feature[None, :]
+    tl.store(out, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=is_row[:, None] & is_feature[None, :])
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: LinearTiles) -> torch.Tensor:
