@@ -224,7 +224,7 @@ def _attention_kernel(
 
     if not IS_SHARED:
         running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that saw no slot
-        out = tl.where((start < num_slots)[:, None], acc / running_sum[:, None], 0.0)
+        out = tl.where((start < num_slots)[:, None], acc * (1.0 / running_sum)[:, None], 0.0)
         tl.store(
             out_ptr + out_row[:, None] * VALUE_DIM + value_dim[None, :], out.to(out_ptr.dtype.element_ty), mask=is_value
         )
@@ -304,7 +304,7 @@ def _merge_kernel(
             running_max, running_sum, acc, tl.load(stats_ptr + at), tl.load(sums_ptr + at), split_acc
         )
     running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)
-    out = tl.where(is_live[:, None], acc / running_sum[:, None], 0.0)
+    out = tl.where(is_live[:, None], acc * (1.0 / running_sum)[:, None], 0.0)
     out_ptr += row * VALUE_DIM + one[:, None] + value_dim[None, :]
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=is_value[None, :])
 
