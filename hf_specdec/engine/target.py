@@ -17,10 +17,12 @@ from ..patching.attention import ragged_attention
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.layer_kernels import layer_kernels
 from ..patching.length_rope import length_rope, mark_long
 from ..patching.linear import patched_linear
 from ..patching.patch import Patch, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
+from ..patching.rotary_functions import rotary_functions
 from ..patching.support import length_limits
 from ..state import DecodeState
 from .prompts import Prompts
@@ -132,6 +134,8 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     yield symmetric_memory_all_reduce(model)
     yield fused_linears(model, drafter)
     yield patched_linear(model, drafter)  # those that are not fused
+    yield layer_kernels(model, drafter)
+    yield rotary_functions(model, drafter)
 
 
 @contextmanager
