@@ -87,6 +87,8 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         LIBDEVICE=gate.is_cuda,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
+        # As PyTorch's kernels are compiled; Triton's default depends on its version.
+        enable_fp_fusion=True,
         **dependent_launch(gate.device),
     )
     return out

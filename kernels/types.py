@@ -134,6 +134,7 @@ class LinearTiles(NamedTuple):
     num_warps: int
     num_stages: int
 
+
 class NormKind(NamedTuple):
     """How a norm over the last dimension differs from an RMSNorm in float32 whose result is cast at the end.
 

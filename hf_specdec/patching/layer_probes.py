@@ -7,6 +7,7 @@ is one of a kind if its outputs are those of that kind's reference.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -138,9 +139,18 @@ def _is_function(module: nn.Module) -> bool:
 
 def _settings(module: nn.Module) -> tuple[Hashable, ...]:
     """What the outputs of `module` may depend on besides its parameters and children; objects by identity."""
-    own = ((name, value) for name, value in sorted(vars(module).items()) if name not in _OF_EVERY_MODULE)
-    values = ((name, value if isinstance(value, _PLAIN_VALUES) else id(value)) for name, value in own)
-    return type(module), type(module).forward, *values
+    names = sorted(vars(module).keys() - _OF_EVERY_MODULE)
+    return type(module), type(module).forward, *((name, _stand_in(vars(module)[name])) for name in names)
+
+
+def _stand_in(value: Any) -> Hashable:
+    if isinstance(value, functools.partial):  # such as the functions of activations
+        return (
+            value.func,
+            *map(_stand_in, value.args),
+            *((name, _stand_in(one)) for name, one in value.keywords.items()),
+        )
+    return value if isinstance(value, _PLAIN_VALUES) else id(value)
 
 
 def _copy(module: nn.Module, **changes: dict[str, Any]) -> nn.Module:
@@ -166,9 +176,7 @@ def _find_norm(module: nn.Module, size: int | None) -> Norm | None:
         inputs = _draw(len(_NORM_SCALES), size or _WIDTH, seed=1, dtype=dtype)
         inputs *= _column(_NORM_SCALES, dtype)
         found = _copy(module, _parameters={} if weight is None else {"weight": weight})(inputs)
-        candidates = [
-            one for one in candidates if _are_rounded_alike(found, layer_ops.rms_norm(inputs, weight, *one))
-        ]
+        candidates = [one for one in candidates if _are_rounded_alike(found, layer_ops.rms_norm(inputs, weight, *one))]
     return candidates[0] if candidates else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -66,7 +66,7 @@ def _fit(states: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bo
     first = states[0]
     if first.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
         return False
-    batch, _, columns, size = first.shape
+    batch, _, columns = first.shape[:3]
     kinds = {(one.dtype, one.device, one.dim(), one.shape[0], *one.shape[2:]) for one in states}
     is_known = first.dtype in DTYPES and cos.dtype in DTYPES
     return len(kinds) == 1 and is_known and cos.shape[0] in (1, batch) and cos.shape[1] == columns
@@ -130,6 +130,11 @@ def rotary_functions(*models: nn.Module) -> Replacements:
             for name in _NAMES
         }
     )
+
+
+def own_rotary_functions(files: Iterable[ModuleType]) -> list[Callable | None]:
+    """The functions that `files` have themselves, in this order."""
+    return [original(file, name) for file in files for name in _NAMES]
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:

@@ -19,7 +19,7 @@ from hf_specdec.kernels.types import NormKind, RotaryKind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes in numpy, which has no bfloat16.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 NAN = float("nan")
 NORMS = {
@@ -63,12 +63,14 @@ def assert_rounded(found, expected, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("width", [1, 8, 100, 576] if DEVICE == "cpu" else [1, 100, 128, 576, 4096, 5000, 16384])
+@pytest.mark.parametrize("width", [1, 8, 100, 576] if DEVICE == "cpu" else [100, 4096, 16384])
 def test_norm(kind, width, dtype, poisoned):
     inputs, weight = draw(5, 3, width, dtype=dtype), draw(width, dtype=dtype, seed=1)
     inputs[0, 0] *= 1e-3  # of the size of epsilon
     for some in (weight, None):
-        expected = rms_norm_reference.rms_norm(inputs.double(), some if some is None else some.double(), 1e-6, kind=NORMS[kind])
+        expected = rms_norm_reference.rms_norm(
+            inputs.double(), some if some is None else some.double(), 1e-6, kind=NORMS[kind]
+        )
         assert_rounded(rms_norm_reference.rms_norm(inputs, some, 1e-6, NORMS[kind]), expected, dtype)
         found = rms_norm(inputs, some, 1e-6, NORMS[kind])
         assert found.dtype == dtype
