@@ -30,7 +30,12 @@ def _activation(x, NAME: tl.constexpr, LIBDEVICE: tl.constexpr):
         return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     elif NAME == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
-        tanh = libdevice.tanh(inner) if LIBDEVICE else 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
+        if LIBDEVICE:
+            tanh = libdevice.tanh(inner)
+        else:
+            power = tl.exp(-2.0 * tl.abs(inner))
+            tanh = (1.0 - power) / (1.0 + power)
+            tanh = tl.where(inner < 0.0, -tanh, tanh)
         return 0.5 * x * (1.0 + tanh)
     else:
         tl.static_assert(NAME == "relu")
