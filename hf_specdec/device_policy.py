@@ -19,6 +19,8 @@ class DevicePolicy:
         few_row_linear: run linear layers on a few rows in 16-bit floating point by `ops.linear`, see `patching.linear`.
         batch_invariant: have kernels whose bits depend on no other row, see `Drafter.configure`.
         transposed_linear: run `nn.Linear` on a few float32 rows as `(weight @ inputs.T).T`, see `patching.linear`.
+        layer_kernels: run norms, rotary embeddings and gated activations of layers that are not compiled by the ops of
+            `layer_ops`, see `patching.layer_kernels`.
         symmetric_memory: run small all-reduces of a tensor-parallel target through torch's symmetric memory.
         rounds_ahead: rounds that are launched before the host has read the results of the last one.
         max_rows: rows of continuous batching unless the caller asks for a number.
@@ -31,6 +33,7 @@ class DevicePolicy:
     few_row_linear: bool = False
     batch_invariant: bool = False
     transposed_linear: bool = False
+    layer_kernels: bool = False
     symmetric_memory: bool = False
     rounds_ahead: int = 0
     max_rows: int = 16
@@ -45,6 +48,7 @@ DEVICE_POLICIES = {
         fused_linear=True,
         few_row_linear=True,
         batch_invariant=True,
+        layer_kernels=True,
         symmetric_memory=True,
         rounds_ahead=1,
         max_rows=256,

@@ -1,7 +1,7 @@
 """The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
 
-This module and `row_ops` are the only ones that import kernels and references; `kernels.types` is imported elsewhere,
-too. Triton is imported when the first kernel is called.
+This module, `layer_ops` and `row_ops` are the only ones that import kernels and references; `kernels.types` is
+imported elsewhere, too. Triton is imported when the first kernel is called.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def is_batch_invariant() -> bool:
     return not torch.compiler.is_compiling() and _choice.batch_invariant
 
 
-def _is_for_triton(tensor: torch.Tensor) -> bool:
+def is_for_triton(tensor: torch.Tensor) -> bool:
     if not torch.compiler.is_compiling() and _choice.references_only:
         return False
     return has_kernels(tensor.device) and tensor.dtype != torch.float64
@@ -122,12 +122,12 @@ def _run_unseen(reference: Callable, *args: Any, **kwargs: Any) -> Any:
 
 def _choose(kernel: Callable, reference: Callable, tensor: torch.Tensor) -> Callable:
     """What runs on `tensor`: the op of a kernel, or the kernel's reference."""
-    if _is_for_triton(tensor):
+    if is_for_triton(tensor):
         return kernel
     return functools.partial(_run_unseen, reference) if is_batch_invariant() else reference
 
 
-def _op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
+def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
     """Decorator: register a kernel as a custom op of torch, which `torch.compile` calls without tracing it.
 
     Triton launches on the current device, so the op makes the device of its first argument the current one.
@@ -143,13 +143,13 @@ def _op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[
     return register
 
 
-@_op(
+@register_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
     "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk) -> Tensor",
 )
 def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk):
-    if not _is_for_triton(query):
+    if not is_for_triton(query):
         return attention_reference.attention(
             query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk
         )
@@ -168,7 +168,7 @@ def _(query, key, value, positions, scaling, window, sinks, softcap, starts, end
     return query.new_empty(batch, num_queries, heads, value.shape[3])
 
 
-@_op(
+@register_op(
     "hf_specdec::write_kv",
     mutates_args=("keys", "values"),
     schema="(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions) -> ()",
@@ -179,7 +179,7 @@ def _write_kv(keys, values, key_states, value_states, positions):
     write_kv(keys, values, key_states, value_states, positions)
 
 
-@_op(
+@register_op(
     "hf_specdec::prepare_inputs",
     mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
     schema="(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
@@ -206,14 +206,14 @@ def _prepare_inputs(
     prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift)
 
 
-@_op("hf_specdec::verify_greedy", schema="(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)")
+@register_op("hf_specdec::verify_greedy", schema="(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)")
 def _verify_greedy(scores, drafts):
     from .kernels.verify_greedy import verify_greedy
 
     return tuple(verify_greedy(scores, drafts))
 
 
-@_op(
+@register_op(
     "hf_specdec::verify_sampling",
     schema="(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
     "-> (Tensor, Tensor, Tensor)",
@@ -224,7 +224,7 @@ def _verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     return tuple(verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths))
 
 
-@_op(
+@register_op(
     "hf_specdec::verify_block",
     schema="(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
     "Tensor remaining) -> (Tensor, Tensor, Tensor)",
@@ -243,7 +243,7 @@ def _(scores, drafts, *rest):
     return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
 
 
-@_op("hf_specdec::best_draft", schema="(Tensor logits, Tensor? target_ids) -> Tensor")
+@register_op("hf_specdec::best_draft", schema="(Tensor logits, Tensor? target_ids) -> Tensor")
 def _best_draft(logits, target_ids):
     from .kernels.draft_sampling import best_draft
 
@@ -255,7 +255,7 @@ def _(logits, target_ids):
     return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
 
 
-@_op(
+@register_op(
     "hf_specdec::draw_draft",
     schema="(Tensor logits, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> (Tensor, Tensor)",
 )
@@ -270,7 +270,7 @@ def _(logits, temperatures, seeds, lengths, first):
     return logits.new_empty(logits.shape[:-1], dtype=torch.int64), logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-@_op(
+@register_op(
     "hf_specdec::recurrence",
     mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
     schema="(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) state, "
@@ -308,7 +308,7 @@ def _(query, key, value, *rest):
     return value.new_empty(value.shape)
 
 
-@_op(
+@register_op(
     "hf_specdec::short_conv",
     mutates_args=("ring",),
     schema="(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) "
@@ -325,7 +325,7 @@ def _(inputs, *rest):
     return inputs.new_empty(inputs.shape)
 
 
-@_op("hf_specdec::plan_experts", schema="(Tensor expert_ids, int num_experts, int rows) -> Tensor")
+@register_op("hf_specdec::plan_experts", schema="(Tensor expert_ids, int num_experts, int rows) -> Tensor")
 def _plan_experts(expert_ids, num_experts, rows):
     from .kernels.experts import plan_experts
 
@@ -337,13 +337,13 @@ def _(expert_ids, num_experts, rows):
     return expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32)
 
 
-@_op(
+@register_op(
     "hf_specdec::expert_linear",
     schema="(Tensor inputs, Tensor weight, Tensor? bias, Tensor plan, int rows, bool is_transposed) -> Tensor",
 )
 def _expert_linear(inputs, weight, bias, plan, rows, is_transposed):
     # The reference reads the plan on the host, which `torch.compile` cannot trace; so it is called inside the op.
-    if not _is_for_triton(inputs):
+    if not is_for_triton(inputs):
         return experts_reference.expert_linear(inputs, weight, bias, plan, rows, is_transposed)
     from .kernels.experts import expert_linear
 
@@ -355,13 +355,13 @@ def _(inputs, weight, bias, plan, rows, is_transposed):
     return inputs.new_empty(plan.shape[1], weight.shape[2 if is_transposed else 1])
 
 
-@_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
+@register_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
 def _linear(inputs, weight, bias):
     if is_batch_invariant():
         tiles = choose_invariant_tiles(len(inputs), *weight.shape, inputs.itemsize)
     else:
         tiles = choose_tiles(len(inputs), *weight.shape)
-    if tiles is None or not len(inputs) or not _is_for_triton(inputs):
+    if tiles is None or not len(inputs) or not is_for_triton(inputs):
         return linear_reference.linear(inputs, weight, bias)
     from .kernels.linear import linear
 
@@ -390,7 +390,7 @@ def attention(
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
-    if _is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
+    if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
         return _attention(*args, num_splits, chunk)
     return attention_reference.attention(*args, chunk)
 
@@ -412,7 +412,7 @@ def prepare_inputs(
     shift: int,
 ) -> None:
     """See `kernels.draft_inputs_reference.prepare_inputs`; a Triton kernel on GPUs."""
-    if _is_for_triton(tokens):
+    if is_for_triton(tokens):
         _prepare_inputs(tokens, lengths, committed, limits, finished, *out, num_masks, mask_token, shift)
     else:
         draft_inputs_reference.prepare_inputs(
@@ -467,7 +467,7 @@ def recurrence(
 ) -> torch.Tensor:
     """See `kernels.recurrence_reference.recurrence`; a Triton kernel on GPUs."""
     inputs, bounds = (query, key, value, decay, beta, state), (base, certain, positions, dummy)
-    if _is_for_triton(query):
+    if is_for_triton(query):
         return _recurrence(*inputs, *ring, *bounds, delta, normalize, scale, rates)
     return recurrence_reference.recurrence(
         *inputs, ring, *bounds, delta=delta, normalize=normalize, scale=scale, rates=rates
@@ -496,7 +496,7 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
     """
     if is_batch_invariant():
         return not torch.is_autocast_enabled(inputs.device.type) and inputs.dtype == weight.dtype
-    if len(inputs) > MAX_ROWS or inputs.dtype not in (torch.bfloat16, torch.float16) or not _is_for_triton(inputs):
+    if len(inputs) > MAX_ROWS or inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
         return False
     if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
         return False

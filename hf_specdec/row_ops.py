@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 
 from .kernels import row_reductions_reference
-from .ops import _is_for_triton
+from .ops import is_for_triton
 
 __all__ = ["row_cumsum", "row_softmax", "row_sum"]
 
 
 def _run(name: str, values: torch.Tensor, *args: torch.dtype | bool) -> torch.Tensor:
     """The kernel `name` of the arguments, or its reference."""
-    if not _is_for_triton(values):
+    if not is_for_triton(values):
         return getattr(row_reductions_reference, name)(values, *args)
     from .kernels import row_reductions
 

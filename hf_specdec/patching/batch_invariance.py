@@ -12,12 +12,12 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
@@ -252,6 +252,11 @@ class _BatchInvariantMode(TorchDispatchMode):
             "tensors, mixtures of experts and attention through transformers' interfaces, and operations on each "
             "element. Generate with batch_invariant=False, or with another target or drafter."
         )
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Context, within `batch_invariant`, of which operations are neither replaced nor refused."""
+    return _disable_current_modes() if ops.is_batch_invariant() else nullcontext()
 
 
 @contextmanager
