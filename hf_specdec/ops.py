@@ -6,17 +6,8 @@ imported elsewhere, too. Triton is imported when the first kernel is called.
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
-from torch.library import CustomOpDef
-from torch.utils._python_dispatch import _disable_current_modes
 
-from .device_policy import policy_of
 from .kernels import (
     attention_reference,
     draft_inputs_reference,
@@ -34,6 +25,7 @@ from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.linear_tiles import MAX_ROWS, choose_invariant_tiles, choose_tiles
 from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
+from .op_choice import batch_invariant, choose, has_kernels, is_batch_invariant, is_for_triton, references, register_op
 
 __all__ = [
     "attention",
@@ -62,85 +54,6 @@ __all__ = [
     "verify_sampling",
     "write_kv",
 ]
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether ops on `device` run the Triton kernels."""
-    return policy_of(device).triton
-
-
-class _Choice(threading.local):
-    """Whether this thread runs the references on every device, and the kernels whose bits depend on no other row."""
-
-    references_only = False
-    batch_invariant = False
-
-
-_choice = _Choice()
-
-
-@contextmanager
-def references() -> Iterator[None]:
-    """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it."""
-    before, _choice.references_only = _choice.references_only, True
-    try:
-        yield
-    finally:
-        _choice.references_only = before
-
-
-@contextmanager
-def batch_invariant() -> Iterator[None]:
-    """Context in which the bits of a row of an op's result depend on that row only, in 16-bit types and float32.
-
-    Other rows, their number, and how queries and prompts are divided among passes do not matter. It is of this thread,
-    and not for functions that `torch.compile` compiles.
-    """
-    before, _choice.batch_invariant = _choice.batch_invariant, True
-    try:
-        yield
-    finally:
-        _choice.batch_invariant = before
-
-
-def is_batch_invariant() -> bool:
-    """Whether this thread is in the context `batch_invariant`."""
-    return not torch.compiler.is_compiling() and _choice.batch_invariant
-
-
-def is_for_triton(tensor: torch.Tensor) -> bool:
-    if not torch.compiler.is_compiling() and _choice.references_only:
-        return False
-    return has_kernels(tensor.device) and tensor.dtype != torch.float64
-
-
-def _run_unseen(reference: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`reference` of the arguments, as an op runs: dispatch modes do not see its operations."""
-    with _disable_current_modes():
-        return reference(*args, **kwargs)
-
-
-def _choose(kernel: Callable, reference: Callable, tensor: torch.Tensor) -> Callable:
-    """What runs on `tensor`: the op of a kernel, or the kernel's reference."""
-    if is_for_triton(tensor):
-        return kernel
-    return functools.partial(_run_unseen, reference) if is_batch_invariant() else reference
-
-
-def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
-    """Decorator: register a kernel as a custom op of torch, which `torch.compile` calls without tracing it.
-
-    Triton launches on the current device, so the op makes the device of its first argument the current one.
-    """
-
-    def register(function: Callable) -> CustomOpDef:
-        def launch(tensor: torch.Tensor, *others: Any) -> Any:
-            with torch.cuda.device_of(tensor):
-                return function(tensor, *others)
-
-        return torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema)
-
-    return register
 
 
 @register_op(
@@ -397,7 +310,7 @@ def attention(
 
 def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:
     """See `kernels.kv_cache_reference.write_kv`; a Triton kernel on GPUs."""
-    _choose(_write_kv, kv_cache_reference.write_kv, keys)(keys, *args)
+    choose(_write_kv, kv_cache_reference.write_kv, keys)(keys, *args)
 
 
 def prepare_inputs(
@@ -422,29 +335,29 @@ def prepare_inputs(
 
 def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
     """See `kernels.verify_greedy_reference.verify_greedy`; a Triton kernel on GPUs."""
-    return VerificationResult(*_choose(_verify_greedy, verify_greedy_reference.verify_greedy, scores)(scores, drafts))
+    return VerificationResult(*choose(_verify_greedy, verify_greedy_reference.verify_greedy, scores)(scores, drafts))
 
 
 def verify_sampling(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
     """See `kernels.verify_sampling_reference.verify_sampling`; a Triton kernel on GPUs."""
     return VerificationResult(
-        *_choose(_verify_sampling, verify_sampling_reference.verify_sampling, scores)(scores, *args)
+        *choose(_verify_sampling, verify_sampling_reference.verify_sampling, scores)(scores, *args)
     )
 
 
 def verify_block(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
     """See `kernels.verify_block_reference.verify_block`; a Triton kernel on GPUs."""
-    return VerificationResult(*_choose(_verify_block, verify_block_reference.verify_block, scores)(scores, *args))
+    return VerificationResult(*choose(_verify_block, verify_block_reference.verify_block, scores)(scores, *args))
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.draft_sampling_reference.best_draft`; a Triton kernel on GPUs."""
-    return _choose(_best_draft, draft_sampling_reference.best_draft, logits)(logits, target_ids)
+    return choose(_best_draft, draft_sampling_reference.best_draft, logits)(logits, target_ids)
 
 
 def draw_draft(logits: torch.Tensor, *args: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.draft_sampling_reference.draw_draft`; a Triton kernel on GPUs."""
-    return _choose(_draw_draft, draft_sampling_reference.draw_draft, logits)(logits, *args)
+    return choose(_draw_draft, draft_sampling_reference.draw_draft, logits)(logits, *args)
 
 
 def recurrence(
@@ -476,12 +389,12 @@ def recurrence(
 
 def short_conv(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
     """See `kernels.short_conv_reference.short_conv`; a Triton kernel on GPUs."""
-    return _choose(_short_conv, short_conv_reference.short_conv, inputs)(inputs, *args)
+    return choose(_short_conv, short_conv_reference.short_conv, inputs)(inputs, *args)
 
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
     """See `kernels.experts_reference.plan_experts`; a Triton kernel on GPUs."""
-    return _choose(_plan_experts, experts_reference.plan_experts, expert_ids)(expert_ids, num_experts, rows)
+    return choose(_plan_experts, experts_reference.plan_experts, expert_ids)(expert_ids, num_experts, rows)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
@@ -505,7 +418,7 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
-    return _choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
+    return choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .kernels import row_reductions_reference
-from .ops import is_for_triton
+from .op_choice import is_for_triton
 
 __all__ = ["row_cumsum", "row_softmax", "row_sum"]
 

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..op_choice import unseen
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
 from ..patching.attention import ragged_attention
-from ..patching.batch_invariance import unseen
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder

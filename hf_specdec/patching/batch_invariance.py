@@ -12,12 +12,12 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
@@ -29,13 +29,14 @@ _Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 # Operations, besides those on each element and views, that copy elements or find exact results; also in place.
 _EXACT_NAMES = """
-_local_scalar_dense _pin_memory _to_copy _unsafe_index _unsafe_view alias all amax amin aminmax any arange argmax argmin
-bucketize cat clone constant_pad_nd contiguous copy cummax cummin detach embedding empty empty_like empty_strided equal
-eye fill flip full full_like gather index index_copy index_fill index_put index_select is_nonzero is_pinned is_same_size
-item lift lift_fresh linspace masked_fill masked_scatter masked_select max min new_empty new_empty_strided new_full
-new_ones new_zeros nonzero ones ones_like pin_memory record_stream repeat repeat_interleave resize roll scalar_tensor
-scatter searchsorted set slice_scatter select_scatter sort split split_with_sizes split_with_sizes_copy stack tril triu
-unbind where zero zeros zeros_like
+_local_scalar_dense _pin_memory _to_copy _unsafe_index _unsafe_view alias all amax amin aminmax any arange argmax
+argmin bucketize cat clone complex constant_pad_nd contiguous copy cummax cummin detach embedding empty empty_like
+empty_strided equal eye fill flip floor_divide fmod full full_like gather glu hardswish index index_copy index_fill
+index_put index_select is_nonzero is_pinned is_same_size item lift lift_fresh linspace log_sigmoid_forward masked_fill
+masked_scatter masked_select max min new_empty new_empty_strided new_full new_ones new_zeros nonzero ones ones_like
+pin_memory polar prelu record_stream remainder repeat repeat_interleave resize roll rsub scalar_tensor scatter
+searchsorted select_scatter set slice_scatter sort split split_with_sizes split_with_sizes_copy stack tril triu unbind
+where zero zeros zeros_like
 """
 _EXACT = frozenset(_EXACT_NAMES.split())
 
@@ -252,11 +253,6 @@ class _BatchInvariantMode(TorchDispatchMode):
             "tensors, mixtures of experts and attention through transformers' interfaces, and operations on each "
             "element. Generate with batch_invariant=False, or with another target or drafter."
         )
-
-
-def unseen() -> AbstractContextManager[None]:
-    """Context, within `batch_invariant`, of which operations are neither replaced nor refused."""
-    return _disable_current_modes() if ops.is_batch_invariant() else nullcontext()
 
 
 @contextmanager
