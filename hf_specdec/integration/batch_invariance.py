@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..device_policy import policy_of
+from ..engine.equivalence import why_not_batch_invariant
 from ..engine.request import Request
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.support import has_recurrent_layers, length_limits, uses_attention_interface
@@ -15,7 +16,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_batch_invariant(request: Request, engine: str) -> None:
     """Check a call with a drafter that is to be batch-invariant.
 
-    Operations that are not known to be are refused where they are called, see `patching.batch_invariance`.
+    The first one for a class and configuration runs the target on a few tokens. Operations that are not known to be
+    batch-invariant are refused where they are called, see `patching.batch_invariance`.
 
     Args:
         request: of the call.
@@ -33,7 +35,7 @@ def check_batch_invariant(request: Request, engine: str) -> None:
 
 
 def _why_not(request: Request, engine: str) -> str | None:
-    """The reason why the call cannot be batch-invariant; None if it can, as far as is known before it runs."""
+    """The reason why the call cannot be batch-invariant; None if it can."""
     model, name = request.model, type(request.model).__name__
     if not policy_of(model.device).batch_invariant:
         return f"{name} is on a device of type {model.device.type}; expected a GPU, which the kernels are for"
@@ -56,4 +58,4 @@ def _why_not(request: Request, engine: str) -> str | None:
     group = tensor_parallel_group(model)
     if group is not None:
         return f"{name} is split over {group.size()} processes; expected a target on one GPU"
-    return None
+    return why_not_batch_invariant(model)

@@ -212,7 +212,7 @@ def generate_with_drafter(
         model_kwargs.pop("output_attentions", None)
     request, engine = _choose_engine(request, model_kwargs)
     request = _for_engine(request, engine)
-    if drafter.batch_invariant:
+    if drafter.batch_invariant and not drafter.is_equivalence_check:
         check_batch_invariant(request, engine)
     if engine == "static":
         check_same_device(model, drafter)

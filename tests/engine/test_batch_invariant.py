@@ -13,6 +13,7 @@ from targets import build_target, padded_prompts, set_policy, tiny_target
 from torch import nn
 
 from hf_specdec import NoDrafter, ops
+from hf_specdec.engine.equivalence import why_not_batch_invariant
 from hf_specdec.patching.batch_invariance import batch_invariant
 from hf_specdec.patching.patch import caller, engine
 
@@ -23,6 +24,7 @@ PROMPT = padded_prompts(PROMPTS[3])
 def supported(monkeypatch):
     """A CPU counts as a device that has the kernels."""
     set_policy(monkeypatch, "cpu", batch_invariant=True, layer_kernels=True)
+    monkeypatch.setattr("hf_specdec.integration.batch_invariance.why_not_batch_invariant", lambda model: None)
 
 
 @pytest.mark.usefixtures("supported")
@@ -59,6 +61,21 @@ def test_drafters_generate_the_same(kind):
         )
         assert drafter.stats.batch_invariant == is_invariant
     assert all(torch.equal(*pair) for pair in zip(*texts, strict=True))
+
+
+def test_bits_are_compared_when_a_target_first_runs(monkeypatch):
+    """References for a CPU promise no bits: an outcome is either, but it is found, kept, and named."""
+    set_policy(monkeypatch, "cpu", batch_invariant=True)
+    target, outcomes = tiny_target("llama"), [None, "50% of the logits have other bits"]
+    assert why_not_batch_invariant(target) == why_not_batch_invariant(target)
+    for outcome in outcomes:
+        monkeypatch.setattr("hf_specdec.engine.equivalence._outcomes", {})
+        monkeypatch.setattr("hf_specdec.engine.equivalence._compare_bits", lambda model, outcome=outcome: outcome)
+        drafter = NoDrafter(target, batch_invariant=True)
+        if outcome is None:
+            greedy(target, PROMPT, drafter, 2)
+        else:
+            assert outcome in refused(target, drafter)
 
 
 def refused(target, drafter, **options):
