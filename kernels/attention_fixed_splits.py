@@ -30,6 +30,8 @@ from .dependent_launch import dependent_launch, wait_for_inputs
 
 # Slots of a split; a multiple of every block of slots.
 SPLIT = 256
+# From so many queries of a key head on a program takes twice as many, since it is bound by reading keys and values.
+MANY_QUERIES = 1024
 
 
 @triton.jit
@@ -309,6 +311,17 @@ def _merge_kernel(
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=is_value[None, :])
 
 
+def _tile_of(num_queries: int, slot_block: int, itemsize: int) -> tuple[int, int]:
+    """Queries of a program, of `num_queries` of a key head, and its warps.
+
+    A warp has rows of its own, 16 of wgmma instructions: so the order in which the weights of a row are summed up is
+    the same for 64 rows and for 128. Tiles of fewer rows would divide the slots among warps, so few queries are filled
+    up to 64. Elsewhere the tile is always the same.
+    """
+    rows = min(slot_block, 128 // itemsize)
+    return (2 * rows, 8) if rows == 64 and num_queries >= MANY_QUERIES else (rows, 4)
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -342,8 +355,7 @@ def attention(
     groups = heads // kv_heads
     dim_block, value_block = (max(16, triton.next_power_of_2(width)) for width in (dim, value_dim))
     slot_block = slots_of_block(dim_block, value_block, query.element_size())
-    # Always as many, since a tile of another size may sum up the weights of its slots in another order.
-    rows = min(slot_block, 128 // query.element_size())
+    rows, num_warps = _tile_of(groups * num_queries, slot_block, query.element_size())
     blocks = kv_heads * triton.cdiv(groups * num_queries, rows)
     num_splits = triton.cdiv(num_slots, SPLIT)
     if is_packed:
@@ -399,7 +411,7 @@ def attention(
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
         IS_SHARED=num_programs > 1,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=3,
         **dependent_launch(query.device),
     )
