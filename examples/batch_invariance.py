@@ -215,7 +215,7 @@ def compare_family(family: str, arguments: argparse.Namespace, is_invariant: boo
     """How many prompts of `family` have another text, or other logits, than alone and without a drafter."""
     target = load(family, arguments)
     prompts, new_tokens = random_prompts(target, arguments), arguments.new_tokens
-    alone = NoDrafter(target, batch_invariant=is_invariant)
+    alone = NoDrafter(target, batch_invariant=is_invariant).configure(compile_rounds=False)
     expected = texts_of(generate(target, alone, prompts, 1, new_tokens), new_tokens)
     rows, accepted = {}, {}
     for name in arguments.drafters:

@@ -105,6 +105,19 @@ def _mean(
     return (total * (total.numel() / max(values.numel(), 1))).to(values.dtype if dtype is None else dtype)
 
 
+def _nansum(
+    values: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> _Result:
+    return _sum(values.masked_fill(values.isnan(), 0), dim, keepdim, dtype=dtype)
+
+
+def _logsumexp(values: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> _Result:
+    largest = values.amax(dim, keepdim=True)
+    base = largest.masked_fill(largest.isinf(), 0)
+    total = _over_dims((values - base).exp(), dim, keepdim, values.dtype)
+    return total if total is NotImplemented else total.log() + base.view(total.shape)
+
+
 def _over_dims(values: torch.Tensor, dim: Sequence[int] | None, keepdim: bool, dtype: torch.dtype) -> _Result:
     """Sums over adjacent dimensions; `NotImplemented` for others."""
     dims = sorted(one % values.dim() for one in (dim or range(values.dim())))
@@ -199,6 +212,8 @@ _REPLACED: dict[torch._ops.OpOverload, Callable[..., _Result]] = {
     _aten.bmm.default: _bmm,
     _aten.sum.dim_IntList: _sum,
     _aten.mean.dim: _mean,
+    _aten.nansum.default: _nansum,
+    _aten.logsumexp.default: _logsumexp,
     _aten._softmax.default: _softmax,
     _aten._log_softmax.default: _log_softmax,
     _aten.cumsum.default: _cumsum,

@@ -7,8 +7,9 @@ import copy
 
 import pytest
 import torch
+from case_counts import cases
 from lossless import PROMPTS, greedy
-from oracle import RANDOM_DRAFTERS, SELDOM, random_eagle3
+from oracle import RANDOM_DRAFTERS, random_eagle3
 from targets import build_target, padded_prompts, set_policy, tiny_target
 from torch import nn
 
@@ -17,6 +18,7 @@ from hf_specdec.engine.equivalence import why_not_batch_invariant
 from hf_specdec.patching.batch_invariance import batch_invariant
 from hf_specdec.patching.patch import caller, engine
 
+OTHERS = ["gpt2", "olmo2", "cohere2", "phi3", "glm4_moe", "llama4_text"]
 PROMPT = padded_prompts(PROMPTS[3])
 
 
@@ -28,17 +30,17 @@ def supported(monkeypatch):
 
 
 @pytest.mark.usefixtures("supported")
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "qwen3-moe", "deepseek-v3"])
 def test_targets_generate_the_same(family):
     target = tiny_target(family)
     drafter = NoDrafter(target, batch_invariant=True)
-    assert torch.equal(greedy(target, PROMPT, drafter, 8), greedy(target, PROMPT, None, 8))
+    assert torch.equal(greedy(target, PROMPT, drafter, 6), greedy(target, PROMPT, None, 8))
     assert drafter.stats.batch_invariant and "batch-invariant" in drafter.stats.execution
     assert not ops.is_batch_invariant() and torch._C._len_torch_dispatch_stack() == 0
 
 
 @pytest.mark.usefixtures("supported")
-@pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "cohere2", "phi3", "glm4_moe", "llama4_text"])
+@pytest.mark.parametrize("model_type", cases(OTHERS, ["gpt2", "cohere2", "llama4_text"]))
 def test_other_kinds_of_layers_generate_the_same(model_type):
     """Weights that are not transposed, layer norms, shared experts, chunks."""
     target = build_target(model_type)
@@ -47,12 +49,12 @@ def test_other_kinds_of_layers_generate_the_same(model_type):
 
 
 @pytest.mark.usefixtures("supported")
-@pytest.mark.core_for(kind=["eagle3", "draft-model"])
-@pytest.mark.parametrize("kind", [kind for kind in RANDOM_DRAFTERS if kind not in SELDOM])
+@pytest.mark.core_for(kind=["eagle3"])
+@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "draft-model", "dflash", "mtp"]))
 def test_drafters_generate_the_same(kind):
     target = tiny_target("llama")
     drafter = RANDOM_DRAFTERS[kind](target)
-    draws = {"do_sample": True, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "max_new_tokens": 8}
+    draws = {"do_sample": True, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "max_new_tokens": 5}
     texts = []
     for is_invariant in (False, True):
         drafter.configure(batch_invariant=is_invariant)
@@ -83,6 +85,29 @@ def refused(target, drafter, **options):
         target.generate(**PROMPT, assistant_model=drafter, max_new_tokens=3, **options)
     assert torch._C._len_torch_dispatch_stack() == 0 and not ops.is_batch_invariant()
     return str(error.value)
+
+
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"typical_p": 0.9},
+        {"eta_cutoff": 1e-3, "epsilon_cutoff": 1e-3},
+        {"top_h": 0.5},
+        {"renormalize_logits": True, "min_p": 0.05},
+        {"repetition_penalty": 1.2, "top_p": 0.8},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_drawn_texts_are_the_same(options):
+    target = tiny_target("llama")
+    drafter = random_eagle3(target)
+    options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 6, "seeds": 3} | options
+    texts = [
+        target.generate(**PROMPT, assistant_model=drafter.configure(batch_invariant=is_invariant), **options)
+        for is_invariant in (False, True)
+    ]
+    assert torch.equal(*texts)
 
 
 def test_a_device_without_the_kernels_is_refused():
@@ -143,6 +168,8 @@ OPERATIONS = {
     "ties": lambda x: torch.zeros_like(x).topk(3).indices + 0.0,
     "layer_norm": lambda x: nn.functional.layer_norm(x, x.shape[1:], x[0], x[1]),
     "rms_norm": lambda x: nn.functional.rms_norm(x, x.shape[1:], x[0]),
+    "logsumexp": lambda x: x.logsumexp(-1) + x.logsumexp((0, 1), keepdim=True)[0],
+    "nansum": lambda x: torch.where(x > 0, x, float("nan")).nansum(-1),
     "sum of integers": lambda x: x.long().sum(0) + 0.0,
 }
 

@@ -59,6 +59,16 @@ def test_one_text_a_prompt_with_every_drafter(kind):
     assert together == [texts(target, drafter, [row], seeds=[row], **draws)[0] for row in every]
 
 
+def test_calls_of_both_kinds_have_sessions_of_their_own():
+    target, every = on_gpu("llama").bfloat16(), list(range(len(LENGTHS)))
+    drafter = copy_of(target, noise=0.05).bfloat16().configure(compile_rounds=False)
+    expected = "captured in one graph, not compiled"
+    for is_invariant in (True, False, True, False):
+        texts(target, drafter.configure(batch_invariant=is_invariant), every)
+        assert drafter.stats.execution == expected + ", batch-invariant" * is_invariant
+    assert len(drafter.sessions) == 2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_logits(family):
     """Of eager rounds, and of a prompt that is one pass and of the same tokens generated in rounds."""
