@@ -22,7 +22,13 @@ from .kernels import (
     verify_sampling_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
-from .kernels.linear_tiles import MAX_ROWS, choose_invariant_tiles, choose_tiles
+from .kernels.linear_tiles import (
+    MANY_ROWS,
+    MAX_ROWS,
+    choose_invariant_tiles,
+    choose_many_row_tiles,
+    choose_tiles,
+)
 from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
 from .op_choice import batch_invariant, choose, has_kernels, is_batch_invariant, is_for_triton, references, register_op
@@ -276,6 +282,11 @@ def _linear(inputs, weight, bias):
         tiles = choose_tiles(len(inputs), *weight.shape)
     if tiles is None or not len(inputs) or not is_for_triton(inputs):
         return linear_reference.linear(inputs, weight, bias)
+    if tiles.rows >= MANY_ROWS:
+        from .kernels import linear_many_rows
+
+        if linear_many_rows.takes(inputs, weight):
+            return linear_many_rows.linear(inputs, weight, bias, choose_many_row_tiles(tiles))
     from .kernels.linear import linear
 
     return linear(inputs, weight, bias, tiles)

@@ -21,6 +21,8 @@ _TILES_OF_MANY = (
     LinearTiles(32, 64, 128, 4, 4),
 )
 _ENOUGH_PROGRAMS = 92
+# Rows of tiles from which on `linear_many_rows` is faster than `linear`.
+MANY_ROWS = 128
 
 
 def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
@@ -71,3 +73,8 @@ def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int
         if 2 * rows > tiles.rows and programs >= _ENOUGH_PROGRAMS:
             return tiles
     return LinearTiles(MAX_ROWS, 64, 128, 4, 4)
+
+
+def choose_many_row_tiles(tiles: LinearTiles) -> LinearTiles:
+    """Tiles of `linear_many_rows` in the place of `tiles` of `linear`, of at least `MANY_ROWS` rows."""
+    return LinearTiles(128, 256, 64, 8, 3) if tiles.rows > MANY_ROWS else LinearTiles(128, 128, 64, 8, 4)

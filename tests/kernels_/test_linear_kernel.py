@@ -10,7 +10,7 @@ from oracle import random_eagle3
 from targets import padded_prompts, set_policy, tiny_target
 
 from hf_specdec import ops
-from hf_specdec.kernels import linear_reference
+from hf_specdec.kernels import linear_many_rows, linear_reference
 from hf_specdec.kernels.linear import linear
 from hf_specdec.kernels.linear_tiles import FEWEST_ROWS, MAX_ROWS, choose_invariant_tiles, choose_tiles
 from hf_specdec.kernels.types import LinearTiles
@@ -83,6 +83,25 @@ def test_many_rows(size):
     found = linear(inputs, weight, bias, tiles).double()
     expected = linear_reference.linear(inputs.double(), weight.double(), bias.double())
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=EPSILON[DTYPES[0]] * size**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_rows_by_descriptors(has_bias, dtype):
+    """Parts of tiles of rows, features and depth; on a GPU the bits of the other kernel."""
+    rows, size_out, size_in = (1000, 712, 1096) if DEVICE == "cuda" else (70, 88, 40)
+    inputs, weight, bias = example(rows, size_out, size_in, dtype, has_bias)
+    if not linear_many_rows.takes(inputs, weight):
+        pytest.skip("needs a GPU of Hopper or later")
+    sizes = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4)] if DEVICE == "cuda" else [(32, 32, 32, 4, 2)]
+    expected = linear(inputs, weight, bias, TILES[0])
+    for tiles in sizes:
+        found = linear_many_rows.linear(inputs, weight, bias, LinearTiles(*tiles))
+        if DEVICE == "cuda":
+            assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=EPSILON[dtype], atol=EPSILON[dtype] * size_in**0.5)
+    assert not linear_many_rows.takes(inputs[:, 1:], weight[:, 1:])
+    assert not linear_many_rows.takes(inputs, weight[:-1])
 
 
 @pytest.mark.parametrize("tiles", TILES)
