@@ -1,6 +1,6 @@
 """The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
 
-This is the only module that imports kernels and references; `kernels.types` is imported elsewhere, too. Triton is
+Only this module and `layer_ops` import kernels and references; `kernels.types` is imported elsewhere, too. Triton is
 imported when the first kernel is called.
 """
 

@@ -20,7 +20,7 @@ from .types import NormKind
 
 # Rows of fewer elements share a program.
 _FEWEST_ELEMENTS = 512
-_ELEMENTS_OF_WARP, _MOST_WARPS = 512, 16
+_ELEMENTS_OF_WARP, _MOST_WARPS = 512, 32
 # Triton loads 16 bytes at a time where addresses of rows are divisible by 16, in bytes and in elements.
 _ALIGNMENT = 16
 
