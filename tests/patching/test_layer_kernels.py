@@ -304,7 +304,11 @@ def test_rotary_functions_that_are_not_understood_run_themselves(used, size):
         assert not used
         patched_functions._over(modeling_llama.apply_rotary_pos_emb)(states, states, cos, sin)
         assert kinds_of(used, "rotary")
+        used.clear()
+        named = patched_functions._over(modeling_llama.apply_rotary_pos_emb)(q=states, k=states, cos=cos, sin=sin)
+        assert not used
     assert torch.equal(found[0], wrong_way(states, states, cos, sin)[0])
+    assert torch.equal(named[0], modeling_llama.apply_rotary_pos_emb(states, states, cos, sin)[0])
 
 
 def test_compiled_code_keeps_the_modules_own(used):
