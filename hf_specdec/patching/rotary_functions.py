@@ -149,4 +149,5 @@ def _over(function: Callable) -> Callable:
     except (TypeError, ValueError):
         return function
     count = names.index("cos") if "cos" in names else 0
-    return functools.partial(_rotary, function, count) if count in (1, 2) and names[count + 1] == "sin" else function
+    is_understood = count in (1, 2) and names[count:][:2] == ["cos", "sin"]
+    return functools.partial(_rotary, function, count) if is_understood else function
