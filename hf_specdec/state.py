@@ -268,6 +268,8 @@ class DecodeState:
         for name, value in _NEW_ROW.items():
             getattr(self, name).fill_(value)
         self.finished.fill_(True)
+        for part in self.result:
+            part.zero_()
         self.block_width = 1
 
     def set_temperature(self, temperature: float | None) -> None:

@@ -22,12 +22,6 @@ logger = logging.getLogger(__name__)
 # Runs of a function before it is captured.
 WARM_UPS = 2
 
-# Options of torch's compiler. By default it pads strides, those of kernels' inputs, too, which are launched with the
-# strides that tracing has seen; and padding the few rows of a round costs time. Launching independent kernels together
-# would save 1 % of a round, but with torch 2.11 the drafts of a compiled copy of Qwen3-Next are wrong with it (2.2
-# tokens accepted instead of 6) and right without.
-_OPTIONS = {"inductor": {"comprehensive_padding": False, "shape_padding": False, "combo_kernels": False}}
-
 # Settings of the compiler, and filters of warnings, are shared by all threads.
 _COMPILING = threading.RLock()
 
@@ -165,15 +159,11 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
         backend: of `torch.compile`.
         same_everywhere: whether the ranks of a split target must compile to the same kernels.
     """
-    options = dict(_OPTIONS.get(backend, {}))
-    if same_everywhere and backend == "inductor":
-        # No autotuning of reductions: another order of summation could draft another token.
-        options["deterministic"] = True
-    if options:  # older versions lack some of them
-        options = {name: options[name] for name in options.keys() & set(torch._inductor.list_options())}
     compiler = torch._dynamo.lookup_backend(backend)
-    if options:
-        compiler = functools.partial(compiler, config_patches=options)
+    if backend == "inductor":
+        from .inductor import options  # which takes a while to import
+
+        compiler = functools.partial(compiler, config_patches=options(same_everywhere))
     optimized = torch.compile(function, backend=piecewise_backend(compiler), fullgraph=True, dynamic=False)
 
     def run() -> Any:

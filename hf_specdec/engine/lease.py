@@ -199,6 +199,9 @@ class SessionLease:
 
     def _prepare(self, process: BlockProcessor, num_drafts: int) -> bool:
         """Get ready for a round of `num_drafts`; returns whether there is memory for it."""
+        # First, as a capture runs such a round, which reads a block of its own width.
+        if num_drafts + 1 < self.session.state.block_width:
+            self._catch_up()
         if self.lacks_round(process, num_drafts):
             try:
                 self.capture_round(process, num_drafts)
@@ -207,8 +210,6 @@ class SessionLease:
                 if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
                     raise
                 return False
-        if num_drafts + 1 < self.session.state.block_width:
-            self._catch_up()
         return True
 
     def _run(self, process: BlockProcessor, num_drafts: int) -> tuple:
@@ -233,6 +234,7 @@ class SessionLease:
         else:
             self._target()  # which patches the drafter, too
             catch_up(session.state, drafter, width)
+        session.state.block_width = 1
 
     def execution(self, process: BlockProcessor, num_drafts: int) -> str:
         """How such rounds are run, for `SpeculationStats.execution`."""
