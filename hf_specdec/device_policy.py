@@ -17,6 +17,7 @@ class DevicePolicy:
         compiler: backend of `torch.compile` for rounds that are captured; None to capture them without compilation.
         fused_linear: run linear layers of one input (q, k, v; gate, up) as one matmul, see `patching.fused_linear`.
         few_row_linear: run linear layers on a few rows in 16-bit floating point by `ops.linear`, see `patching.linear`.
+        batch_invariant: have kernels whose bits depend on no other row, see `Drafter.configure`.
         transposed_linear: run `nn.Linear` on a few float32 rows as `(weight @ inputs.T).T`, see `patching.linear`.
         layer_kernels: run norms, rotary embeddings and gated activations of layers that are not compiled by the ops of
             `layer_ops`, see `patching.layer_kernels`.
@@ -30,6 +31,7 @@ class DevicePolicy:
     compiler: str | None = None
     fused_linear: bool = False
     few_row_linear: bool = False
+    batch_invariant: bool = False
     transposed_linear: bool = False
     layer_kernels: bool = False
     symmetric_memory: bool = False
@@ -45,6 +47,7 @@ DEVICE_POLICIES = {
         compiler="inductor",
         fused_linear=True,
         few_row_linear=True,
+        batch_invariant=True,
         layer_kernels=True,
         symmetric_memory=True,
         rounds_ahead=1,

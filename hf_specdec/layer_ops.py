@@ -12,7 +12,7 @@ import torch
 from .kernels import gated_activation_reference, rms_norm_reference, rotary_reference
 from .kernels.gated_activation_reference import ACTIVATIONS
 from .kernels.types import NormKind, RotaryKind
-from .ops import is_for_triton, register_op
+from .op_choice import is_for_triton, register_op
 
 __all__ = ["ACTIVATIONS", "MAX_NORM_WIDTH", "NormKind", "RotaryKind", "gated_activation", "rms_norm", "rotary"]
 

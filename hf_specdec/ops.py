@@ -1,20 +1,13 @@
 """The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
 
-Only this module and `layer_ops` import kernels and references; `kernels.types` is imported elsewhere, too. Triton is
-imported when the first kernel is called.
+This module, `layer_ops` and `row_ops` are the only ones that import kernels and references; `kernels.types` is
+imported elsewhere, too. Triton is imported when the first kernel is called.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
-from torch.library import CustomOpDef
 
-from .device_policy import policy_of
 from .kernels import (
     attention_reference,
     draft_inputs_reference,
@@ -29,12 +22,14 @@ from .kernels import (
     verify_sampling_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
-from .kernels.linear_tiles import MAX_ROWS, choose_tiles
+from .kernels.linear_tiles import MAX_ROWS, choose_invariant_tiles, choose_tiles
 from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
+from .op_choice import batch_invariant, choose, has_kernels, is_batch_invariant, is_for_triton, references, register_op
 
 __all__ = [
     "attention",
+    "batch_invariant",
     "best_draft",
     "divide",
     "draw_draft",
@@ -44,6 +39,7 @@ __all__ = [
     "has_fast_linear",
     "has_kernels",
     "invert_draft_vocabulary",
+    "is_batch_invariant",
     "linear",
     "over_vocabulary",
     "plan_experts",
@@ -60,52 +56,6 @@ __all__ = [
 ]
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether ops on `device` run the Triton kernels."""
-    return policy_of(device).triton
-
-
-class _Choice(threading.local):
-    """Whether this thread runs the references on every device."""
-
-    references_only = False
-
-
-_choice = _Choice()
-
-
-@contextmanager
-def references() -> Iterator[None]:
-    """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it."""
-    before, _choice.references_only = _choice.references_only, True
-    try:
-        yield
-    finally:
-        _choice.references_only = before
-
-
-def is_for_triton(tensor: torch.Tensor) -> bool:
-    if not torch.compiler.is_compiling() and _choice.references_only:
-        return False
-    return has_kernels(tensor.device) and tensor.dtype != torch.float64
-
-
-def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
-    """Decorator: register a kernel as a custom op of torch, which `torch.compile` calls without tracing it.
-
-    Triton launches on the current device, so the op makes the device of its first argument the current one.
-    """
-
-    def register(function: Callable) -> CustomOpDef:
-        def launch(tensor: torch.Tensor, *others: Any) -> Any:
-            with torch.cuda.device_of(tensor):
-                return function(tensor, *others)
-
-        return torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema)
-
-    return register
-
-
 @register_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
@@ -116,9 +66,13 @@ def _attention(query, key, value, positions, scaling, window, sinks, softcap, st
         return attention_reference.attention(
             query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk
         )
-    from .kernels.attention import attention
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
+    if is_batch_invariant():
+        from .kernels.attention_fixed_splits import attention
+    else:
+        from .kernels.attention import attention
 
-    return attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
+    return attention(*args)
 
 
 @_attention.register_fake
@@ -316,8 +270,11 @@ def _(inputs, weight, bias, plan, rows, is_transposed):
 
 @register_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
 def _linear(inputs, weight, bias):
-    tiles = choose_tiles(len(inputs), *weight.shape)
-    if tiles is None or not is_for_triton(inputs):
+    if is_batch_invariant():
+        tiles = choose_invariant_tiles(len(inputs), *weight.shape, inputs.itemsize)
+    else:
+        tiles = choose_tiles(len(inputs), *weight.shape)
+    if tiles is None or not len(inputs) or not is_for_triton(inputs):
         return linear_reference.linear(inputs, weight, bias)
     from .kernels.linear import linear
 
@@ -346,14 +303,14 @@ def attention(
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
-    if is_for_triton(query) or (starts is not None and starts.dim() == 2):
+    if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
         return _attention(*args, num_splits, chunk)
     return attention_reference.attention(*args, chunk)
 
 
 def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:
     """See `kernels.kv_cache_reference.write_kv`; a Triton kernel on GPUs."""
-    (_write_kv if is_for_triton(keys) else kv_cache_reference.write_kv)(keys, *args)
+    choose(_write_kv, kv_cache_reference.write_kv, keys)(keys, *args)
 
 
 def prepare_inputs(
@@ -378,33 +335,29 @@ def prepare_inputs(
 
 def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
     """See `kernels.verify_greedy_reference.verify_greedy`; a Triton kernel on GPUs."""
-    return VerificationResult(
-        *(_verify_greedy if is_for_triton(scores) else verify_greedy_reference.verify_greedy)(scores, drafts)
-    )
+    return VerificationResult(*choose(_verify_greedy, verify_greedy_reference.verify_greedy, scores)(scores, drafts))
 
 
 def verify_sampling(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
     """See `kernels.verify_sampling_reference.verify_sampling`; a Triton kernel on GPUs."""
     return VerificationResult(
-        *(_verify_sampling if is_for_triton(scores) else verify_sampling_reference.verify_sampling)(scores, *args)
+        *choose(_verify_sampling, verify_sampling_reference.verify_sampling, scores)(scores, *args)
     )
 
 
 def verify_block(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
     """See `kernels.verify_block_reference.verify_block`; a Triton kernel on GPUs."""
-    return VerificationResult(
-        *(_verify_block if is_for_triton(scores) else verify_block_reference.verify_block)(scores, *args)
-    )
+    return VerificationResult(*choose(_verify_block, verify_block_reference.verify_block, scores)(scores, *args))
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.draft_sampling_reference.best_draft`; a Triton kernel on GPUs."""
-    return (_best_draft if is_for_triton(logits) else draft_sampling_reference.best_draft)(logits, target_ids)
+    return choose(_best_draft, draft_sampling_reference.best_draft, logits)(logits, target_ids)
 
 
 def draw_draft(logits: torch.Tensor, *args: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.draft_sampling_reference.draw_draft`; a Triton kernel on GPUs."""
-    return (_draw_draft if is_for_triton(logits) else draft_sampling_reference.draw_draft)(logits, *args)
+    return choose(_draw_draft, draft_sampling_reference.draw_draft, logits)(logits, *args)
 
 
 def recurrence(
@@ -436,14 +389,12 @@ def recurrence(
 
 def short_conv(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
     """See `kernels.short_conv_reference.short_conv`; a Triton kernel on GPUs."""
-    return (_short_conv if is_for_triton(inputs) else short_conv_reference.short_conv)(inputs, *args)
+    return choose(_short_conv, short_conv_reference.short_conv, inputs)(inputs, *args)
 
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
     """See `kernels.experts_reference.plan_experts`; a Triton kernel on GPUs."""
-    return (_plan_experts if is_for_triton(expert_ids) else experts_reference.plan_experts)(
-        expert_ids, num_experts, rows
-    )
+    return choose(_plan_experts, experts_reference.plan_experts, expert_ids)(expert_ids, num_experts, rows)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
@@ -452,7 +403,12 @@ def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> tor
 
 
 def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, and computes what that computes."""
+    """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, and computes what that computes.
+
+    In the context `batch_invariant`: whether it computes that.
+    """
+    if is_batch_invariant():
+        return not torch.is_autocast_enabled(inputs.device.type) and inputs.dtype == weight.dtype
     if len(inputs) > MAX_ROWS or inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
         return False
     if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
@@ -461,8 +417,8 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """See `kernels.linear_reference.linear`; a Triton kernel for a few rows on GPUs, see `has_fast_linear`."""
-    return (_linear if is_for_triton(inputs) else linear_reference.linear)(inputs, weight, bias)
+    """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
+    return choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..op_choice import unseen
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
 from ..patching.attention import ragged_attention
@@ -154,9 +155,10 @@ def patched_target(
         if current_engine() is None:
             stack.enter_context(engine())
         patches = []
-        for patch in known or _look_up(model, drafter):
-            stack.enter_context(copy.copy(patch))
-            patches.append(patch)
+        with unseen():  # what is looked up is found by running modules on a few values
+            for patch in known or _look_up(model, drafter):
+                stack.enter_context(copy.copy(patch))
+                patches.append(patch)
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
