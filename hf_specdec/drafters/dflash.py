@@ -272,5 +272,6 @@ class _BlocksAttention:
             visible = visible & (self._distance >= 0)
         if window is not None:
             visible = visible & (self._distance.abs() < window)
-        out = scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None], enable_gqa=True)
-        return out.transpose(1, 2)
+        # No fused kernel takes both a mask and fewer heads of keys than of queries.
+        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None]).transpose(1, 2)
