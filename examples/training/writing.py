@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.patching.attention import ragged_attention
 from hf_specdec.patching.cache import RaggedCache, attention_layers
 from hf_specdec.patching.hidden_states import decoder_layers
+from hf_specdec.training.unrolled import fused
 
 from .long_prompts import LongPrompts, Passage
 from .prompts import PromptFilter, random_article_opening, random_opening
@@ -172,11 +173,19 @@ def generate(
 
 def sample(logits: torch.Tensor, temperature: torch.Tensor, min_p: float, generator: torch.Generator) -> torch.Tensor:
     """One token a row of `[B, V]` logits; rows at temperature 0 take the most likely one."""
+    noise = torch.empty(logits.shape, device=logits.device).exponential_(generator=generator)
+    return _likeliest_with_noise(logits, temperature, noise, math.log(max(min_p, 1e-10)))
+
+
+@fused
+def _likeliest_with_noise(
+    logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor, log_min_p: float
+) -> torch.Tensor:
+    """Gumbel trick: the argmax of `[B, V]` scores minus the logarithms of exponential noise, of likely tokens."""
     is_drawn = (temperature > 0)[:, None]
     scores = logits.float() / temperature.where(temperature > 0, 1.0)[:, None]
-    unlikely = scores < scores.amax(dim=-1, keepdim=True) + np.log(max(min_p, 1e-10))
-    noise = torch.empty_like(scores).exponential_(generator=generator).log_()
-    return (scores - noise * is_drawn).masked_fill_(unlikely, float("-inf")).argmax(dim=-1)
+    is_likely = scores >= scores.amax(dim=-1, keepdim=True) + log_min_p
+    return torch.where(is_likely, scores - noise.log() * is_drawn, float("-inf")).argmax(dim=-1)
 
 
 def up_to_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:

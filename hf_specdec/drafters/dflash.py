@@ -264,6 +264,7 @@ class _BlocksAttention:
         self._distance = block[..., None] - torch.cat([places.expand(len(block), -1), block], dim=1)[:, None]
         self._visible = torch.cat([places < first[..., None], is_own], dim=2)
 
+    @torch.compiler.disable
     def __call__(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> torch.Tensor:

@@ -170,7 +170,7 @@ class _ChainAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), *grad_keys, *grad_values
 
 
-def _fused(function: Callable) -> Callable:
+def fused(function: Callable) -> Callable:
     """Compile `function` for tensors on a GPU, where its elementwise operations are bound by memory bandwidth."""
 
     @functools.cache
@@ -189,22 +189,22 @@ def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a * b).sum(-1, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
-_dot = _fused(_inner)
+_dot = fused(_inner)
 
 
-@_fused
+@fused
 def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Scores `[..., n]` of each query with its own key of a later step."""
     return _inner(query, key) * query.shape[-1] ** -0.5
 
 
-@_fused
+@fused
 def _add_value(out: torch.Tensor, score: torch.Tensor, norm: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`out` plus the weighted values of a later step."""
     return out + (score - norm).exp().unsqueeze(-1) * value
 
 
-@_fused
+@fused
 def _chain_gradients(
     grad: torch.Tensor,
     query: torch.Tensor,
