@@ -204,7 +204,7 @@ def write_card(folder: Path) -> None:
         prompt_temperature=arguments["prompt_temperature"],
         answer_temperatures=", ".join(map(str, arguments["answer_temperatures"])),
         max_answer_tokens=arguments["max_answer_tokens"],
-        long_prompts=LONG_PROMPTS.format(**data, **arguments) if data.get("long_prompts") else "",
+        long_prompts=LONG_PROMPTS.format(**{**data, **arguments}) if data.get("long_prompts") else "",
         held_out_overlap=data["held_out_overlap"],
         data_tokens=data["tokens"] / 1e6,
         step_decay=arguments["step_decay"],
