@@ -19,8 +19,8 @@ from .dependent_launch import dependent_launch, wait_for_inputs
 from .types import NormKind
 
 # Rows of fewer elements share a program.
-_FEWEST_ELEMENTS = 512
-_ELEMENTS_OF_WARP, _MOST_WARPS = 512, 16
+_FEWEST_ELEMENTS = 2048
+_ELEMENTS_OF_WARP, _MOST_WARPS = 512, 32
 # Triton loads 16 bytes at a time where addresses of rows are divisible by 16, in bytes and in elements.
 _ALIGNMENT = 16
 
@@ -127,7 +127,7 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
         WIDTH=width,
         BLOCK=block,
         ROWS=rows_of_program,
-        num_warps=max(1, min(_MOST_WARPS, block // _ELEMENTS_OF_WARP)),
+        num_warps=min(_MOST_WARPS, rows_of_program * block // _ELEMENTS_OF_WARP),
         **dependent_launch(inputs.device),
     )
     return out

@@ -9,22 +9,19 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-# Operators that take a tensor for its shape and type only, besides those that take none.
-_LIKE = ("_like", "new_")
-
 
 class PlainLaunchOfCreation(CustomGraphPass):
-    """A pass of torch's compiler that changes no graph: one that creates tensors from nothing, such as `full`, is
-    compiled without programmatic dependent launch (PDL, see `kernels.dependent_launch`).
+    """A pass of torch's compiler that changes no graph: one that stores tensors which it creates from nothing, such as
+    `full`, is compiled without programmatic dependent launch (PDL, see `kernels.dependent_launch`).
 
     With PDL a kernel starts while the one before it runs, and waits for that one after its first loads; when it has
     waited, all kernels before it have completed. The compiler gives no wait to a kernel that loads nothing (torch 2.11
     to 2.13, `_inductor/codegen/triton.py`), so the kernel after that could read what the one before it has not written
-    yet. Operators become such a kernel only in graphs with some that create tensors.
+    yet.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        if any(map(_creates, graph.nodes)):
+        if _stores_created(graph):
             # Within the settings of this compilation, which torch restores after it.
             config.triton.enable_pdl = False
 
@@ -32,13 +29,34 @@ class PlainLaunchOfCreation(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
-def _creates(node: fx.Node) -> bool:
-    """Whether `node` makes a tensor that holds nothing of another."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+def _stores_created(graph: fx.Graph) -> bool:
+    """Whether a kernel for `graph` may store what is computed from no tensor.
+
+    What pointwise operators read besides other tensors is computed in their kernels.
+    """
+    created: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and _reads_nothing_but(created, node):
+            created.add(node)
+        elif not created.isdisjoint(node.all_input_nodes) and not _is_pointwise(node):
+            return True
+    return False
+
+
+def _reads_nothing_but(created: set[fx.Node], node: fx.Node) -> bool:
+    """Whether `node` makes a tensor of no other, of those in `created`, or of the shape of another."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     name = getattr(node.target, "__name__", "")
-    is_like = name.split(".")[0].endswith(_LIKE[0]) or name.startswith(_LIKE[1])
-    return is_like or not any(isinstance(one.meta.get("val"), torch.Tensor) for one in node.all_input_nodes)
+    is_like = name.split(".")[0].endswith("_like") or name.startswith("new_")
+    tensors = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), (torch.Tensor, tuple, list))]
+    return is_like or created.issuperset(tensors)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether `node` is an operator that is computed element by element in the kernel of its result."""
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and torch.Tag.pointwise in node.target.tags and not node.target._schema.is_mutable
 
 
 def options(same_everywhere: bool) -> dict[str, Any]:

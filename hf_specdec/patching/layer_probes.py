@@ -83,7 +83,7 @@ class Probes:
     def norm(self, module: nn.Module) -> Norm | None:
         """The norm that `module` is; None if it is none."""
         parameters = {name: one for name, one in module._parameters.items() if one is not None}
-        if module._modules or module._buffers or not parameters.keys() <= {"weight"} or not _takes_one(module):
+        if module._modules or module._buffers or not parameters.keys() <= {"weight"}:
             return None
         weight = parameters.get("weight")
         if weight is not None:
@@ -91,7 +91,7 @@ class Probes:
             if not is_plain or len(weight) > MAX_NORM_WIDTH:
                 return None
         size = None if weight is None else len(weight)
-        return self._try((size, *_settings(module)), lambda: _find_norm(module, size))
+        return self._try(module, (size,), lambda: _find_norm(module, size))
 
     def gated_mlp(self, module: nn.Module) -> GatedMlp | None:
         """The gated MLP that `module` is; None if it is none."""
@@ -99,18 +99,19 @@ class Probes:
         linears = {name: one for name, one in children.items() if _is_linear(one)}
         others = [one for name, one in children.items() if name not in linears]
         has_own = any(one is not None for one in (*module._parameters.values(), *module._buffers.values()))
-        if len(linears) not in (2, 3) or has_own or not all(map(_is_function, others)) or not _takes_one(module):
+        if len(linears) not in (2, 3) or has_own or not all(map(_is_function, others)):
             return None
         sizes = {name: (one.in_features, one.out_features) for name, one in linears.items()}
         settings = itertools.chain.from_iterable(map(_settings, others))
-        key = (*sizes.items(), *children, *_settings(module), *settings)
-        return self._try(key, lambda: _find_gated_mlp(module, sizes))
+        return self._try(module, (*sizes.items(), *children, *settings), lambda: _find_gated_mlp(module, sizes))
 
-    def _try(self, key: Hashable, find: Callable[[], Any]) -> Any:
+    def _try(self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any]) -> Any:
+        """What `find` returns of the first module that has the settings of `module` and the same `others`."""
+        key = (*_settings(module), *others)
         if key not in self._found:
             try:
                 with torch.no_grad(), ops.references():
-                    self._found[key] = find()
+                    self._found[key] = find() if _takes_one(module) else None
             except Exception:  # a module may raise anything, such as on a CPU
                 self._found[key] = None
         return self._found[key]
@@ -118,10 +119,7 @@ class Probes:
 
 def _takes_one(module: nn.Module) -> bool:
     """Whether `forward` can be called with one argument."""
-    try:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return False
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     return len(needed) == 1
 

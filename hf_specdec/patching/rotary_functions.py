@@ -42,11 +42,11 @@ def _rotary(function: Callable, count: int, *args: torch.Tensor, **kwargs: Any) 
         count: how many tensors it rotates, its first arguments: `[B, heads, n, D]`, or `[B, n, heads, D]` if
             `unsqueeze_dim` is 2. Cosines and sines follow.
     """
-    *states, cos, sin = args
     heads_dim = kwargs.get("unsqueeze_dim", 1)
-    is_understood = len(states) == count and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
+    is_understood = len(args) == count + 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
     if not is_understood or not uses_layer_kernels(args[0]):
         return function(*args, **kwargs)
+    *states, cos, sin = args
     if heads_dim == 2:
         states = [one.transpose(1, 2) for one in states]
     kind = None
@@ -149,4 +149,5 @@ def _over(function: Callable) -> Callable:
     except (TypeError, ValueError):
         return function
     count = names.index("cos") if "cos" in names else 0
-    return functools.partial(_rotary, function, count) if count in (1, 2) and names[count + 1] == "sin" else function
+    is_understood = count in (1, 2) and names[count:][:2] == ["cos", "sin"]
+    return functools.partial(_rotary, function, count) if is_understood else function

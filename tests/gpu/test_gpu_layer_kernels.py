@@ -47,7 +47,12 @@ def test_gated_activations_of_all_gates_are_the_bits_of_pytorch(activation, dtyp
     for up in (torch.ones_like(gate), draw(len(gate), dtype=dtype)):
         found = layer_ops.gated_activation(gate[None], up[None], activation)[0]
         expected = layer_ops.ACTIVATIONS[activation](gate) * up
-        wrong = ~((found == expected) | (found.isnan() & expected.isnan()))
+        is_right = (found == expected) | (found.isnan() & expected.isnan())
+        if activation == "gelu":
+            # The last bit of erf in float32 may differ, and much of 1 + erf is cancelled.
+            bound = 2**-23 * (gate.float() * up.float()).abs() + torch.finfo(dtype).eps * expected.float().abs()
+            is_right |= (found.float() - expected.float()).abs() <= bound
+        wrong = ~is_right
         assert not wrong.any(), (int(wrong.sum()), gate[wrong][:5], found[wrong][:5], expected[wrong][:5])
 
 

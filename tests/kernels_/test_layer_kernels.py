@@ -161,7 +161,7 @@ def test_gated_activation(activation, dtype, poisoned):
         found = gated_activation(gate, up, activation)
         torch.testing.assert_close(found.double(), expected, rtol=EPSILON[dtype], atol=EPSILON[dtype])
         assert torch.equal(gated_activation(within_nan(gate), within_nan(up), activation), found)
-        if DEVICE == "cuda" and dtype != torch.float32:
+        if DEVICE == "cuda" and dtype != torch.float32 and activation != "gelu":  # see tests/gpu
             assert torch.equal(found, gated_activation_reference.gated_activation(gate, up, activation))
 
 

@@ -13,6 +13,7 @@ from oracle import random_dflash, random_eagle3
 from targets import build_target, padded_prompts, set_policy, tiny_target
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter, layer_ops, op_choice
@@ -291,6 +292,8 @@ def test_rotary_functions_that_are_not_understood_run_themselves(used, size):
     def breaks(q, k, cos, sin):
         raise RuntimeError("on a CPU")
 
+    for other in (modeling_gptj.apply_rotary_pos_emb, len, lambda x, y: x):  # GPT-J's takes sines first
+        assert patched_functions._over(other) is other
     kind_of = patched_functions._kind_of
     arguments = 2, torch.bfloat16, torch.bfloat16, size, size, ()
     assert kind_of(modeling_llama.apply_rotary_pos_emb, *arguments) == PLAIN_ROTARY
@@ -304,7 +307,11 @@ def test_rotary_functions_that_are_not_understood_run_themselves(used, size):
         assert not used
         patched_functions._over(modeling_llama.apply_rotary_pos_emb)(states, states, cos, sin)
         assert kinds_of(used, "rotary")
+        used.clear()
+        named = patched_functions._over(modeling_llama.apply_rotary_pos_emb)(q=states, k=states, cos=cos, sin=sin)
+        assert not used
     assert torch.equal(found[0], wrong_way(states, states, cos, sin)[0])
+    assert torch.equal(named[0], modeling_llama.apply_rotary_pos_emb(states, states, cos, sin)[0])
 
 
 def test_compiled_code_keeps_the_modules_own(used):
