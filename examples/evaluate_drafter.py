@@ -57,7 +57,7 @@ class Text(NamedTuple):
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--target", default="smollm2", help="Hub id or folder of a chat model, or 'smollm2'")
+    add("--target", default="smollm2", help="Hub id, folder or GGUF file of a chat model, or 'smollm2'")
     add("--drafter", required=True, help="Hub id or folder of the drafter")
     add("--prompts", type=Path, nargs="+", default=sorted(PROMPTS.glob("*.jsonl")), help="jsonl files with `prompt`")
     add("--limit", type=int, default=None, help="only the first prompts of each file")

@@ -41,7 +41,7 @@ WARMUP, FINAL_LR = 0.02, 0.02
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--target", default="smollm2", help="Hub id or folder of a chat model, or 'smollm2'")
+    add("--target", default="smollm2", help="Hub id, folder or GGUF file of a chat model, or 'smollm2'")
     add("--target-name", default=None, help="what the model card calls the target, if not by --target's own name")
     add("--data", type=Path, default=Path("runs/data"), help="folder of the training data, written or read")
     add("--out", type=Path, default=Path("runs/drafter"), help="folder of the trained drafter")

@@ -82,7 +82,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         return out
     gate, up = (part.reshape(-1, width) for part in (gate, up))
     gate, up = (part if part.stride(1) == 1 else part.contiguous() for part in (gate, up))
-    _gated_activation_kernel[(len(gate), triton.cdiv(width, _BLOCK))](
+    _gated_activation_kernel[(len(gate), -(-width // _BLOCK))](
         gate,
         up,
         out,

@@ -11,6 +11,8 @@ and every stride. So a row's result is the same bits whatever rows are beside it
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -72,6 +74,14 @@ def _rms_norm_kernel(
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@functools.cache
+def _sizes(width: int) -> tuple[int, int, int]:
+    """For rows of `width` elements that number as a power of two, rows of a program, and its warps."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, _FEWEST_ELEMENTS // block)
+    return block, rows, min(_MOST_WARPS, rows * block // _ELEMENTS_OF_WARP)
+
+
 def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
     """`inputs` `[..., D]` as rows of two levels: the tensor, rows of the inner level, strides of outer and inner.
 
@@ -111,9 +121,8 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
     rows = _rows_of(inputs) or _rows_of(inputs.clone(memory_format=torch.contiguous_format))
     if weight is not None and weight.data_ptr() % _ALIGNMENT:
         weight = weight.clone()
-    block = triton.next_power_of_2(width)
-    rows_of_program = max(1, _FEWEST_ELEMENTS // block)
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows_of_program),)](
+    block, rows_of_program, num_warps = _sizes(width)
+    _rms_norm_kernel[(-(-num_rows // rows_of_program),)](
         rows[0],
         weight,
         out,
@@ -127,7 +136,7 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
         WIDTH=width,
         BLOCK=block,
         ROWS=rows_of_program,
-        num_warps=min(_MOST_WARPS, rows_of_program * block // _ELEMENTS_OF_WARP),
+        num_warps=num_warps,
         **dependent_launch(inputs.device),
     )
     return out

@@ -10,6 +10,7 @@ Every product and sum is rounded as PyTorch rounds it when each is a kernel of i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -171,6 +172,15 @@ def _rotary_kernel(
         )
 
 
+@functools.cache
+def _sizes(most_heads: int, pairs: int, rest: int) -> tuple[int, int, int, int]:
+    """Heads of a program, powers of two for `pairs` and for the `rest` of a head, and warps."""
+    block = triton.next_power_of_2(pairs)
+    heads = min(triton.next_power_of_2(most_heads), max(1, _ELEMENTS // (2 * block)))
+    rest_block = triton.next_power_of_2(max(rest, 1))
+    return heads, block, rest_block, max(1, 2 * heads * block // _ELEMENTS_OF_WARP)
+
+
 def rotary(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
@@ -192,10 +202,9 @@ def rotary(
         for one in states
     ]
     first, second = states[0], states[-1]
-    rest, block = size - 2 * pairs, triton.next_power_of_2(pairs)
-    most = triton.next_power_of_2(max(one.shape[1] for one in states))
-    heads = min(most, max(1, _ELEMENTS // (2 * block)))
-    num_blocks = sum(triton.cdiv(one.shape[1], heads) for one in states)
+    rest = size - 2 * pairs
+    heads, block, rest_block, num_warps = _sizes(max(one.shape[1] for one in states), pairs, rest)
+    num_blocks = sum(-(-one.shape[1] // heads) for one in states)
     if batch * num_tokens == 0:
         return outputs
     _rotary_kernel[(batch * num_tokens, num_blocks)](
@@ -215,12 +224,12 @@ def rotary(
         REST=rest,
         HEADS=heads,
         PAIR_BLOCK=block,
-        REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
+        REST_BLOCK=rest_block,
         INPUTS_INTERLEAVED=kind.inputs_interleaved,
         OUTPUTS_INTERLEAVED=kind.outputs_interleaved,
         SHARED_ANGLES=kind.shared_angles,
         ROUNDED=kind.rounded,
-        num_warps=max(1, 2 * heads * block // _ELEMENTS_OF_WARP),
+        num_warps=num_warps,
         # Products that are added are not fused with the sum, which would leave out a rounding.
         enable_fp_fusion=False,
         **dependent_launch(first.device),

@@ -76,9 +76,17 @@ class ChatFormat:
     Args:
         tokenizer: with a chat template.
         model: whose generation config names the tokens that end a turn.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel):
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"The tokenizer of {model.config.name_or_path or 'the target'} has no chat template, with which "
+                "prompts and answers are written; expected a chat model."
+            )
         self.tokenizer = tokenizer
         stops = model.generation_config.eos_token_id
         self.stop_ids = sorted({*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id} - {None})

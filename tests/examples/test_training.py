@@ -880,7 +880,9 @@ def test_long_prompts_have_about_the_length_asked_for():
 
 
 class ChatTokenizer(TinyTokenizer):
-    """Words that are numbers, in a chat template of two turns."""
+    """Words that are numbers, in turns between two tokens."""
+
+    chat_template = "turns"
 
     def apply_chat_template(self, chat, tokenize, add_generation_prompt):
         turns = "".join(f" 50 {turn['content']} {STOP}" for turn in chat)
@@ -915,6 +917,9 @@ def test_shards_hold_short_and_long_documents(monkeypatch):
     assert set(shard["tokens"][starts].tolist()) == {50}
     assert set(shard["tokens"][starts + shard["prompt_lengths"] - 1].tolist()) == {51}
 
+    monkeypatch.setattr(ChatTokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="The tokenizer of the target has no chat template"):
+        writing.ChatFormat(ChatTokenizer(), target)
     writer.options.long_share = 0.0
     assert writer.write_shard(4)[1]["long_prompts"] == 0
 
