@@ -3,8 +3,8 @@
     python examples/evaluate_drafter.py --target smollm2 --drafter runs/drafter
 
 Texts are generated greedily, once for each K, through `model.generate(assistant_model=drafter)`. Acceptance is
-reported for all texts, and without those that degenerate into repetition (`training/repetition.py`), which are easy
-to draft.
+reported by file of prompts and by length of the prompt, for all texts, and without those that degenerate into
+repetition (`training/repetition.py`), which are easy to draft.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
-from training.card import prompts_table, write_card
+from training.card import lengths_table, prompts_table, write_card
 from training.repetition import is_degenerate
 from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,12 +31,33 @@ DEGENERATE_RULE = (
     "end in an n-gram of at most 16 tokens that stands there at least 4 times in a row, or whose last 64 tokens have "
     "fewer than half of their 4-grams different"
 )
+# Upper ends of the ranges of prompts' lengths in tokens, with the chat template, and what they are called.
+LENGTHS = {256: "up to 256", 1000: "257 to 1000", 2000: "1001 to 2000", 4000: "2001 to 4000"}
+LONGER = "over 4000"
+
+
+class Text(NamedTuple):
+    """What came of one prompt.
+
+    Attributes:
+        prompt_length: tokens of the prompt, with the chat template.
+        is_degenerate: whether the text degenerates into repetition.
+        stats: of the row.
+    """
+
+    prompt_length: int
+    is_degenerate: bool
+    stats: RowStats
+
+    @property
+    def length_name(self) -> str:
+        return next((name for end, name in LENGTHS.items() if self.prompt_length <= end), LONGER)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--target", default="smollm2", help="Hub id or folder of a chat model, or 'smollm2'")
+    add("--target", default="smollm2", help="Hub id, folder or GGUF file of a chat model, or 'smollm2'")
     add("--drafter", required=True, help="Hub id or folder of the drafter")
     add("--prompts", type=Path, nargs="+", default=sorted(PROMPTS.glob("*.jsonl")), help="jsonl files with `prompt`")
     add("--limit", type=int, default=None, help="only the first prompts of each file")
@@ -48,15 +70,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def generate_rows(
+def generate_texts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     drafter,
     prompts: list[str],
     num_drafts: int,
     args: argparse.Namespace,
-) -> list[tuple[bool, object]]:
-    """For each prompt, whether its text degenerates into repetition, and the statistics of its row."""
+) -> list[Text]:
+    """The texts that `prompts` are continued with, `num_drafts` draft tokens a round."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     results = []
     for start in tqdm(range(0, len(chats), args.batch_size), desc=f"K = {num_drafts}", unit="batch"):
@@ -75,9 +97,10 @@ def generate_rows(
             do_sample=False,
             return_dict_in_generate=True,
         )
+        lengths = inputs["attention_mask"].sum(dim=1).tolist()
         texts = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        for text, stats in zip(texts, output.speculation.rows, strict=True):
-            results.append((is_degenerate(without_end(text, tokenizer.eos_token_id)), stats))
+        for length, text, stats in zip(lengths, texts, output.speculation.rows, strict=True):
+            results.append(Text(length, is_degenerate(without_end(text, tokenizer.eos_token_id)), stats))
     return results
 
 
@@ -98,6 +121,28 @@ def pool(rows: list[RowStats]) -> dict:
     }
 
 
+def summarize(texts_by_k: dict[int, list[Text]]) -> dict:
+    """The entry of the report for texts of the same prompts, by K."""
+    texts = next(iter(texts_by_k.values()))
+    result = {"count": len(texts), "degenerate": sum(text.is_degenerate for text in texts), "by_k": {}}
+    for num_drafts, texts in texts_by_k.items():
+        result["by_k"][str(num_drafts)] = {
+            "all": pool([text.stats for text in texts]),
+            "without_repetition": pool([text.stats for text in texts if not text.is_degenerate]),
+        }
+    return result
+
+
+def summarize_lengths(texts_by_k: dict[int, list[Text]]) -> dict:
+    """`summarize` by range of the prompts' lengths, shortest first, those that occur."""
+    results = {}
+    for name in (*LENGTHS.values(), LONGER):
+        chosen = {k: [text for text in texts if text.length_name == name] for k, texts in texts_by_k.items()}
+        if any(chosen.values()):
+            results[name] = summarize(chosen)
+    return results
+
+
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     model, tokenizer = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device))
@@ -109,19 +154,21 @@ def main(arguments: list[str] | None = None) -> None:
         "degenerate_rule": DEGENERATE_RULE,
         "prompts": {},
     }
+    every = {num_drafts: [] for num_drafts in args.num_assistant_tokens}
     for path in args.prompts:
         prompts = load_prompts(path, args.limit)
-        result = {"count": len(prompts), "degenerate": 0, "by_k": {}}
-        for num_drafts in args.num_assistant_tokens:
-            rows = generate_rows(model, tokenizer, drafter, prompts, num_drafts, args)
-            result["degenerate"] = sum(degenerate for degenerate, _ in rows)
-            result["by_k"][str(num_drafts)] = {
-                "all": pool([stats for _, stats in rows]),
-                "without_repetition": pool([stats for degenerate, stats in rows if not degenerate]),
-            }
-        report["prompts"][path.stem] = result
-        print(prompts_table(path.stem, result))
+        texts_by_k = {k: generate_texts(model, tokenizer, drafter, prompts, k, args) for k in every}
+        report["prompts"][path.stem] = summarize(texts_by_k)
+        print(prompts_table(path.stem, report["prompts"][path.stem]))
+        for num_drafts, texts in texts_by_k.items():
+            every[num_drafts] += texts
+        report["prompt_lengths"] = summarize_lengths(every)
+        write_report(args, report)
+    print(lengths_table(report["prompt_lengths"]))
 
+
+def write_report(args: argparse.Namespace, report: dict) -> None:
+    """Write what has been measured so far, and the model card if it lies in the drafter's folder."""
     folder = Path(args.drafter)
     output = args.output or (folder / "acceptance.json" if folder.is_dir() else None)
     if output is not None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 
-from hf_specdec import ops
+from hf_specdec import layer_ops, ops
 from hf_specdec.kernels import (
     attention_reference,
     draft_inputs_reference,
@@ -225,6 +225,34 @@ def time_linear(num_rows: int, size_out: int, size_in: int) -> Iterator[tuple[st
         yield f"{name}, {size_out} x {size_in}", seconds_per_call(calls), size
 
 
+def time_layer_ops(num_rows: int) -> Iterator[tuple[str, float, int]]:
+    """Name, seconds and bytes of a norm, the rotary embedding of query and key, and a gated activation, of one layer.
+
+    Heads, gate and up are parts of the output of one linear layer. Bytes are what is read and written once.
+    """
+    width, inner = HEADS * DIM, LINEARS[2][0] // 2
+    hidden, weight = (torch.randn(*shape, dtype=DTYPE, device="cuda") for shape in ((1, num_rows, width), (width,)))
+    cos, sin = torch.randn(2, 1, num_rows, DIM, dtype=DTYPE, device="cuda")
+    parts = torch.randn(1, num_rows, LINEARS[0][0], dtype=DTYPE, device="cuda").unflatten(-1, (-1, DIM))
+    query, key, _ = (part.transpose(1, 2) for part in parts.split([HEADS, KV_HEADS, KV_HEADS], dim=2))
+    gate, up = torch.randn(1, num_rows, 2 * inner, dtype=DTYPE, device="cuda").chunk(2, dim=-1)
+    norm, rotary = layer_ops.NormKind(cast_first=True), layer_ops.RotaryKind()
+    cases = (
+        ("rms_norm", (hidden, weight, 1e-5, norm), 2 * width),
+        ("rotary", (cos, sin, [query, key], rotary), 2 * (HEADS + KV_HEADS) * DIM),
+        ("gated_activation", (gate, up, "silu"), 3 * inner),
+    )
+    for name, arguments, elements in cases:
+        function = getattr(layer_ops, name)
+        with ops.references():
+            expected = function(*arguments)
+        found = function(*arguments)
+        for pair in zip(*((one if isinstance(one, list) else [one]) for one in (found, expected)), strict=True):
+            require_close(*pair, name)
+        calls = [lambda: function(*arguments)] * CALLS  # noqa: B023 (called in this turn)
+        yield name, seconds_per_call(calls), num_rows * elements * DTYPE.itemsize
+
+
 def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, int]]:
     """Name, seconds and bytes of the kernels over the vocabulary, for `num_queries` rows of logits a row of the batch.
 
@@ -305,7 +333,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 ("short_conv", *time_short_conv(batch, num_queries)),
             ]
             of_linears = [one for sizes in LINEARS for one in time_linear(batch * num_queries, *sizes)]
-            for name, seconds, size in (*of_states, *of_linears, *time_vocabulary(batch, num_queries)):
+            of_layers = time_layer_ops(batch * num_queries)
+            for name, seconds, size in (*of_states, *of_linears, *of_layers, *time_vocabulary(batch, num_queries)):
                 case = shape | {"live": None, "slots": None, "splits": None}
                 yield {"kernel": name} | case | {"seconds": seconds, "bytes": size}
 

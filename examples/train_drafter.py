@@ -14,6 +14,7 @@ import copy
 import json
 import math
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -21,19 +22,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
 from tqdm import tqdm
 from training.card import write_card
-from training.data import (
-    Documents,
-    WriteOptions,
-    Writer,
-    draft_vocabulary,
-    shard_counts,
-    write_data,
-    written_options,
-)
+from training.data import Documents, draft_vocabulary, shard_counts, written_options
 from training.drafters import DEFAULTS, choose_mask_token, new_drafter, start_from
 from training.objective import BlockObjective, DraftObjective, Objective, Teacher, compile_layers, summarize
 from training.prompts import PromptFilter
 from training.targets import load_target
+from training.writing import WriteOptions, Writer, write_data
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import AutoDrafter
@@ -47,7 +41,7 @@ WARMUP, FINAL_LR = 0.02, 0.02
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--target", default="smollm2", help="Hub id or folder of a chat model, or 'smollm2'")
+    add("--target", default="smollm2", help="Hub id, folder or GGUF file of a chat model, or 'smollm2'")
     add("--target-name", default=None, help="what the model card calls the target, if not by --target's own name")
     add("--data", type=Path, default=Path("runs/data"), help="folder of the training data, written or read")
     add("--out", type=Path, default=Path("runs/drafter"), help="folder of the trained drafter")
@@ -72,6 +66,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--layers is {args.layers}, but module k is trained at step k; expected 1 to --num-steps, {args.num_steps}"
         )
+    if not 0 <= args.long_share < 1:
+        parser.error(f"--long-share is {args.long_share}; expected a share of the documents, 0 or more and below 1")
+    if args.long_share > 0 and args.max_document_tokens < 2 * args.max_answer_tokens:
+        parser.error(
+            f"--max-document-tokens is {args.max_document_tokens}; expected at least twice --max-answer-tokens, "
+            f"{2 * args.max_answer_tokens}, or no long documents: --long-share 0"
+        )
     args.repo_id = args.repo_id or args.out.name
     return args
 
@@ -82,9 +83,9 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--write-minutes", type=float, default=None, help="stop writing after this time")
     add("--write-only", action="store_true", help="write data and stop")
     add("--held-out-prompts", type=Path, nargs="*", default=sorted(PROMPTS.glob("*.jsonl")))
-    for name in ("prompts_per_round", "batch_size", "max_prompt_tokens", "max_answer_tokens"):
+    for name in ("prompts_per_round", "batch_size", "max_prompt_tokens", "max_answer_tokens", "max_document_tokens"):
         add(f"--{name.replace('_', '-')}", type=int, default=getattr(WriteOptions, name))
-    for name in ("prompt_temperature", "min_p"):
+    for name in ("prompt_temperature", "min_p", "long_share"):
         add(f"--{name.replace('_', '-')}", type=float, default=getattr(WriteOptions, name))
     add("--answer-temperatures", type=float, nargs="+", default=list(WriteOptions.answer_temperatures))
 
@@ -96,7 +97,7 @@ def add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     add("--layers", type=int, default=None, help=f"{about}; {by_family('layers')}")
     add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; 0 is the target's")
     add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard and pard2")
-    about = "trained drafter to initialize from: fewer layers, wider MLPs"
+    about = "trained drafter to initialize from; may have fewer layers, wider or smaller MLPs"
     add("--init-from", default=None, help=f"{about}; of eagle3 and p-eagle")
     about = "of all but eagle3 and mtp; by default one not in the data"
     add("--mask-token-id", type=int, default=None, help=about)
@@ -120,8 +121,10 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--depth-ratio", type=float, default=None, help=f"{about}; {by_family('depth_ratio')}")
     about = "loss weight of places after the end of a greedy chain of right drafts"
     add("--survival-floor", type=float, default=None, help=f"{about}; {by_family('survival_floor')}")
-    add("--tokens-per-batch", type=int, default=32768, help="padded tokens a step and process")
-    add("--max-length", type=int, default=512, help="documents are cut to this length")
+    add("--greedy-share", type=float, default=0.0, help="of the labels: so much of the most likely token alone")
+    about = "padded tokens a step and process; a token of a prompt counts a quarter"
+    add("--tokens-per-batch", type=int, default=32768, help=about)
+    add("--max-length", type=int, default=4096, help="documents are cut to this length")
     add("--lr", type=float, default=1e-3)
     add("--weight-decay", type=float, default=0.01)
     add("--held-out", type=int, default=512, help="documents kept for measuring")
@@ -140,16 +143,8 @@ def by_family(name: str) -> str:
 def write_own_data(
     args: argparse.Namespace, accelerator: Accelerator, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    options = WriteOptions(
-        args.prompts_per_round,
-        args.batch_size,
-        args.max_prompt_tokens,
-        args.max_answer_tokens,
-        args.prompt_temperature,
-        tuple(args.answer_temperatures),
-        args.min_p,
-        seed=args.seed,
-    )
+    given = {field.name: getattr(args, field.name, field.default) for field in fields(WriteOptions)}
+    options = WriteOptions(**given | {"answer_temperatures": tuple(args.answer_temperatures)})
     held_out = PromptFilter(text for path in args.held_out_prompts for text in load_prompts(path))
     writer = Writer(target, tokenizer, options, held_out)
     share = math.ceil(args.tokens / accelerator.num_processes)
@@ -196,7 +191,7 @@ class Trainer:
     ):
         self.args, self.accelerator, self.documents, self.about = args, accelerator, documents, about
         self.drafter = drafter
-        self.teacher = Teacher(target, drafter)
+        self.teacher = Teacher(target, drafter, args.greedy_share)
         if "anchors" in DEFAULTS[args.family]:
             objective = BlockObjective(drafter, args.num_steps, args.step_decay, args.survival_floor, args.anchors)
         else:

@@ -17,7 +17,10 @@ class DevicePolicy:
         compiler: backend of `torch.compile` for rounds that are captured; None to capture them without compilation.
         fused_linear: run linear layers of one input (q, k, v; gate, up) as one matmul, see `patching.fused_linear`.
         few_row_linear: run linear layers on a few rows in 16-bit floating point by `ops.linear`, see `patching.linear`.
+        batch_invariant: have kernels whose bits depend on no other row, see `Drafter.configure`.
         transposed_linear: run `nn.Linear` on a few float32 rows as `(weight @ inputs.T).T`, see `patching.linear`.
+        layer_kernels: run norms, rotary embeddings and gated activations of layers that are not compiled by the ops of
+            `layer_ops`, see `patching.layer_kernels`.
         symmetric_memory: run small all-reduces of a tensor-parallel target through torch's symmetric memory.
         rounds_ahead: rounds that are launched before the host has read the results of the last one.
         max_rows: rows of continuous batching unless the caller asks for a number.
@@ -31,7 +34,9 @@ class DevicePolicy:
     compiler: str | None = None
     fused_linear: bool = False
     few_row_linear: bool = False
+    batch_invariant: bool = False
     transposed_linear: bool = False
+    layer_kernels: bool = False
     symmetric_memory: bool = False
     rounds_ahead: int = 0
     max_rows: int = 16
@@ -47,6 +52,8 @@ DEVICE_POLICIES = {
         compiler="inductor",
         fused_linear=True,
         few_row_linear=True,
+        batch_invariant=True,
+        layer_kernels=True,
         symmetric_memory=True,
         rounds_ahead=1,
         max_rows=256,

@@ -1,20 +1,13 @@
 """The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
 
-This is the only module that imports kernels and references; `kernels.types` is imported elsewhere, too. Triton is
-imported when the first kernel is called.
+This module, `layer_ops` and `row_ops` are the only ones that import kernels and references; `kernels.types` is
+imported elsewhere, too. Triton is imported when the first kernel is called.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
-from torch.library import CustomOpDef
 
-from .device_policy import policy_of
 from .kernels import (
     attention_reference,
     draft_inputs_reference,
@@ -29,12 +22,20 @@ from .kernels import (
     verify_sampling_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
-from .kernels.linear_tiles import MAX_ROWS, choose_tiles
+from .kernels.linear_tiles import (
+    MANY_ROWS,
+    MAX_ROWS,
+    choose_invariant_tiles,
+    choose_many_row_tiles,
+    choose_tiles,
+)
 from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
+from .op_choice import batch_invariant, choose, has_kernels, is_batch_invariant, is_for_triton, references, register_op
 
 __all__ = [
     "attention",
+    "batch_invariant",
     "best_draft",
     "divide",
     "draw_draft",
@@ -44,6 +45,7 @@ __all__ = [
     "has_fast_linear",
     "has_kernels",
     "invert_draft_vocabulary",
+    "is_batch_invariant",
     "linear",
     "over_vocabulary",
     "plan_experts",
@@ -60,65 +62,23 @@ __all__ = [
 ]
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether ops on `device` run the Triton kernels."""
-    return policy_of(device).triton
-
-
-class _Choice(threading.local):
-    """Whether this thread runs the references on every device."""
-
-    references_only = False
-
-
-_choice = _Choice()
-
-
-@contextmanager
-def references() -> Iterator[None]:
-    """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it."""
-    before, _choice.references_only = _choice.references_only, True
-    try:
-        yield
-    finally:
-        _choice.references_only = before
-
-
-def _is_for_triton(tensor: torch.Tensor) -> bool:
-    if not torch.compiler.is_compiling() and _choice.references_only:
-        return False
-    return has_kernels(tensor.device) and tensor.dtype != torch.float64
-
-
-def _op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
-    """Decorator: register a kernel as a custom op of torch, which `torch.compile` calls without tracing it.
-
-    Triton launches on the current device, so the op makes the device of its first argument the current one.
-    """
-
-    def register(function: Callable) -> CustomOpDef:
-        def launch(tensor: torch.Tensor, *others: Any) -> Any:
-            with torch.cuda.device_of(tensor):
-                return function(tensor, *others)
-
-        return torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema)
-
-    return register
-
-
-@_op(
+@register_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
     "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk) -> Tensor",
 )
 def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk):
-    if not _is_for_triton(query):
+    if not is_for_triton(query):
         return attention_reference.attention(
             query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk
         )
-    from .kernels.attention import attention
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
+    if is_batch_invariant():
+        from .kernels.attention_fixed_splits import attention
+    else:
+        from .kernels.attention import attention
 
-    return attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
+    return attention(*args)
 
 
 @_attention.register_fake
@@ -127,7 +87,7 @@ def _(query, key, value, positions, scaling, window, sinks, softcap, starts, end
     return query.new_empty(batch, num_queries, heads, value.shape[3])
 
 
-@_op(
+@register_op(
     "hf_specdec::write_kv",
     mutates_args=("keys", "values"),
     schema="(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions) -> ()",
@@ -138,7 +98,7 @@ def _write_kv(keys, values, key_states, value_states, positions):
     write_kv(keys, values, key_states, value_states, positions)
 
 
-@_op(
+@register_op(
     "hf_specdec::prepare_inputs",
     mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
     schema="(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
@@ -165,14 +125,14 @@ def _prepare_inputs(
     prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift)
 
 
-@_op("hf_specdec::verify_greedy", schema="(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)")
+@register_op("hf_specdec::verify_greedy", schema="(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)")
 def _verify_greedy(scores, drafts):
     from .kernels.verify_greedy import verify_greedy
 
     return tuple(verify_greedy(scores, drafts))
 
 
-@_op(
+@register_op(
     "hf_specdec::verify_sampling",
     schema="(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
     "-> (Tensor, Tensor, Tensor)",
@@ -183,7 +143,7 @@ def _verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     return tuple(verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths))
 
 
-@_op(
+@register_op(
     "hf_specdec::verify_block",
     schema="(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
     "Tensor remaining) -> (Tensor, Tensor, Tensor)",
@@ -202,7 +162,7 @@ def _(scores, drafts, *rest):
     return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
 
 
-@_op("hf_specdec::best_draft", schema="(Tensor logits, Tensor? target_ids) -> Tensor")
+@register_op("hf_specdec::best_draft", schema="(Tensor logits, Tensor? target_ids) -> Tensor")
 def _best_draft(logits, target_ids):
     from .kernels.draft_sampling import best_draft
 
@@ -214,7 +174,7 @@ def _(logits, target_ids):
     return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
 
 
-@_op(
+@register_op(
     "hf_specdec::draw_draft",
     schema="(Tensor logits, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> (Tensor, Tensor)",
 )
@@ -229,7 +189,7 @@ def _(logits, temperatures, seeds, lengths, first):
     return logits.new_empty(logits.shape[:-1], dtype=torch.int64), logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-@_op(
+@register_op(
     "hf_specdec::recurrence",
     mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
     schema="(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) state, "
@@ -267,7 +227,7 @@ def _(query, key, value, *rest):
     return value.new_empty(value.shape)
 
 
-@_op(
+@register_op(
     "hf_specdec::short_conv",
     mutates_args=("ring",),
     schema="(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) "
@@ -284,7 +244,7 @@ def _(inputs, *rest):
     return inputs.new_empty(inputs.shape)
 
 
-@_op("hf_specdec::plan_experts", schema="(Tensor expert_ids, int num_experts, int rows) -> Tensor")
+@register_op("hf_specdec::plan_experts", schema="(Tensor expert_ids, int num_experts, int rows) -> Tensor")
 def _plan_experts(expert_ids, num_experts, rows):
     from .kernels.experts import plan_experts
 
@@ -296,13 +256,13 @@ def _(expert_ids, num_experts, rows):
     return expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32)
 
 
-@_op(
+@register_op(
     "hf_specdec::expert_linear",
     schema="(Tensor inputs, Tensor weight, Tensor? bias, Tensor plan, int rows, bool is_transposed) -> Tensor",
 )
 def _expert_linear(inputs, weight, bias, plan, rows, is_transposed):
     # The reference reads the plan on the host, which `torch.compile` cannot trace; so it is called inside the op.
-    if not _is_for_triton(inputs):
+    if not is_for_triton(inputs):
         return experts_reference.expert_linear(inputs, weight, bias, plan, rows, is_transposed)
     from .kernels.experts import expert_linear
 
@@ -314,11 +274,19 @@ def _(inputs, weight, bias, plan, rows, is_transposed):
     return inputs.new_empty(plan.shape[1], weight.shape[2 if is_transposed else 1])
 
 
-@_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
+@register_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
 def _linear(inputs, weight, bias):
-    tiles = choose_tiles(len(inputs), *weight.shape)
-    if tiles is None or not _is_for_triton(inputs):
+    if is_batch_invariant():
+        tiles = choose_invariant_tiles(len(inputs), *weight.shape, inputs.itemsize)
+    else:
+        tiles = choose_tiles(len(inputs), *weight.shape)
+    if tiles is None or not len(inputs) or not is_for_triton(inputs):
         return linear_reference.linear(inputs, weight, bias)
+    if tiles.rows >= MANY_ROWS:
+        from .kernels import linear_many_rows
+
+        if linear_many_rows.takes(inputs, weight):
+            return linear_many_rows.linear(inputs, weight, bias, choose_many_row_tiles(tiles))
     from .kernels.linear import linear
 
     return linear(inputs, weight, bias, tiles)
@@ -346,14 +314,14 @@ def attention(
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
-    if _is_for_triton(query) or (starts is not None and starts.dim() == 2):
+    if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
         return _attention(*args, num_splits, chunk)
     return attention_reference.attention(*args, chunk)
 
 
 def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:
     """See `kernels.kv_cache_reference.write_kv`; a Triton kernel on GPUs."""
-    (_write_kv if _is_for_triton(keys) else kv_cache_reference.write_kv)(keys, *args)
+    choose(_write_kv, kv_cache_reference.write_kv, keys)(keys, *args)
 
 
 def prepare_inputs(
@@ -368,7 +336,7 @@ def prepare_inputs(
     shift: int,
 ) -> None:
     """See `kernels.draft_inputs_reference.prepare_inputs`; a Triton kernel on GPUs."""
-    if _is_for_triton(tokens):
+    if is_for_triton(tokens):
         _prepare_inputs(tokens, lengths, committed, limits, finished, *out, num_masks, mask_token, shift)
     else:
         draft_inputs_reference.prepare_inputs(
@@ -378,33 +346,29 @@ def prepare_inputs(
 
 def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
     """See `kernels.verify_greedy_reference.verify_greedy`; a Triton kernel on GPUs."""
-    return VerificationResult(
-        *(_verify_greedy if _is_for_triton(scores) else verify_greedy_reference.verify_greedy)(scores, drafts)
-    )
+    return VerificationResult(*choose(_verify_greedy, verify_greedy_reference.verify_greedy, scores)(scores, drafts))
 
 
 def verify_sampling(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
     """See `kernels.verify_sampling_reference.verify_sampling`; a Triton kernel on GPUs."""
     return VerificationResult(
-        *(_verify_sampling if _is_for_triton(scores) else verify_sampling_reference.verify_sampling)(scores, *args)
+        *choose(_verify_sampling, verify_sampling_reference.verify_sampling, scores)(scores, *args)
     )
 
 
 def verify_block(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
     """See `kernels.verify_block_reference.verify_block`; a Triton kernel on GPUs."""
-    return VerificationResult(
-        *(_verify_block if _is_for_triton(scores) else verify_block_reference.verify_block)(scores, *args)
-    )
+    return VerificationResult(*choose(_verify_block, verify_block_reference.verify_block, scores)(scores, *args))
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.draft_sampling_reference.best_draft`; a Triton kernel on GPUs."""
-    return (_best_draft if _is_for_triton(logits) else draft_sampling_reference.best_draft)(logits, target_ids)
+    return choose(_best_draft, draft_sampling_reference.best_draft, logits)(logits, target_ids)
 
 
 def draw_draft(logits: torch.Tensor, *args: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.draft_sampling_reference.draw_draft`; a Triton kernel on GPUs."""
-    return (_draw_draft if _is_for_triton(logits) else draft_sampling_reference.draw_draft)(logits, *args)
+    return choose(_draw_draft, draft_sampling_reference.draw_draft, logits)(logits, *args)
 
 
 def recurrence(
@@ -427,7 +391,7 @@ def recurrence(
 ) -> torch.Tensor:
     """See `kernels.recurrence_reference.recurrence`; a Triton kernel on GPUs."""
     inputs, bounds = (query, key, value, decay, beta, state), (base, certain, positions, dummy)
-    if _is_for_triton(query):
+    if is_for_triton(query):
         return _recurrence(*inputs, *ring, *bounds, delta, normalize, scale, rates)
     return recurrence_reference.recurrence(
         *inputs, ring, *bounds, delta=delta, normalize=normalize, scale=scale, rates=rates
@@ -436,14 +400,12 @@ def recurrence(
 
 def short_conv(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
     """See `kernels.short_conv_reference.short_conv`; a Triton kernel on GPUs."""
-    return (_short_conv if _is_for_triton(inputs) else short_conv_reference.short_conv)(inputs, *args)
+    return choose(_short_conv, short_conv_reference.short_conv, inputs)(inputs, *args)
 
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
     """See `kernels.experts_reference.plan_experts`; a Triton kernel on GPUs."""
-    return (_plan_experts if _is_for_triton(expert_ids) else experts_reference.plan_experts)(
-        expert_ids, num_experts, rows
-    )
+    return choose(_plan_experts, experts_reference.plan_experts, expert_ids)(expert_ids, num_experts, rows)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
@@ -452,8 +414,13 @@ def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> tor
 
 
 def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, and computes what that computes."""
-    if len(inputs) > MAX_ROWS or inputs.dtype not in (torch.bfloat16, torch.float16) or not _is_for_triton(inputs):
+    """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, and computes what that computes.
+
+    In the context `batch_invariant`: whether it computes that.
+    """
+    if is_batch_invariant():
+        return not torch.is_autocast_enabled(inputs.device.type) and inputs.dtype == weight.dtype
+    if len(inputs) > MAX_ROWS or inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
         return False
     if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
         return False
@@ -461,8 +428,8 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """See `kernels.linear_reference.linear`; a Triton kernel for a few rows on GPUs, see `has_fast_linear`."""
-    return (_linear if _is_for_triton(inputs) else linear_reference.linear)(inputs, weight, bias)
+    """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
+    return choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

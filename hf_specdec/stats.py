@@ -70,7 +70,8 @@ class SpeculationStats(RowStats):
         num_assistant_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
         engine: `"static"` or `"stock"`.
         reason: why that engine ran.
-        execution: how its rounds were run: captured or not, compiled or not.
+        execution: how its rounds were run: captured or not, compiled or not, batch-invariant or not.
+        batch_invariant: whether logits did not depend on the batch, nor on drafts, see `Drafter.configure`.
         draft_probs: whether drafts were drawn from the drafter's distribution.
         num_rounds: rounds the batch ran, i.e. target passes after prefill.
         rounds_by_k: how many of them had how many draft tokens, on the static engine.
@@ -82,6 +83,7 @@ class SpeculationStats(RowStats):
     engine: str = ""
     reason: str = ""
     execution: str = ""
+    batch_invariant: bool = False
     draft_probs: bool = False
     num_rounds: int = 0
     rounds_by_k: dict[int, int] = field(default_factory=dict)

@@ -331,6 +331,11 @@ def _attention_kernel(
     )
 
 
+def slots_of_block(dim_block: int, value_block: int, itemsize: int) -> int:
+    """Slots that a program attends to at a time, for head dimensions that are padded to powers of two."""
+    return max(16, min(64, _TILE_BYTES // (max(dim_block, value_block) * itemsize)))
+
+
 @functools.cache
 def _default_starts(device: torch.device) -> torch.Tensor:
     """`[1]` int64: 0, the start of every row where `starts` is not given."""
@@ -372,7 +377,7 @@ def attention(
         query = query.contiguous()
     groups = heads // kv_heads
     dim_block, value_block = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    slot_block = max(16, min(64, _TILE_BYTES // (max(dim_block, value_block) * query.element_size())))
+    slot_block = slots_of_block(dim_block, value_block, query.element_size())
     # As many queries as fit the registers; float32 takes twice the registers of 16-bit types.
     rows = min(slot_block, 128 // query.element_size(), max(16, triton.next_power_of_2(groups * num_queries)))
     blocks = kv_heads * triton.cdiv(groups * num_queries, rows)

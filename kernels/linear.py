@@ -1,12 +1,12 @@
-"""Triton linear layer for a few rows; the reference is `linear_reference.linear`.
+"""Triton linear layer; the reference is `linear_reference.linear`.
 
 Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
 
     result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
 
-The time of such a layer is that of reading its weight. The weight is the first operand of the products, so that tiles
-have many output features and few rows. One program adds all products of an output in float32, with k ascending, and
-every tile size adds them in the same order: a row's result is the same bits however many rows there are.
+With few rows the time of such a layer is that of reading its weight. The weight is the first operand of the products,
+so that tiles have many output features and few rows. One program adds all products of an output in float32, with k
+ascending, and every tile size adds them in the same order: a row's result is the same bits however many rows there are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import triton.language as tl
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .types import LinearTiles
 
+# Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
+_GROUP = 8
 # 128-byte lines of each row of the weight that a program requests before the kernel ahead of it has ended.
 _LINES = 4
 
@@ -34,7 +36,7 @@ def _request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES:
 
 
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_rows", "size_out"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     inputs_ptr,
     weight_ptr,
@@ -47,6 +49,7 @@ def _linear_kernel(
     weight_stride,
     HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -56,13 +59,17 @@ def _linear_kernel(
     """FEATURES output features of ROWS rows.
 
     Grid: (blocks of output features, blocks of rows). Reads the program's rows of `inputs` and of `weight`; writes
-    their `out`. IS_EVEN says that DEPTH divides the input features and FEATURES the output features.
+    their `out`. IS_EVEN says that DEPTH divides the input features.
     """
-    first = tl.program_id(0) * FEATURES
+    row_block, feature_block = tl.swizzle2d(
+        tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP
+    )
+    first = feature_block * FEATURES
     feature = first + tl.arange(0, FEATURES)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
+    first_row = (row_block * ROWS).to(tl.int64)
     depth = tl.arange(0, DEPTH)
-    is_row = row < num_rows
+    is_row = row < num_rows - row_block * ROWS
     is_feature = feature < size_out
     weight_ptr += first.to(tl.int64) * weight_stride
     if PDL:
@@ -70,8 +77,10 @@ def _linear_kernel(
         _request_lines(weight_ptr, stride_bytes, size_out - first, FEATURES, LINES)
     wait_for_inputs(PDL)
 
-    weight = weight_ptr + tl.arange(0, FEATURES)[:, None] * weight_stride + depth[None, :]
-    inputs = inputs_ptr + row.to(tl.int64)[:, None] * inputs_stride + depth[None, :]
+    # Features beyond the last one are computed as that one, and not written.
+    own_feature = tl.minimum(feature, size_out - 1) - first
+    weight = weight_ptr + own_feature[:, None] * weight_stride + depth[None, :]
+    inputs = inputs_ptr + first_row * inputs_stride + row[:, None] * inputs_stride + depth[None, :]
     total = tl.zeros([FEATURES, ROWS], tl.float32)
     for start in range(0, size_in, DEPTH):
         if IS_EVEN:
@@ -79,13 +88,13 @@ def _linear_kernel(
             x = tl.load(inputs + start, mask=is_row[:, None], other=0.0)
         else:
             is_depth = (depth < size_in - start)[None, :]
-            w = tl.load(weight + start, mask=is_feature[:, None] & is_depth, other=0.0)
+            w = tl.load(weight + start, mask=is_depth, other=0.0)
             x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias_ptr + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-    out = out_ptr + row.to(tl.int64)[None, :] * size_out + feature[:, None]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_feature[:, None] & is_row[None, :])
+    out = out_ptr + first_row * size_out + row[:, None] * size_out + feature[None, :]
+    tl.store(out, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=is_row[:, None] & is_feature[None, :])
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: LinearTiles) -> torch.Tensor:
@@ -109,7 +118,8 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         inputs.stride(0),
         weight.stride(0),
         HAS_BIAS=bias is not None,
-        IS_EVEN=size_in % tiles.depth == 0 and size_out % tiles.features == 0,
+        IS_EVEN=size_in % tiles.depth == 0,
+        GROUP=_GROUP,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,

@@ -133,3 +133,37 @@ class LinearTiles(NamedTuple):
     depth: int
     num_warps: int
     num_stages: int
+
+
+class NormKind(NamedTuple):
+    """How a norm over the last dimension differs from an RMSNorm in float32 whose result is cast at the end.
+
+    Attributes:
+        cast_first: rows are cast to the inputs' dtype before they are multiplied by the weight, in that dtype.
+        offset: added to the weight in float32: 0, or 1 if weights are stored as differences from 1.
+        centered: the mean is subtracted first, as in a LayerNorm.
+    """
+
+    cast_first: bool = False
+    offset: float = 0.0
+    centered: bool = False
+
+
+class RotaryKind(NamedTuple):
+    """Which elements of a head a rotary embedding rotates in pairs, by which angles, and how it rounds.
+
+    Of R rotated elements, pair j of R / 2 consists of elements j and j + R / 2 (halves) or 2j and 2j + 1 (interleaved).
+
+    Attributes:
+        inputs_interleaved, outputs_interleaved: of which elements pairs are read, and to which they are written.
+        shared_angles: both elements of pair j are multiplied by number j of cosines and sines; else each by the number
+            of its own place in the input.
+        half_angles: there are R / 2 cosines and sines, not R; then they are shared.
+        rounded: products are rounded to the heads' dtype before they are added; else only the sum is.
+    """
+
+    inputs_interleaved: bool = False
+    outputs_interleaved: bool = False
+    shared_angles: bool = False
+    half_angles: bool = False
+    rounded: bool = True

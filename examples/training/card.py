@@ -56,11 +56,11 @@ output = model.generate(**inputs, custom_generate="{repo_id}", trust_remote_code
 
 The target wrote its own prompts and answers; no data set was used. Prompts: {prompts:,} (openings of many kinds,
 completed by the target at temperature {prompt_temperature}); answers: each at a temperature drawn from
-{answer_temperatures}, at most {max_answer_tokens} tokens, loops cut. Prompts similar to the measured ones were
-dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
+{answer_temperatures}, at most {max_answer_tokens} tokens, loops cut. {long_prompts}Prompts similar to the measured
+ones were dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
 {chains} with weights {step_decay}^step; cross-entropy against the target's
-distribution over {vocabulary}. {masks}{samples}{began}{steps:,} steps in {minutes:.0f} minutes,
+distribution over {vocabulary}. {greedy}{masks}{samples}{began}{steps:,} steps in {minutes:.0f} minutes,
 {tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr}, cosine schedule.
 
 Top-1 agreement with the target on held-out documents of the same kind, by step, after correct drafts of greedy text:
@@ -134,6 +134,13 @@ ran on {depth_ratio}^s of the documents; places after the end of a greedy chain 
 BLOCK_SAMPLES = """Drafts after the end
 of a greedy chain of right ones weighed {survival_floor}, others 1. """
 
+LONG_PROMPTS = """{long_prompts:,} more prompts
+are long, up to {max_document_tokens:,} tokens with the answer: documents made of the target's texts with an
+instruction, and chats of several turns. """
+
+GREEDY = """Of each distribution {greedy_share:.0%} was moved
+to the most likely token. """
+
 BEGAN = """Training began
 with the weights of `{init_from}`. """
 
@@ -157,6 +164,7 @@ REPEATED = (
         "step_decay",
         "depth_ratio",
         "survival_floor",
+        "greedy_share",
         "tokens_per_batch",
         "max_length",
         "lr",
@@ -196,6 +204,7 @@ def write_card(folder: Path) -> None:
         prompt_temperature=arguments["prompt_temperature"],
         answer_temperatures=", ".join(map(str, arguments["answer_temperatures"])),
         max_answer_tokens=arguments["max_answer_tokens"],
+        long_prompts=LONG_PROMPTS.format(**{**data, **arguments}) if data.get("long_prompts") else "",
         held_out_overlap=data["held_out_overlap"],
         data_tokens=data["tokens"] / 1e6,
         step_decay=arguments["step_decay"],
@@ -203,6 +212,7 @@ def write_card(folder: Path) -> None:
         chains=(BLOCKS if in_blocks else UNROLLED).format(**details),
         masks=MASKS if details["mask_token_id"] is not None and not in_blocks else "",
         samples=(BLOCK_SAMPLES if in_blocks else SAMPLES).format(**details) if is_sampled else "",
+        greedy=GREEDY.format(**arguments) if arguments.get("greedy_share") else "",
         began=BEGAN.format(init_from=Path(arguments["init_from"]).name) if arguments.get("init_from") else "",
         steps=last["step"],
         minutes=last["seconds"] / 60,
@@ -239,6 +249,8 @@ def acceptance_section(path: Path) -> str:
         return "Not measured; `examples/evaluate_drafter.py` fills this section."
     measured = json.loads(path.read_text(encoding="utf-8"))
     tables = [prompts_table(name, result) for name, result in measured["prompts"].items()]
+    if "prompt_lengths" in measured:
+        tables.append(lengths_table(measured["prompt_lengths"]))
     return MEASURED.format(
         max_new_tokens=measured["max_new_tokens"],
         dtype=measured["dtype"],
@@ -261,4 +273,19 @@ def prompts_table(name: str, result: dict) -> str:
             f"| {num_drafts} | {every['acceptance_length']:.2f} | {coherent['acceptance_length']:.2f} | "
             f"{positions[0]} | {positions[1]} |"
         )
+    return "\n".join(lines)
+
+
+def lengths_table(results: dict) -> str:
+    """Acceptance length over the length of the prompt, from `prompt_lengths` of `evaluate_drafter.py`'s JSON."""
+    names = list(next(iter(results.values()))["by_k"])
+    lines = [
+        "Acceptance length by the length of the prompt in tokens, all of these prompts:",
+        "",
+        f"| prompt | prompts | {' | '.join(f'K = {name}' for name in names)} |",
+        f"|{'---|' * (len(names) + 2)}",
+    ]
+    for length, result in results.items():
+        found = [f"{result['by_k'][name]['all']['acceptance_length']:.2f}" for name in names]
+        lines.append(f"| {length} | {result['count']} | {' | '.join(found)} |")
     return "\n".join(lines)

@@ -213,10 +213,11 @@ def _new_pard(args: argparse.Namespace, target: PreTrainedModel, mask_token_id: 
 
 @torch.no_grad()
 def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
-    """Initialize `drafter` with the weights of `trained`, which may have fewer layers or wider MLPs.
+    """Initialize `drafter` with the weights of `trained`, which may have fewer layers or MLPs of other widths.
 
-    Of a wider MLP the units with the largest weights are kept. The outputs of layers that `trained` lacks begin at
-    zero, so the first draft token is that of `trained`. The hidden state of mask tokens is copied if `trained` has one.
+    Of a wider MLP the units with the largest weights are kept. The outputs of layers and of units of MLPs that
+    `trained` lacks begin at zero, so the first draft token is that of `trained`. The hidden state of mask tokens is
+    copied if `trained` has one.
 
     Raises:
         ValueError: the mask tokens or the shapes of other tensors differ.
@@ -233,12 +234,15 @@ def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
             continue
-        mlp = trained.layers[index].mlp
+        mlp, own_mlp = trained.layers[index].mlp, layer.mlp
         parts = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T)
         size = torch.stack([part.float().norm(dim=1) for part in parts]).prod(dim=0)
         units = size.topk(min(drafter.config.intermediate_size, len(size))).indices.sort().values
+        added = torch.zeros_like(own_mlp.down_proj.weight[:, len(units) :])
         for name, part in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
-            source[f"layers.{index}.mlp.{name}.weight"] = part[units].T if name == "down_proj" else part[units]
+            rest = added.T if name == "down_proj" else getattr(own_mlp, name).weight[len(units) :]
+            widened = torch.cat([part[units], rest])
+            source[f"layers.{index}.mlp.{name}.weight"] = widened.T if name == "down_proj" else widened
     own = drafter.state_dict()
     for name, tensor in own.items():
         if name == "d2t" or _layer_of(name) >= len(trained.layers) or (name == "mask_hidden" and not is_parallel):
@@ -247,7 +251,7 @@ def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
             found = list(source[name].shape) if name in source else "nothing"
             raise ValueError(
                 f"--init-from has {found} for {name}, but the new drafter has {list(tensor.shape)} there; expected "
-                "the same options as it was trained with, but for more --layers and a smaller --intermediate-size."
+                "the same options as it was trained with, but for more --layers and another --intermediate-size."
             )
         tensor.copy_(source[name])
 

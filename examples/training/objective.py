@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ class TargetOutputs:
         places: `[N]` indices into `[B * S]` of the positions whose next token belongs to an answer.
         depths: `[N]`, index of each place in its answer; step s has a draft for it if that is at least s.
         places_before: B + 1 numbers: how many of the places are in the rows before each.
-        probs: `[N, V_d]` the target's distribution at the places, over the draft vocabulary.
+        shortest_prompt: position before which there are no places.
+        probs: `[N, V_d]` the target's distribution at the places, over the draft vocabulary; see `Teacher`.
         best: `[N]` the target's most likely tokens at the places.
         covered: `[N]` whether those are in the draft vocabulary.
         is_greedy: `[B * S]` whether the token after a position is the target's most likely one; places only.
@@ -39,6 +41,7 @@ class TargetOutputs:
     places: torch.Tensor
     depths: torch.Tensor
     places_before: list[int]
+    shortest_prompt: int
     probs: torch.Tensor
     best: torch.Tensor
     covered: torch.Tensor
@@ -46,10 +49,16 @@ class TargetOutputs:
 
 
 class Teacher:
-    """Runs the frozen target over batches for `drafter`."""
+    """Runs the frozen target over batches for `drafter`.
 
-    def __init__(self, target: PreTrainedModel, drafter: CachedDrafter):
-        self.target = target
+    Args:
+        target, drafter: the models.
+        greedy_share: how much of the distributions to learn is moved to the target's most likely token, which is what
+            greedy decoding accepts.
+    """
+
+    def __init__(self, target: PreTrainedModel, drafter: CachedDrafter, greedy_share: float = 0.0):
+        self.target, self.greedy_share = target, greedy_share
         self.recorder = AuxHiddenStateRecorder(
             target, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state
         )
@@ -70,7 +79,13 @@ class Teacher:
         for chunk in hidden.split(rows_per_chunk(self.is_covered.numel())):
             logits = self.target.get_output_embeddings()(chunk)
             best.append(logits.argmax(dim=-1))
-            probs.append(logits[:, self.target_ids].float().softmax(dim=-1).to(logits.dtype))
+            learned = logits[:, self.target_ids].float().softmax(dim=-1)
+            if self.greedy_share > 0:
+                likeliest = learned.argmax(dim=-1, keepdim=True)
+                learned.mul_(1 - self.greedy_share).scatter_add_(
+                    1, likeliest, torch.full_like(likeliest, self.greedy_share, dtype=learned.dtype)
+                )
+            probs.append(learned.to(logits.dtype))
         best = torch.cat(best)
         is_greedy = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=best.device)
         is_greedy[batch.places] = batch.input_ids.flatten()[batch.places + 1] == best
@@ -81,6 +96,7 @@ class Teacher:
             batch.places,
             batch.depths,
             batch.places_before,
+            batch.shortest_prompt,
             torch.cat(probs),
             best,
             covered,
@@ -147,7 +163,8 @@ class BlockObjective(Objective):
         number = torch.full((input_ids.numel(),), -1, device=places.device)
         number[places] = torch.arange(len(places), device=places.device)
         number = number.view(shape)
-        anchors, is_anchor = self._choose(number >= 0)
+        most_places = max(after - before for before, after in pairwise(target_outputs.places_before))
+        anchors, is_anchor = self._choose(number >= 0, min(self.num_anchors, max(most_places, 1)))
         normed = drafter.unroll_blocks(input_ids, target_outputs.aux_hidden_states, anchors, num_steps)
 
         at = anchors[..., None] + torch.arange(num_steps, device=places.device)
@@ -177,14 +194,14 @@ class BlockObjective(Objective):
             alive = accepted & goes_on[..., step].flatten()
         return total, torch.stack(counts)
 
-    def _choose(self, is_place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B, A]` different positions of each row, and whether they are among `is_place` `[B, S]`: random ones in
-        training, else always the same."""
+    def _choose(self, is_place: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`count` different positions of each row, `[B, count]`, and whether they are among `is_place` `[B, S]`: random
+        ones in training, else always the same."""
         if self.training:
             order = torch.rand(is_place.shape, device=is_place.device)
         else:
             order = (torch.arange(is_place.shape[1], device=is_place.device) * 0.618034 % 1).expand_as(is_place)
-        found = order.masked_fill(~is_place, -1.0).topk(min(self.num_anchors, is_place.shape[1]), dim=1)
+        found = order.masked_fill(~is_place, -1.0).topk(count, dim=1)
         return found.indices, found.values >= 0
 
 
@@ -215,7 +232,9 @@ class DraftObjective(Objective):
         """
         drafter, num_steps = self.drafter, len(self.step_weights)
         rows = leading_rows(len(target_outputs.input_ids), num_steps, self.depth_ratio if self.training else 1.0)
-        outputs = drafter.unroll(target_outputs.input_ids, target_outputs.aux_hidden_states, num_steps, rows)
+        input_ids, first = target_outputs.input_ids, max(target_outputs.shortest_prompt - drafter.shift, 0)
+        outputs = drafter.unroll(input_ids, target_outputs.aux_hidden_states, num_steps, rows, first)
+        width = input_ids.shape[1]
         head, target_ids = drafter.head_weight, drafter.target_ids
         alive = torch.ones_like(target_outputs.is_greedy)
         total, counts = 0.0, []
@@ -226,7 +245,8 @@ class DraftObjective(Objective):
             slots = (places - step - drafter.shift).clamp(min=0)
             reached = exists & alive[slots]
             weights = torch.where(reached, 1.0, self.survival_floor) * (exists & target_outputs.covered[unrolled])
-            hidden = normed.flatten(0, 1)[slots] * drafter.logit_scale
+            unrolled_slots = slots // width * (width - first) + (slots % width - first).clamp(min=0)
+            hidden = normed.flatten(0, 1)[unrolled_slots] * drafter.logit_scale
             loss, drafts = _SoftCrossEntropy.apply(
                 hidden, head, target_outputs.probs[unrolled], weights, compute_dtype(hidden), self.row_losses
             )

@@ -25,7 +25,32 @@ sound waves|light|energy|thermodynamics|engines|bridges|airplanes|space travel|s
 insects|cats|dogs|horses|rainforests|coral reefs|philosophy|ethics|free will|Buddhism|ancient Egypt|the Silk Road
 the Industrial Revolution|the Cold War|human rights|immigration|education|online learning|homework|parenting
 a new baby|a move to a new city|a language|Spanish|Japan|India|Brazil|Paris|New York|Africa|the Olympics|soccer
-basketball|a movie|a novel|a song|a video game|fashion|architecture
+basketball|a movie|a novel|a song|a video game|fashion|architecture|cheese|a bicycle repair|houseplants|a neighbor
+a broken dishwasher|public transport|a landlord|a school play|tea|knitting|a flea market|lost luggage|a parking ticket
+the night shift|a fire alarm|a choir|a beehive|old maps|a family recipe|glaciers|tides|the Moon|earthquakes|fossils
+honey|salt|glass|paper|rubber|silk|steel|concrete|batteries|magnets|microscopes|telescopes|clocks|calendars|maps
+bridges in winter|street food|sushi|soup|vegetarian cooking|leftovers|a picnic|a power cut|a snowstorm|a drought
+a flood|recycling|plastic|solar panels|wind turbines|nuclear power|hydrogen|trains|ships|submarines|drones|traffic
+bicycles|running shoes|back pain|headaches|allergies|vitamins|diabetes|blood pressure|a first-aid kit|glasses|teeth
+memory|dreams|habits|procrastination|motivation|loneliness|anger|gratitude|small talk|gossip|a breakup|forgiveness
+a board game|card tricks|origami|watercolors|ceramics|opera|the violin|a drum kit|ballet|theater|documentary films
+science fiction|fairy tales|myths|haiku|limericks|proverbs|riddles|handwriting|spelling|grammar|Latin|Arabic|French
+sign language|translation|journalism|advertising|a podcast|newsletters|spreadsheets|passwords|phishing|backups
+open source|smartphones|robots in hospitals|3D printing|voice assistants|search engines|weather forecasts|elections
+juries|copyright|a contract|a will|refunds|interest rates|credit cards|rent|auctions|stocks and bonds|coins|trade
+the Vikings|the Aztecs|the Ottoman Empire|Cleopatra|Napoleon|Marie Curie|Isaac Newton|Leonardo da Vinci|Mozart
+the printing press|the Titanic|the Great Wall|castles|pyramids|the Suez Canal|Antarctica|the Amazon|Canada|Mexico
+Egypt|Kenya|Italy|Germany|Korea|Vietnam|Australia|Iceland|London|Istanbul|Venice|islands|deserts at night|lakes
+wolves|owls|octopuses|spiders|ants|butterflies|sharks|elephants|penguins|tortoises|mushrooms|trees|grass|tomatoes
+"""
+PEOPLE = """
+my sister|my father|my grandmother|my neighbor|my boss|my best friend|our teacher|a colleague|my landlord|a customer
+my roommate|a six-year-old|a teenager|a retired engineer|a nurse|a shop owner|a new employee|a student|my team|a tourist
+a shy person|an old friend|the mayor|a chef|a plumber|my doctor|a librarian|a bus driver|my aunt|a musician|a coach
+"""
+PLACES = """
+LONDON|PARIS|BERLIN|TOKYO|NAIROBI|CHICAGO|SYDNEY|LIMA|DELHI|CAIRO|TORONTO|MADRID|OSLO|SEOUL|DENVER|DUBLIN|ATHENS|LAGOS
+BOSTON|GENEVA|MEXICO CITY|HELSINKI|SEATTLE|WARSAW|VIENNA|MANILA|ROME|LISBON|ATLANTA|PHOENIX|ZURICH|BRUSSELS
 """
 TASKS = """
 write a python function|a linked list|a binary search|a SQL query|a regular expression|a CSV file|a JSON object
@@ -55,6 +80,36 @@ Let's talk about {}|Solve this problem about {}:|If a train|A farmer has|A shop 
 Find the|What is the next number|All of the|Suppose that|Think step by step:|A rectangle|The sum of|There are
 Two friends
 """
+SITUATIONS = """
+I run|I work as|I am a beginner at|I have been trying to learn about {topic} but|{person} asked me|{person} and I
+I have to give a talk on {topic}|Our club|We are a team of|I just bought|I just moved|I want to surprise {person} with
+I need a message to {person} about {topic}|Draft a note to {person}|Compose|Convince {person} that|Imagine that {person}
+Here is a paragraph about {topic}:|Here is a list:|Here is a table of|The following is an email from {person}:
+Improve this text about {topic}:|Turn this into|Shorten this:|Which of these|In two sentences,|In exactly|Without using
+Using simple words, explain {topic} to {person}|Step by step,|Give {person} advice about {topic}|As a table,|In JSON,
+Rank|Put these in order:|Sort the following|Categorize|Extract|Name three|Tell me the story of|Invent|Design|Suggest
+Play the role of {person}|You are {person}.|You are a helpful assistant for {topic}.|Interview {person} about {topic}
+{topic}: what|{topic} or|Is {topic}|Are|Can|Could {person}|Did|Has|If|Let x|Given that|My budget is|My goal is|Today
+Yesterday|Every morning|After|Before|Because of {topic},|How would {person}|How should {person}|How do people|How old
+What happens when|What did|What do you think of {topic}|What is a good|What is the best way|What are some|What if
+Who invented|Who discovered|Where does|Where is|When is|When should|Why can't|Why would {person}|Which country
+"""
+ARTICLE_TASKS = """
+Summarize the following article:|Summarize this text.|Read the text and answer the question.|Proofread this article:
+What are the key points of this report?|Write a summary of the news below.|Here is the document:|Consider this passage:
+"""
+ARTICLES = """
+{place} \u2014 Officials said on {day} that|{place} \u2014 A study of {topic}|{place} ({day}) - The government
+{place}, {day} \u2014 Police|{place} \u2014 The company announced|{place} \u2014 Residents of|{place} \u2014 Researchers
+{place}: {topic}|A new report on {topic} says|Experts warn that {topic}|On {day}, {person}|For years, {topic}
+The match on {day}|The court ruled on {day}|The price of|More than|Two people|Thousands of people|A fire|Scientists have
+The minister|The festival|The city council|Voters|A spokesperson for|According to a survey about {topic},|Prosecutors
+{topic} is|{topic} was|The history of {topic} begins|The term|In the early 20th century,|In {year},|Born in {year},
+The {year} census|Chapter 1|Once upon a time|It was {day}, and {person}|The door|When the train|She had never|He looked
+Dear|Hello everyone,|Minutes of the meeting of {day}|Abstract:|Introduction|Interviewer:|Review:|From:|Subject: {topic}
+I visited|I bought|My first|We stayed|The patient|Terms of service|Step 1:|Ingredients:|Press release|FAQ about {topic}
+Editor's note:|Letter to the editor about {topic}:|Opinion: {topic}|Guide to {topic}|Lecture notes: {topic}|Day 1:
+"""
 CODING = """
 Write a Python function that|Write a Python program for {}|Write code for {}|Write a function for {}|Implement {}
 Implement {} in Python|Implement {} in JavaScript|Implement {} in Java|Implement {} in C++|How do I use {} in Python?
@@ -65,14 +120,18 @@ Given a string|Complete the function|def|What is the time complexity of {}|Optim
 Show me how to work with {} in|Write an HTML page with {}|Write a JavaScript function that|Write a C program that
 Write a program that|Explain {} in programming|Design a class for {}
 """
-FREE_SHARE, CODING_SHARE = 0.15, 0.25
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+FREE_SHARE, CODING_SHARE, SITUATION_SHARE = 0.25, 0.22, 0.2
 
 
-def _entries(text: str) -> list[str]:
+def entries(text: str) -> list[str]:
+    """What `|` and ends of lines separate in `text`."""
     return [entry for line in text.strip().splitlines() for entry in line.split("|")]
 
 
-_GENERAL, _CODING, _TOPICS, _TASKS = map(_entries, (GENERAL, CODING, TOPICS, TASKS))
+_GENERAL, _CODING, _TOPICS, _TASKS = map(entries, (GENERAL, CODING, TOPICS, TASKS))
+_SITUATIONS, _PEOPLE, _ARTICLES, _PLACES = map(entries, (SITUATIONS, PEOPLE, ARTICLES, PLACES))
+_ARTICLE_TASKS = entries(ARTICLE_TASKS)
 
 
 def random_opening(rng: random.Random) -> str:
@@ -82,7 +141,21 @@ def random_opening(rng: random.Random) -> str:
         return ""
     if kind < FREE_SHARE + CODING_SHARE:
         return rng.choice(_CODING).format(rng.choice(_TASKS))
+    if kind < FREE_SHARE + CODING_SHARE + SITUATION_SHARE:
+        return _filled(rng.choice(_SITUATIONS), rng)
     return rng.choice(_GENERAL).format(rng.choice(_TOPICS))
+
+
+def random_article_opening(rng: random.Random) -> tuple[str, str]:
+    """What a user might ask about an article, and the article's first words, after which the target continues it."""
+    return rng.choice(_ARTICLE_TASKS), _filled(rng.choice(_ARTICLES), rng)
+
+
+def _filled(template: str, rng: random.Random) -> str:
+    """`template` with random words in its places, and with a capital at its beginning."""
+    words = {"topic": rng.choice(_TOPICS), "person": rng.choice(_PEOPLE), "place": rng.choice(_PLACES)}
+    text = template.format(**words, day=rng.choice(DAYS), year=rng.randint(1750, 2024))
+    return text[:1].upper() + text[1:]
 
 
 def normalized_words(text: str) -> list[str]:

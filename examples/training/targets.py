@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from smollm2 import load_smollm2
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec import loading
 
 
 def load_target(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A chat model and its tokenizer: `smollm2`, a Hub id or a folder. The model is frozen."""
+    """A chat model and its tokenizer: `smollm2`, a Hub id, a folder or a GGUF file. The model is frozen."""
     if name == "smollm2":
         model, tokenizer = load_smollm2(dtype=dtype, device=device)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    return model.requires_grad_(False), tokenizer
+        return model.requires_grad_(False), tokenizer
+    return loading.load_target(name, dtype, device), loading.load_tokenizer(name)

@@ -80,6 +80,11 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         default=True,
         help="whether drafters' rounds and the static cache's steps may be compiled",
     )
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="drafters and the engine compute the same bits for every batch and every number of drafts",
+    )
     add("--runs", type=int, default=3, help="measured runs of every case, after one that is not counted")
     add(
         "--continuous",
@@ -308,6 +313,11 @@ def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[
         yield from measure_drafter(bench, name, arguments, batches)
 
 
+def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
+    """`drafter`, which runs its rounds as the command line says."""
+    return drafter.configure(compile_rounds=arguments.compile, batch_invariant=arguments.batch_invariant)
+
+
 def measure_baseline(
     bench: Bench, name: str, setting: Setting, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
 ) -> Case:
@@ -315,7 +325,7 @@ def measure_baseline(
     options = {
         "dynamic": {},
         "static": {"cache_implementation": "static", "disable_compile": not arguments.compile},
-        "engine": {"drafter": NoDrafter(bench.target).configure(compile_rounds=arguments.compile)},
+        "engine": {"drafter": configured(NoDrafter(bench.target), arguments)},
     }
     case = Case(name, 0 if name == "engine" else None, *setting)
     return bench.measure(case, lambda: batches(case), **options[name])
@@ -345,7 +355,7 @@ def measure_drafter(
     """Measure the drafter called `name` at every K and setting; it is loaded before and freed afterwards."""
     try:
         drafter = load_drafter(name, bench.target, random_weights=arguments.random_weights)
-        drafter.configure(compile_rounds=arguments.compile)
+        configured(drafter, arguments)
         if arguments.synthetic_acceptance is not None:
             drafter.configure(engine="static")  # In the stock engine transformers verifies.
     except Exception as error:  # The cases of this drafter fail; the others are measured.

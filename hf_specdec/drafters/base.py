@@ -88,6 +88,7 @@ class Drafter(PreTrainedModel):
         self.engine = "auto"
         self.verification = "token"
         self.compile_rounds = True
+        self.batch_invariant = False
 
     @property
     def stats(self):
@@ -190,6 +191,7 @@ class Drafter(PreTrainedModel):
         engine: str | None = None,
         verification: str | None = None,
         compile_rounds: bool | None = None,
+        batch_invariant: bool | None = None,
     ) -> Drafter:
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
@@ -205,6 +207,9 @@ class Drafter(PreTrainedModel):
                 the drafter's distributions once more. The stock engine supports `"token"` only.
             compile_rounds: whether rounds on a GPU are compiled before they are captured as CUDA graphs. Compiling
                 takes some seconds for every shape of call, and makes rounds faster.
+            batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
+                same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
+                prompts take longer. See docs/batch-invariance.md.
 
         Raises:
             ValueError: expected one of the values above.
@@ -223,11 +228,17 @@ class Drafter(PreTrainedModel):
             if verification not in VERIFICATIONS:
                 raise ValueError(f'verification is {verification!r}; expected "token" or "block".')
             self.verification = verification
-        if compile_rounds is not None:
-            if not isinstance(compile_rounds, bool):
-                raise ValueError(f"compile_rounds is {compile_rounds!r}; expected True or False.")
-            self.compile_rounds = compile_rounds
+        for name, value in (("compile_rounds", compile_rounds), ("batch_invariant", batch_invariant)):
+            if value is not None:
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} is {value!r}; expected True or False.")
+                setattr(self, name, value)
         return self
+
+    @property
+    def compiles(self) -> bool:
+        """Whether rounds are compiled: torch's compiler chooses the order of sums by the number of rows."""
+        return self.compile_rounds and not self.batch_invariant
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """K of a call, or `"auto"`.

@@ -136,6 +136,7 @@ class CachedDrafter(Drafter):
         aux_hidden_states: torch.Tensor | None,
         num_steps: int,
         rows: Sequence[int] | None = None,
+        first: int = 0,
     ) -> list[torch.Tensor]:
         """Training-time test (EAGLE-3, arXiv 2503.01840): draft from every slot of whole sequences at once.
 
@@ -148,10 +149,11 @@ class CachedDrafter(Drafter):
             aux_hidden_states: `[B, S, width]` hidden states of the target; None for a drafter that reads none.
             num_steps: draft steps.
             rows: how many leading rows of the batch each step runs, never increasing; all if None.
+            first: the first slot that drafts; those before it are read only.
 
         Returns:
-            the draft head's inputs of each step: `num_steps` tensors `[rows[s], S, H]`, after the final norm. Slots
-            whose tokens are beyond the end of the row are undefined.
+            the draft head's inputs of each step: `num_steps` tensors `[rows[s], S - first, H]`, after the final norm.
+            Slots whose tokens are beyond the end of the row are undefined.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement unroll().")
 

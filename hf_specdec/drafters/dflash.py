@@ -264,6 +264,7 @@ class _BlocksAttention:
         self._distance = block[..., None] - torch.cat([places.expand(len(block), -1), block], dim=1)[:, None]
         self._visible = torch.cat([places < first[..., None], is_own], dim=2)
 
+    @torch.compiler.disable
     def __call__(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> torch.Tensor:
@@ -272,5 +273,6 @@ class _BlocksAttention:
             visible = visible & (self._distance >= 0)
         if window is not None:
             visible = visible & (self._distance.abs() < window)
-        out = scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None], enable_gqa=True)
-        return out.transpose(1, 2)
+        # No fused kernel takes both a mask and fewer heads of keys than of queries.
+        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None]).transpose(1, 2)

@@ -218,6 +218,7 @@ class DraftModelDrafter(CachedDrafter):
         aux_hidden_states: torch.Tensor | None,
         num_steps: int,
         rows: Sequence[int] | None = None,
+        first: int = 0,
     ) -> list[torch.Tensor]:
         attend, decoder = UnrolledAttention(), self.model.get_decoder()
         hidden = self.unrolled_hidden_states(aux_hidden_states)
@@ -230,7 +231,10 @@ class DraftModelDrafter(CachedDrafter):
                     hidden = hidden if hidden is None else hidden[: rows[step]]
                 inputs = self.model_inputs(tokens, hidden)
                 output = decoder(**inputs, position_ids=positions + step, use_cache=False, attend=attend)
-                outputs.append(output.last_hidden_state)
+                outputs.append(output.last_hidden_state[:, first if step == 0 else 0 :])
+                if step == 0:  # later steps run at the slots that draft
+                    tokens, positions = tokens[:, first:], positions[:, first:]
+                    hidden = hidden if hidden is None else hidden[:, first:]
                 if not self.config.parallel_drafting:
                     tokens = shift_left(tokens)
                 elif step == 0:

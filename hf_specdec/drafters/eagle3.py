@@ -126,16 +126,19 @@ class Eagle3Drafter(DraftLayersDrafter):
         aux_hidden_states: torch.Tensor,
         num_steps: int,
         rows: Sequence[int] | None = None,
+        first: int = 0,
     ) -> list[torch.Tensor]:
         attend = UnrolledAttention()
         hidden = self.combine_hidden_states(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        tokens, outputs = shift_left(input_ids), []
+        tokens, outputs, num_outputs = shift_left(input_ids), [], input_ids.shape[1] - first
         for step in range(num_steps):
             if rows is not None:
                 tokens, hidden = tokens[: rows[step]], hidden[: rows[step]]
-            normed, feedback = self.run(tokens, hidden, positions + step, attend)
+            normed, feedback = self.run(tokens, hidden, positions + step, attend, num_outputs)
             outputs.append(normed)
+            if step == 0:  # later steps run at the slots that draft
+                tokens, hidden, positions = tokens[:, first:], hidden[:, first:], positions[:, first:]
             tokens, hidden = self.next_unroll_inputs(step, tokens, hidden, feedback)
         return outputs
 

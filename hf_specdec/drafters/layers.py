@@ -13,7 +13,10 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
+from .. import layer_ops
 from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Config
+from ..layer_ops import RotaryKind
+from ..patching.layer_kernels import uses_layer_kernels
 
 
 class Attend(Protocol):
@@ -44,6 +47,8 @@ def rotary_embedding(config: DraftLayersConfig) -> LlamaRotaryEmbedding:
 
 def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """RoPE on `[B, heads, n, head_dim]`, given cosines and sines `[B or 1, n, head_dim]`."""
+    if uses_layer_kernels(states):
+        return layer_ops.rotary(*rotary, [states], RotaryKind())[0]
     cos, sin = (part.unsqueeze(1) for part in rotary)
     return states * cos + rotate_half(states) * sin
 

@@ -322,11 +322,13 @@ class MtpDrafter(CachedDrafter):
         aux_hidden_states: torch.Tensor,
         num_steps: int,
         rows: Sequence[int] | None = None,
+        first: int = 0,
     ) -> list[torch.Tensor]:
         rows = [len(input_ids)] * num_steps if rows is None else rows
         unrolled = self._unroll_by_modules if self._chains_modules else self._unroll_by_target
         with registered_attention(self.decoder, UNROLLED_NAME):
-            return unrolled(input_ids, aux_hidden_states.to(self.dtype), rows[:num_steps])
+            outputs = unrolled(input_ids, aux_hidden_states.to(self.dtype), rows[:num_steps])
+        return [output[:, first:] for output in outputs]
 
     def _unroll_by_modules(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
         """`unroll` with `chaining="modules"`: a step reads the output of the step before at each slot."""

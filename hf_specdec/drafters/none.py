@@ -15,11 +15,15 @@ class NoDrafter(Drafter):
     """Drafts nothing: K is 0, and a round is one decoding step of `target` on the static engine.
 
     For targets that have no drafter, and to compare with. It is not registered, since it is neither saved nor loaded.
+
+    Args:
+        target: to generate with.
+        batch_invariant: see `Drafter.configure`.
     """
 
-    def __init__(self, target: PreTrainedModel):
+    def __init__(self, target: PreTrainedModel, batch_invariant: bool = False):
         super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
-        self.configure(draft_probs=False, engine="static")
+        self.configure(draft_probs=False, engine="static", batch_invariant=batch_invariant)
         self.bind(target)
 
     @property

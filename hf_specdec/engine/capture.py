@@ -124,7 +124,7 @@ def _warn_once(message: str) -> None:
 def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
     """`run_round` as CUDA graphs; None, and a warning, if it does something that cannot be captured."""
     is_shared = tensor_parallel_group(target.model) is not None
-    capture = Capture(target.model.device, session.graph_pool, drafter.compile_rounds, same_everywhere=is_shared)
+    capture = Capture(target.model.device, session.graph_pool, drafter.compiles, same_everywhere=is_shared)
     return _if_possible(
         "A round", target, drafter, lambda: CapturedRound(capture, session.state, target, drafter, process)
     )

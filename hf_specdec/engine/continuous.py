@@ -122,6 +122,7 @@ class ContinuousRun:
             engine="static",
             reason=request.reason,
             execution=execution,
+            batch_invariant=request.drafter.batch_invariant,
             draft_probs=lease.shape.draft_probs,
             num_rounds=rows.rounds_by_k.total(),
             rounds_by_k=dict(rows.rounds_by_k),

@@ -19,12 +19,13 @@ from transformers.generation import GenerationMixin
 from .. import ops
 from ..config import DrafterConfig
 from ..drafters.base import Drafter
+from ..drafters.none import NoDrafter
 from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
-from ..patching.support import length_limits, settings_of, uses_attention_interface
+from ..patching.support import length_limits, settings_of, stated_positions, uses_attention_interface
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
@@ -36,6 +37,9 @@ NUM_NEW_TOKENS = {"static": 5, "stock": 8}
 NUM_DRAFT_TOKENS = 3
 # Of five drafts the second and the fifth are wrong: rounds accept none, some and all of them.
 WRONG_DRAFTS, PERIOD = (1, 4), 5
+
+# Lengths of the prompts of a batch whose bits are compared with those of its first row alone: the longest one first.
+INVARIANT_LENGTHS = (150, 7, 33) * 3
 
 # Largest difference of logits, relative to their spread: rounding errors are below, the effect of a wrong mask is
 # above. In reduced precision ten times the target's own difference between batch sizes is allowed, but at most the
@@ -217,6 +221,43 @@ def why_not_separate_rows(model: PreTrainedModel) -> str | None:
         with _outcomes_lock:
             _outcomes[key] = outcome
     return _outcomes[key]
+
+
+def why_not_batch_invariant(model: PreTrainedModel) -> str | None:
+    """The reason why logits of `model` are not the same bits alone and in a batch where they should be; None if not.
+
+    The first call for a class and configuration runs the model on a few tokens: a row alone without drafts, and the
+    same in a padded batch with drafts, which takes other sizes of tiles.
+
+    Raises:
+        ValueError: an operation is not known to be batch-invariant, see `patching.batch_invariance`.
+    """
+    key = ("batch-invariant", *_kind_of(model))
+    if key not in _outcomes:
+        with torch.no_grad(), kept_rope_deltas(model):
+            outcome = _compare_bits(model)
+        with _outcomes_lock:
+            _outcomes[key] = outcome
+    return _outcomes[key]
+
+
+def _compare_bits(model: PreTrainedModel) -> str | None:
+    count = NUM_NEW_TOKENS["static"]
+    lengths = [min(length, (stated_positions(model) or length + count) - count) for length in INVARIANT_LENGTHS]
+    inputs = ordinary_prompts(model, lengths)
+    alone = NoDrafter(model, batch_invariant=True)
+    alone.is_equivalence_check = True
+    expected = _generate(model, {name: tensor[:1] for name, tensor in inputs.items()}, count, assistant_model=alone)
+    answers = expected.tokens.expand(len(lengths), -1)
+    drafter = _ScriptedDrafter(model, "static", answers, lengths).configure(batch_invariant=True)
+    generated = _generate(model, inputs, count, assistant_model=drafter)
+    if torch.equal(generated.logits[:, 0], expected.logits[:, 0]):
+        return None
+    share = (generated.logits[:, 0] != expected.logits[:, 0]).double().mean()
+    return (
+        f"{share:.0%} of the logits of {type(model).__name__} have other bits in a batch of a few tokens than alone on "
+        "this device; expected the same"
+    )
 
 
 def _kind_of(model: PreTrainedModel) -> tuple[Hashable, ...]:

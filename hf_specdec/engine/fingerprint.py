@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..parallel.tensor_parallel import local_shard
 from ..patching.linear import PLAIN_WEIGHTS
+from ..patching.rotary_functions import own_rotary_functions
 
 # Attributes of every module. Children, parameters and buffers are compared separately; modules with forward hooks are
 # not captured; other hooks are not called in a forward pass without gradients.
@@ -100,7 +102,8 @@ def fingerprint(modules: Sequence[nn.Module], device: torch.device) -> Fingerpri
 
 
 def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
-    """How `modules` compute except for their weights: classes, names of children and attributes, values of attributes.
+    """How `modules` compute except for their weights: classes, names of children and attributes, values of attributes,
+    and the rotary functions of their files.
 
     Compared by value are numbers, strings and the like, containers of them, and the attributes of objects such as
     configurations; functions (a `forward` set on a module) are compared by identity. A class may list attributes that
@@ -118,7 +121,9 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
     # A child is among `modules`, which a fingerprint compares by references: the same `id` is the same module.
     ids = [id(child) for some in children if some for child in some.values()]
     forwards = [(contents.of(kind.forward), contents.of(kind.__call__)) for kind in by_kind]
-    return kinds, values, list(map(len, children)), names, ids, forwards, contents.of_objects
+    files = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in by_kind) if name in sys.modules]
+    functions = list(map(contents.of, own_rotary_functions(files)))
+    return kinds, values, list(map(len, children)), names, ids, forwards, functions, contents.of_objects
 
 
 def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Contents) -> list[Any]:

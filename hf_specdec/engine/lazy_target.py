@@ -9,8 +9,9 @@ from types import TracebackType
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..patching.batch_invariance import batch_invariant
 from ..patching.hidden_states import modules_of
-from ..patching.patch import Patch, is_anything_replaced
+from ..patching.patch import Patch, engine, is_anything_replaced
 from .capture import why_not_captured
 from .fingerprint import Fingerprint, fingerprint, weights_of
 from .key_layout import KeyLayout
@@ -45,6 +46,10 @@ class LazyTarget:
         self._fingerprint: Fingerprint | None = None
 
     def __enter__(self) -> LazyTarget:
+        if self.drafter.batch_invariant:
+            # Also for what runs outside of the target's passes, and where these are replayed: the first tokens.
+            self._contexts.enter_context(engine())
+            self._contexts.enter_context(batch_invariant())
         return self
 
     def __exit__(

@@ -152,7 +152,7 @@ class SessionLease:
         self.session = self.prefill = None
 
     def _key(self) -> SessionKey:
-        return SessionKey(self.shape, self._grows, self._target.drafter.compile_rounds, self._target.fingerprint)
+        return SessionKey(self.shape, self._grows, self._target.drafter.compiles, self._target.fingerprint)
 
     def _round_key(self, process: BlockProcessor, num_drafts: int) -> tuple[Hashable, int, int]:
         """What the next round of `num_drafts` drafts with `process` is captured under, see `Session.rounds`.
@@ -174,7 +174,7 @@ class SessionLease:
 
     def start_compiler(self) -> None:
         """Start what compiles rounds, where they are compiled, beside the prefill that comes before."""
-        if self._target.drafter.compile_rounds:
+        if self._target.drafter.compiles:
             start_compiler(self._target.model.device)
 
     def capture_round(self, process: BlockProcessor, num_drafts: int) -> None:
@@ -268,9 +268,10 @@ class SessionLease:
     def execution(self, process: BlockProcessor, num_drafts: int) -> str:
         """How such rounds are run, for `SpeculationStats.execution`."""
         captured = self.captured_round(process, num_drafts)
+        mode = ", batch-invariant" if self._target.drafter.batch_invariant else ""
         if captured is not None:
-            return captured.execution
-        return f"eager: {self._target.eager_reason or 'a round cannot be captured'}"
+            return captured.execution + mode
+        return f"eager{mode}: {self._target.eager_reason or 'a round cannot be captured'}"
 
     def allocate(self) -> None:
         """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""

@@ -237,6 +237,7 @@ class StaticRun:
             engine="static",
             reason=request.reason,
             execution=self._lease.execution(self._process, self._num_drafts) if rounds else "no rounds",
+            batch_invariant=request.drafter.batch_invariant,
             draft_probs=self._lease.shape.draft_probs,
             num_rounds=rounds.total(),
             rounds_by_k=dict(rounds),

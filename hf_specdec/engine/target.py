@@ -11,16 +11,19 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..op_choice import unseen
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
 from ..patching.attention import ragged_attention
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.layer_kernels import layer_kernels
 from ..patching.length_rope import length_rope, mark_long
 from ..patching.linear import patched_linear
 from ..patching.patch import Patch, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
+from ..patching.rotary_functions import rotary_functions
 from ..patching.support import length_limits
 from ..state import DecodeState
 from .prompts import Prompts
@@ -132,6 +135,8 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     yield symmetric_memory_all_reduce(model)
     yield fused_linears(model, drafter)
     yield patched_linear(model, drafter)  # those that are not fused
+    yield layer_kernels(model, drafter)
+    yield rotary_functions(model, drafter)
 
 
 @contextmanager
@@ -150,9 +155,10 @@ def patched_target(
         if current_engine() is None:
             stack.enter_context(engine())
         patches = []
-        for patch in known or _look_up(model, drafter):
-            stack.enter_context(copy.copy(patch))
-            patches.append(patch)
+        with unseen():  # what is looked up is found by running modules on a few values
+            for patch in known or _look_up(model, drafter):
+                stack.enter_context(copy.copy(patch))
+                patches.append(patch)
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )

@@ -31,6 +31,7 @@ from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
+from .batch_invariance import check_batch_invariant
 from .eligibility import empty_attentions, inputs_besides_tokens, ordinary_offsets, why_not_static
 from .validation import check_prompts, check_same_device, check_tokens
 
@@ -211,6 +212,8 @@ def generate_with_drafter(
         model_kwargs.pop("output_attentions", None)
     request, engine = _choose_engine(request, model_kwargs)
     request = _for_engine(request, engine)
+    if drafter.batch_invariant and not drafter.is_equivalence_check:
+        check_batch_invariant(request, engine)
     if engine == "static":
         check_same_device(model, drafter)
         check_tokens(model, input_ids.cpu(), mask)

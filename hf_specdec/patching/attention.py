@@ -101,7 +101,8 @@ def _attend(
     if mask.shape[3] == 0:
         num_queries, live = query.shape[2], key.shape[2] - 1
         sizes = (size for size in (sliding_window, chunk) if size is not None)
-        if s_aux is None and softcap is None and min(sizes, default=live) >= live:
+        is_causal = s_aux is None and softcap is None and min(sizes, default=live) >= live
+        if is_causal and not ops.is_batch_invariant():
             return _causal_attention(query, key[:, :, :live], value[:, :, :live], scaling)
         positions = torch.arange(live - num_queries, live, device=query.device).expand(len(query), -1)
     elif mask.shape[1] == 2:

@@ -62,7 +62,8 @@ def experts_forward(
     name = "gate_up_proj" if module.has_gate else "up_proj"
     first, second = getattr(module, name), module.down_proj
     num_experts, num_pairs = len(second), top_k_index.numel()
-    if num_pairs > MAX_TOKENS_OF_KERNEL * num_experts and first.dtype == torch.bfloat16:
+    is_many = num_pairs > MAX_TOKENS_OF_KERNEL * num_experts and first.dtype == torch.bfloat16
+    if is_many and not ops.is_batch_invariant():
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
     rows = choose_rows(num_pairs, num_experts)
     plan = ops.plan_experts(top_k_index, num_experts, rows)

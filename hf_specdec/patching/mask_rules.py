@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +69,12 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
     return list(itertools.islice((token for token in spread if token not in special), count))
 
 
-def ordinary_prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of ordinary tokens, with their `attention_mask`, both `[2, 7]` int64."""
-    width, tokens = max(PROMPT_LENGTHS), iter(ordinary_tokens(model, sum(PROMPT_LENGTHS)))
-    ids = torch.zeros(len(PROMPT_LENGTHS), width, dtype=torch.int64)
+def ordinary_prompts(model: PreTrainedModel, lengths: Sequence[int] = PROMPT_LENGTHS) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of ordinary tokens, with their `attention_mask`: both `[rows, longest]` int64."""
+    width, tokens = max(lengths), iter(ordinary_tokens(model, sum(lengths)))
+    ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for row, length in enumerate(PROMPT_LENGTHS):
+    for row, length in enumerate(lengths):
         ids[row, -length:] = torch.tensor(list(itertools.islice(tokens, length)))
         mask[row, -length:] = 1
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -225,9 +226,10 @@ class BlockProcessor:
             at = torch.tensor(list(steps.values()), device=scores.device)
             batch_scores = scores[:, 0].clone()
             batch_scores[rows] = scores[rows, at]
-            with caller():
-                processed = self._processors(texts[:, :length], batch_scores)
-            scores[rows, at] = processed[rows]
+            for processor in self._processors:
+                with nullcontext() if type(processor) in POINTWISE_PROCESSORS else caller():
+                    batch_scores = LogitsProcessorList([processor])(texts[:, :length], batch_scores)
+            scores[rows, at] = batch_scores[rows]
 
             draft = block[rows, (at + 1).clamp(max=width - 1)]
             is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | scores[rows, at, draft].isneginf()

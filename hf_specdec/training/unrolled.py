@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 UNROLLED_NAME = "hf_specdec_unrolled"
@@ -19,7 +20,8 @@ class UnrolledAttention:
     In step 0 the queries attend causally to all slots. In step s the query of slot p attends to step 0's keys of the
     slots up to p, and to the keys of slot p in steps 1..s, which are those that a draft step finds in its cache. One
     instance serves one unrolled forward pass: the n-th call for a layer is its step n - 1. A step may run fewer leading
-    rows of the batch than the step before, but not more.
+    rows of the batch than the step before, but not more. Queries, and the keys of steps from 1 on, may be those of the
+    last slots only.
 
     Without a sliding window, and where a fused kernel takes the data type, the causal part never materialises its
     scores (`_ChainAttention`); otherwise `explicit_chain_attention` runs.
@@ -43,7 +45,10 @@ class UnrolledAttention:
         if window is not None or not is_fused:
             return explicit_chain_attention(query, keys, values, window).transpose(1, 2)
         if len(written) == 1:
-            return F.scaled_dot_product_attention(query, *written[0], is_causal=True).transpose(1, 2)
+            is_square = query.shape[2] == keys[0].shape[2]
+            mask = None if is_square else causal_lower_right(query.shape[2], keys[0].shape[2])
+            out = F.scaled_dot_product_attention(query, keys[0], values[0], attn_mask=mask, is_causal=is_square)
+            return out.transpose(1, 2)
         return _ChainAttention.apply(query, *keys, *values).transpose(1, 2)
 
 
@@ -95,18 +100,19 @@ def explicit_chain_attention(
     """`UnrolledAttention` at step `len(keys) - 1`, with all scores in memory: the reference of `_ChainAttention`.
 
     Args:
-        query: `[B, heads, n, head_dim]` of this step.
-        keys, values: of steps 0 to this one, each shaped like `query`.
+        query: `[B, heads, n, head_dim]` of this step, at the last n of S slots.
+        keys, values: of steps 0 to this one: `[B, heads, S, head_dim]`, then each shaped like `query`.
         window: sliding window, in positions, or None.
     """
     (base_key, *chain_keys), (base_value, *chain_values) = keys, values
     scale = query.shape[-1] ** -0.5
-    length, steps = query.shape[2], len(chain_keys)
+    length, steps = base_key.shape[2], len(chain_keys)
 
     slot = torch.arange(length, device=query.device)
-    visible = slot[:, None] >= slot[None, :]
+    own_slot = slot[length - query.shape[2] :, None]
+    visible = own_slot >= slot
     if window is not None:
-        visible &= slot[:, None] + steps - slot[None, :] < window
+        visible &= own_slot + steps - slot < window
     scores = (query @ base_key.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
     if not chain_keys:
         return scores.softmax(-1).to(query.dtype) @ base_value
@@ -164,7 +170,7 @@ class _ChainAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), *grad_keys, *grad_values
 
 
-def _fused(function: Callable) -> Callable:
+def fused(function: Callable) -> Callable:
     """Compile `function` for tensors on a GPU, where its elementwise operations are bound by memory bandwidth."""
 
     @functools.cache
@@ -183,22 +189,22 @@ def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a * b).sum(-1, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
-_dot = _fused(_inner)
+_dot = fused(_inner)
 
 
-@_fused
+@fused
 def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Scores `[..., n]` of each query with its own key of a later step."""
     return _inner(query, key) * query.shape[-1] ** -0.5
 
 
-@_fused
+@fused
 def _add_value(out: torch.Tensor, score: torch.Tensor, norm: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`out` plus the weighted values of a later step."""
     return out + (score - norm).exp().unsqueeze(-1) * value
 
 
-@_fused
+@fused
 def _chain_gradients(
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -219,7 +225,7 @@ def _chain_gradients(
 def _causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    """Causal attention of the device's fused kernel.
+    """Causal attention of the device's fused kernel; the queries are those of the last slots.
 
     Returns:
         the output, the log of the sum of exponentials `[B, heads, n]`, and further arguments of the backward kernel.
@@ -227,7 +233,10 @@ def _causal_attention(
     if query.is_cuda:
         out, norm, *rest, _ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)
         return out, norm, tuple(rest)
-    out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, is_causal=True)
+    mask = _cpu_mask(query, key)
+    out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, is_causal=mask is None, attn_mask=mask
+    )
     return out, norm, ()
 
 
@@ -246,6 +255,17 @@ def _causal_attention_backward(
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, norm, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, True, seed, offset
         )
+    mask = _cpu_mask(query, key)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, norm, 0.0, True
+        grad, query, key, value, out, norm, 0.0, mask is None, attn_mask=mask
     )
+
+
+def _cpu_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Added to scores `[n, S]` where there are fewer queries than keys, as the CPU's kernel then aligns the first of
+    both, the GPU's the last of both; None for equally many."""
+    length, count = key.shape[2], query.shape[2]
+    if count == length:
+        return None
+    hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
+    return torch.zeros(count, length, dtype=query.dtype).masked_fill(hidden, float("-inf"))

@@ -162,7 +162,7 @@ def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers, settin
 
     set_policy(monkeypatch, "cpu", triton=True)
     set_policy(monkeypatch, "cpu", transposed_linear=False)
-    set_policy(monkeypatch, "cpu", fused_linear=True)
+    set_policy(monkeypatch, "cpu", fused_linear=True, layer_kernels=kind == "eagle3")
     replay_on_cpu(monkeypatch)
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
     drafter = RANDOM_DRAFTERS[kind](target, **settings)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import sys
 from pathlib import Path
 
@@ -34,13 +36,15 @@ from hf_specdec.drafters import (
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 from hf_specdec.prompt_sources import load_prompts
+from hf_specdec.stats import RowStats
 from hf_specdec.training.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import evaluate_drafter  # noqa: E402
 import train_drafter  # noqa: E402
-from training import card, data, drafters, objective, prompts, repetition  # noqa: E402
+from training import card, data, drafters, long_prompts, objective, prompts, repetition, writing  # noqa: E402
 
 VOCAB, STOP, MASK = 61, 2, 60
 FAMILIES = ["eagle3", "p-eagle", "pard", "mtp"]
@@ -125,7 +129,7 @@ def read_hidden_states(target: LlamaForCausalLM, drafter: CachedDrafter, tokens:
 def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> Path:
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(3, VOCAB, (rows, 4), generator=generator).tolist()
-    answers = data.generate(target, starts, [0.0, 1.0] * (rows // 2), 16, [STOP], 0.0, generator)
+    answers = writing.generate(target, starts, [0.0, 1.0] * (rows // 2), 16, [STOP], 0.0, generator)
     documents = [start + answer for start, answer in zip(starts, answers, strict=True)]
     tensors = {
         "tokens": torch.tensor([token for document in documents for token in document]).int(),
@@ -133,10 +137,10 @@ def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> P
         "prompt_lengths": torch.full((rows,), 4, dtype=torch.int32),
     }
     folder.mkdir()
-    options = data.WriteOptions(max_answer_tokens=16, answer_temperatures=(0.0, 1.0), min_p=0.0)
+    options = writing.WriteOptions(max_answer_tokens=16, answer_temperatures=(0.0, 1.0), min_p=0.0)
     about = {"counts": {"prompts": rows, "held_out_overlap": 0}, "options": vars(options)}
     metadata = {name: json.dumps(value) for name, value in about.items()}
-    data.save_file(tensors, folder / "shard-000-00000.safetensors", metadata=metadata)
+    writing.save_file(tensors, folder / "shard-000-00000.safetensors", metadata=metadata)
     return folder
 
 
@@ -183,7 +187,7 @@ def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, fam
 def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
     target, out = tiny_target(), tmp_path / "out"
     folder = write_tiny_data(target, tmp_path / "data")
-    train(monkeypatch, target, folder, out, "--steps", "20", "--max-shard-size", "8KB", family=family)
+    train(monkeypatch, target, folder, out, "--steps", "40", "--max-shard-size", "8KB", family=family)
     shards = list(out.glob("model-*.safetensors"))
     assert len(shards) > 1 and not (out / "model.safetensors").exists()
     text = (out / "README.md").read_text()
@@ -226,10 +230,14 @@ def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
     assert 'DEFAULT_DRAFTER = "someone/tiny"' in (out / "custom_generate" / "generate.py").read_text()
     assert (out / "custom_generate" / "requirements.txt").read_text() == "hf-specdec\n"
     report = json.loads((out / "training.json").read_text())
-    report["arguments"]["init_from"] = "runs/before"
+    assert "more prompts" not in (out / "README.md").read_text()
+    report["arguments"] |= {"init_from": "runs/before", "greedy_share": 0.2}
+    report["data"]["long_prompts"] = 1234
     (out / "training.json").write_text(json.dumps(report))
     card.write_card(out)
-    assert "Training began\nwith the weights of `before`." in (out / "README.md").read_text()
+    text = (out / "README.md").read_text()
+    assert "Training began\nwith the weights of `before`." in text and "distribution 20% was moved" in text
+    assert "1,234 more prompts\nare long, up to 4,096 tokens" in text
     (out / "remarks.md").write_text("Less than others have.\n")
     card.write_card(out)
     assert "section.\n\nLess than others have.\n\n## Training" in (out / "README.md").read_text()
@@ -241,12 +249,12 @@ def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
 
 def test_shards_record_how_they_were_written(tmp_path):
     class Author:
-        options = data.WriteOptions(max_answer_tokens=7)
+        options = writing.WriteOptions(max_answer_tokens=7)
 
         def write_shard(self, seed):
             return {"tokens": torch.tensor([seed] * 5)}, {"prompts": seed}
 
-    data.write_data(tmp_path, Author(), 10, 60.0, process=0, log=lambda line: None)
+    writing.write_data(tmp_path, Author(), 10, 60.0, process=0, log=lambda line: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-000-0000{n}.safetensors" for n in range(2)]
     assert data.shard_counts(tmp_path) == {"prompts": 0 + 1}
     written = data.written_options(tmp_path)
@@ -324,6 +332,54 @@ def test_unrolled_attention_equals_a_loop_over_slots():
             expected = F.scaled_dot_product_attention(query[:, :, slot, None], seen, read)
             torch.testing.assert_close(out[:, slot], expected[:, :, 0])
         assert step + 1 == len(keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("window", [None, 7])
+def test_chain_attention_of_the_last_slots_is_a_part_of_that_of_all(dtype, window):
+    torch.manual_seed(0)
+    length, first, steps = 23, 9, 3
+    query, *others = [torch.randn(2, 4, length, 8, dtype=dtype, requires_grad=True) for _ in range(2 * steps + 1)]
+    keys, values = others[:steps], others[steps:]
+    whole, part = UnrolledAttention(), UnrolledAttention()
+    for step in range(steps):
+        cut = 0 if step == 0 else first
+        expected = whole(0, query, keys[step], values[step], window)[:, first:]
+        found = part(0, query[:, :, first:], keys[step][:, :, cut:], values[step][:, :, cut:], window)
+        torch.testing.assert_close(found, expected)
+        grad = torch.randn_like(found)
+        inputs = [query, *keys[: step + 1], *values[: step + 1]]
+        for a, b in zip(
+            torch.autograd.grad(found, inputs, grad, retain_graph=True),
+            torch.autograd.grad(expected, inputs, grad, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [*((family, {}) for family in FAMILIES), ("eagle3", {"num_hidden_layers": 2}), ("mtp", {"chaining": "target"})],
+)
+def test_prompts_are_unrolled_only_as_far_as_they_are_read(family, options):
+    target = tiny_target()
+    drafter = tiny_drafter(target, family, **options)
+    tokens = torch.randint(0, VOCAB, (3, 12), generator=torch.Generator().manual_seed(0))
+    aux_hidden_states = read_hidden_states(target, drafter, tokens)
+    rows, first = [3, 2, 2, 1], 5
+    whole = drafter.unroll(tokens, aux_hidden_states, 4, rows)
+    part = drafter.unroll(tokens, aux_hidden_states, 4, rows, first)
+    for found, expected in zip(part, whole, strict=True):
+        torch.testing.assert_close(found, expected[:, first:])
+    names, parameters = zip(*drafter.named_parameters(), strict=True)
+    grads = [
+        torch.autograd.grad(
+            sum(output.square().sum() for output in outputs), parameters, allow_unused=True, materialize_grads=True
+        )
+        for outputs in (part, [expected[:, first:] for expected in whole])
+    ]
+    for name, a, b in zip(names, *grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_hidden_layers": 2}, {"norm_output": True}, {"qk_norm": True}])
@@ -609,10 +665,12 @@ def test_init_from_a_trained_drafter():
         drafters.start_from(again, deeper)
 
     wider = new_eagle(target, "p-eagle", "--intermediate-size", "64")
-    with pytest.raises(
-        ValueError, match=r"has \[48, 32\] for layers.0.mlp.gate_proj.weight, but the new .* \[64, 32\]"
-    ):
-        drafters.start_from(wider, trained)
+    assert bool(wider.layers[0].mlp.gate_proj.weight[48:].any())
+    drafters.start_from(wider, trained)
+    assert bool(wider.layers[0].mlp.gate_proj.weight[48:].any())
+    torch.testing.assert_close(wider(input_ids, aux_hidden_states)[0], trained(input_ids, aux_hidden_states)[0])
+    with pytest.raises(ValueError, match=r"has nothing for fc_norm.0.weight, but the new drafter has \[32\]"):
+        drafters.start_from(trained, new_eagle(target, "eagle3", "--no-fc-norm"))
 
 
 def test_mask_tokens_are_unused_special_tokens():
@@ -636,7 +694,7 @@ def test_masks_of_a_batch():
     # Row 0's answer is 12 13 14: the target's distributions at positions 2 and 3 are learnt; row 1's, at 1 and 2.
     assert batch.places.tolist() == [2, 3, 6, 7]
     assert batch.depths.tolist() == [0, 1, 0, 1]
-    assert batch.places_before == [0, 2, 4]
+    assert batch.places_before == [0, 2, 4] and batch.shortest_prompt == 1
     assert documents.answer_counts(32).nonzero()[:, 0].tolist() == [12, 13, 14, 21, 22, 23]
 
 
@@ -761,12 +819,12 @@ def test_random_anchors_are_different_places_of_the_answers():
     target = tiny_target()
     args = train_drafter.parse_arguments(["--family", "dflash", *OPTIONS["dflash"], "--steps", "1"])
     drafter = drafters.new_drafter(args, target, torch.zeros(48, dtype=torch.int64), MASK)
-    choose = objective.BlockObjective(drafter, 3, 0.5, num_anchors=4)._choose
+    choose = objective.BlockObjective(drafter, 3, 0.5)._choose
     is_place = torch.zeros(2, 9, dtype=torch.bool)
     is_place[0, 2:8] = is_place[1, 5:7] = True
     seen = set()
     for _ in range(20):
-        anchors, is_anchor = choose(is_place)
+        anchors, is_anchor = choose(is_place, 4)
         assert is_anchor.sum(dim=1).tolist() == [4, 2] and bool(is_place.gather(1, anchors)[is_anchor].all())
         assert all(len(set(row)) == 4 for row in anchors.tolist())
         seen.add(tuple(anchors[0].sort().values.tolist()))
@@ -776,10 +834,146 @@ def test_random_anchors_are_different_places_of_the_answers():
 def test_generate_equals_greedy_generate_for_ragged_prompts():
     target = tiny_target()
     rows = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
-    written = data.generate(target, rows, [0.0] * 3, 40, [STOP], 0.05, torch.Generator())
+    written = writing.generate(target, rows, [0.0] * 3, 40, [STOP], 0.05, torch.Generator())
     for row, tokens in zip(rows, written, strict=True):
         expected = target.generate(torch.tensor([row]), max_new_tokens=40, do_sample=False, pad_token_id=STOP)
         assert tokens == expected[0, len(row) :].tolist()
+
+
+def test_labels_can_be_moved_to_the_likeliest_token(tmp_path):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    batch = data.Documents.load(write_tiny_data(target, tmp_path / "data"), 512).batch(torch.arange(4))
+    plain, moved = (objective.Teacher(target, drafter, share).read(batch).probs for share in (0.0, 0.25))
+    expected = 0.75 * plain + 0.25 * F.one_hot(plain.argmax(dim=-1), plain.shape[1])
+    torch.testing.assert_close(moved, expected)
+
+
+def test_long_rows_are_generated_fewer_at_once():
+    rows = [[0] * length for length in (10, 500, 20, 1000, 30, 1000, 40)]
+    batches = list(writing.length_batches(rows, 24, batch_size=4))
+    assert batches == [[3, 5], [1, 6, 4], [2, 0]]  # at most 4 x 512 // 1024, 4 x 512 // 524, 4
+
+
+def test_long_prompts_have_about_the_length_asked_for():
+    words = [f"w{index}" for index in range(40)]
+    passages = [
+        long_prompts.Passage(" ".join(words), list(range(40)), f"prompt {number}" if number % 3 else None)
+        for number in range(30)
+    ]
+    passages += [long_prompts.Passage("```code```", list(range(10)), "write code"), long_prompts.Passage("", [], "no")]
+    rng = random.Random(0)
+    maker = long_prompts.LongPrompts(passages, lambda tokens: " ".join(words[token] for token in tokens), rng)
+    made = [maker.turns(100) for _ in range(60)]
+    assert {len(turns) % 2 for turns in made} == {1}
+    chats = [turns for turns in made if len(turns) > 1]
+    assert 5 < len(chats) < 30 and all("w0" in turns[1] or "code" in turns[1] for turns in chats)
+    for turns in made:
+        count = sum(text.count(" w") + text.startswith("w") for text in turns) + 10 * str(turns).count("```") // 2
+        assert 75 <= count <= 101
+    instructions = set(long_prompts.entries(long_prompts.ABOUT_TEXTS))
+    assert any(turns[0].split("\n\n")[0] in instructions for turns in made)
+    assert any(turns[0].split("\n\n")[-1] in instructions for turns in made)
+    assert any("Use the text to answer: prompt" in turns[0] for turns in made)
+    (only,) = long_prompts.LongPrompts([passages[0]], lambda tokens: "w", rng).turns(100)
+    assert "w0" in only
+
+
+class ChatTokenizer(TinyTokenizer):
+    """Words that are numbers, in turns between two tokens."""
+
+    chat_template = "turns"
+
+    def apply_chat_template(self, chat, tokenize, add_generation_prompt):
+        turns = "".join(f" 50 {turn['content']} {STOP}" for turn in chat)
+        return turns + (" 51" if add_generation_prompt else "")
+
+    def __call__(self, text, add_special_tokens):
+        ids = [int(word) for word in re.findall(r"\d+", text)]
+        return type("Encoding", (), {"input_ids": [token % VOCAB for token in ids]})
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return " ".join(str(token) for token in tokens if token != STOP)
+
+
+def test_shards_hold_short_and_long_documents(monkeypatch):
+    target, longest = tiny_target(), []
+
+    def generate(model, rows, temperatures, max_new_tokens, stop_ids, min_p, generator):
+        longest.append(max(map(len, rows)))
+        new = [torch.randint(3, 50, (max_new_tokens - 1,), generator=generator).tolist() for _ in rows]
+        return [[*tokens, STOP] for tokens in new]
+
+    monkeypatch.setattr(writing, "generate", generate)
+    options = writing.WriteOptions(20, 16, 8, 30, long_share=0.5, max_document_tokens=600)
+    writer = writing.Writer(target, ChatTokenizer(), options, prompts.PromptFilter([]))
+    shard, counts = writer.write_shard(3)
+    assert counts["prompts"] == 20 and counts["unfinished"] == 0
+    assert len(shard["lengths"]) == 20 + counts["long_prompts"] > 30
+    assert shard["lengths"].sum() == len(shard["tokens"]) and max(longest) > 200
+    assert (shard["lengths"] - shard["prompt_lengths"]).tolist() == [30] * len(shard["lengths"])
+    assert bool((shard["lengths"] <= 600).all()) and int((shard["prompt_lengths"] > 60).sum()) > 10
+    starts = shard["lengths"].cumsum(0) - shard["lengths"]
+    assert set(shard["tokens"][starts].tolist()) == {50}
+    assert set(shard["tokens"][starts + shard["prompt_lengths"] - 1].tolist()) == {51}
+
+    monkeypatch.setattr(ChatTokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="The tokenizer of the target has no chat template"):
+        writing.ChatFormat(ChatTokenizer(), target)
+    writer.options.long_share = 0.0
+    assert writer.write_shard(4)[1]["long_prompts"] == 0
+
+
+def test_no_shard_is_begun_that_would_end_too_late(monkeypatch, tmp_path):
+    clock = [0.0]
+    monkeypatch.setattr(writing.time, "monotonic", lambda: clock[0])
+
+    class Author:
+        options = writing.WriteOptions()
+
+        def write_shard(self, seed):
+            clock[0] += 30
+            return {"tokens": torch.zeros(5)}, {}
+
+    writing.write_data(tmp_path, Author(), 1e9, 100.0, process=0, log=lambda line: None)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--long-share", "1"], "--long-share is 1.0; expected a share of the documents"),
+        (["--max-document-tokens", "700"], "--max-document-tokens is 700; expected at least twice"),
+    ],
+)
+def test_options_of_long_documents_are_checked(capsys, options, message):
+    with pytest.raises(SystemExit):
+        train_drafter.parse_arguments(["--steps", "1", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_documents_whose_answers_are_cut_off_are_not_trained_on():
+    lengths, prompt_lengths = torch.tensor([9, 9, 9, 9]), torch.tensor([2, 8, 6, 5])
+    documents = data.Documents(torch.zeros(36, dtype=torch.int32), lengths, prompt_lengths, max_length=7)
+    train, held_out = documents.split(1, seed=0)
+    assert sorted([*train.tolist(), *held_out.tolist()]) == [0, 3] and len(held_out) == 1
+
+
+def test_acceptance_by_the_length_of_the_prompt(tmp_path):
+    stats = [RowStats(10, [10, 10], [accepted, 0], 10 + accepted) for accepted in (2, 4, 6)]
+    texts = [
+        evaluate_drafter.Text(length, is_degenerate, row)
+        for length, is_degenerate, row in zip((256, 1001, 1999), (False, True, False), stats, strict=True)
+    ]
+    results = evaluate_drafter.summarize_lengths({2: texts, 3: texts})
+    assert list(results) == ["up to 256", "1001 to 2000"] and results["1001 to 2000"]["degenerate"] == 1
+    assert results["1001 to 2000"]["by_k"]["3"]["all"]["acceptance_length"] == 1.5
+    assert results["1001 to 2000"]["by_k"]["3"]["without_repetition"]["acceptance_length"] == 1.6
+    table = card.lengths_table(results)
+    assert "| prompt | prompts | K = 2 | K = 3 |\n|---|---|---|---|\n| up to 256 | 1 | 1.20 | 1.20 |" in table
+    report = {"max_new_tokens": 8, "dtype": "float32", "degenerate_rule": "loop", "prompts": {}}
+    (tmp_path / "acceptance.json").write_text(json.dumps({**report, "prompt_lengths": results}))
+    assert table in card.acceptance_section(tmp_path / "acceptance.json")
 
 
 def test_draft_vocabulary():
@@ -794,7 +988,9 @@ def test_epochs_hold_every_document_once():
     documents = data.Documents(torch.zeros(int(lengths.sum()), dtype=torch.int32), lengths, lengths // 2, 512)
     batches = documents.epoch(torch.arange(200), tokens_per_batch=256, seed=1)
     assert torch.cat(batches).sort().values.tolist() == list(range(200))
-    assert all(len(batch) * int(lengths[batch].max()) <= 256 for batch in batches)
+    for batch in batches:
+        answers = int(lengths[batch].max() - documents.prompt_lengths[batch].min())
+        assert len(batch) * (answers + data.PROMPT_COST * int(documents.prompt_lengths[batch].min())) <= 256
     again = documents.epoch(torch.arange(200), tokens_per_batch=256, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
 
@@ -827,6 +1023,6 @@ def test_held_out_prompts_are_refused():
 
 
 def test_committed_prompts_are_many_and_different():
-    for name, least in (("chat", 100), ("code", 80)):
+    for name, least in (("chat", 100), ("code", 80), ("long", 40)):
         texts = load_prompts(EXAMPLES / "prompts" / f"{name}.jsonl")
         assert len({" ".join(prompts.normalized_words(text)) for text in texts}) == len(texts) >= least

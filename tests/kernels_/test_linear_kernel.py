@@ -10,15 +10,15 @@ from oracle import random_eagle3
 from targets import padded_prompts, set_policy, tiny_target
 
 from hf_specdec import ops
-from hf_specdec.kernels import linear_reference
+from hf_specdec.kernels import linear_many_rows, linear_reference
 from hf_specdec.kernels.linear import linear
-from hf_specdec.kernels.linear_tiles import MAX_ROWS, choose_tiles
+from hf_specdec.kernels.linear_tiles import FEWEST_ROWS, MAX_ROWS, choose_invariant_tiles, choose_tiles
 from hf_specdec.kernels.types import LinearTiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# All that `choose_tiles` can return, and smaller ones for the interpreter.
+# All that `choose_tiles` and `choose_invariant_tiles` can return, and smaller ones for the interpreter.
 GPU_TILES = [
     (16, 16, 512, 2, 4),
     (16, 32, 256, 4, 6),
@@ -26,6 +26,11 @@ GPU_TILES = [
     (32, 64, 128, 4, 5),
     (32, 128, 128, 8, 4),
     (32, 128, 64, 4, 6),
+    (16, 64, 128, 4, 4),
+    (32, 64, 128, 4, 4),
+    (64, 128, 64, 4, 4),
+    (128, 128, 64, 8, 4),
+    (256, 128, 64, 8, 3),
 ]
 TILES = [LinearTiles(*sizes) for sizes in (GPU_TILES if DEVICE == "cuda" else [(16, 16, 64, 1, 1), (32, 64, 32, 1, 1)])]
 SHAPES = [(64, 64), (40, 136), (200, 72)] if DEVICE == "cpu" else [(256, 1024), (392, 5000), (4096, 576), (1000, 8192)]
@@ -61,13 +66,42 @@ def test_equals_the_sum_in_float64(tiles, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_depend_on_neither_rows_nor_tiles(dtype):
-    inputs, weight, bias = example(MAX_ROWS, *SHAPES[-1], dtype)
+    inputs, weight, bias = example(300, *SHAPES[-1], dtype)
     expected = linear(inputs[:1], weight, bias, TILES[0])
     for tiles in TILES:
-        for rows in (1, 2, 16, 17, MAX_ROWS):
+        for rows in (1, 2, 16, 17, MAX_ROWS, 300):
             # On a CPU numpy's matmul, by which the interpreter computes, adds in another order for other tiles.
             if DEVICE == "cuda" or (tiles == TILES[0] and rows <= 16):
                 assert torch.equal(linear(inputs[:rows], weight, bias, tiles)[:1], expected), (tiles, rows)
+
+
+@pytest.mark.parametrize("size", [64, 1000])
+def test_many_rows(size):
+    """More blocks of rows than are grouped, and a part of one; layers of few features, whose rows are not aligned."""
+    inputs, weight, bias = example(9 * 16 * (1 + 15 * (DEVICE == "cuda")) + 5, 72, size + 1, DTYPES[0])
+    tiles = choose_invariant_tiles(len(inputs), 72, size + 1, inputs.itemsize) if DEVICE == "cuda" else TILES[0]
+    found = linear(inputs, weight, bias, tiles).double()
+    expected = linear_reference.linear(inputs.double(), weight.double(), bias.double())
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=EPSILON[DTYPES[0]] * size**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_rows_by_descriptors(has_bias, dtype):
+    """Parts of tiles of rows, features and depth; on a GPU the bits of the other kernel."""
+    rows, size_out, size_in = (1000, 712, 1096) if DEVICE == "cuda" else (70, 88, 40)
+    inputs, weight, bias = example(rows, size_out, size_in, dtype, has_bias)
+    if not linear_many_rows.takes(inputs, weight):
+        pytest.skip("needs a GPU of Hopper or later")
+    sizes = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4)] if DEVICE == "cuda" else [(32, 32, 32, 4, 2)]
+    expected = linear(inputs, weight, bias, TILES[0])
+    for tiles in sizes:
+        found = linear_many_rows.linear(inputs, weight, bias, LinearTiles(*tiles))
+        if DEVICE == "cuda":
+            assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=EPSILON[dtype], atol=EPSILON[dtype] * size_in**0.5)
+    assert not linear_many_rows.takes(inputs[:, 1:], weight[:, 1:])
+    assert not linear_many_rows.takes(inputs, weight[:-1])
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -95,6 +129,15 @@ def test_tiles():
         (1, 512, 64),
     ):
         assert choose_tiles(rows, size_out, size_in) is None
+
+
+def test_invariant_tiles():
+    """For layers of any size and any number of rows: those that are faster for few rows, larger ones for many."""
+    assert choose_invariant_tiles(1, 6144, 4096, 2) == choose_tiles(1, 6144, 4096)
+    rows = [choose_invariant_tiles(rows, 6144, 4096, 2).rows for rows in (1, 20, 40, 200, 8192)]
+    assert rows == sorted(rows) and rows[-1] == 256
+    for tiles in (choose_invariant_tiles(rows, 8, 5, itemsize) for rows in (1, 17, 5000) for itemsize in (2, 4)):
+        assert tiles.rows >= FEWEST_ROWS
 
 
 @torch.no_grad()

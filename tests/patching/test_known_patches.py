@@ -26,7 +26,7 @@ def look_ups(monkeypatch):
     """The look-ups so far; calls on a CPU are captured, and linear layers fused, as on a GPU."""
     for family in FAMILIES:
         tiny_target(family)  # the first time its class is checked, by calls that look up, too
-    set_policy(monkeypatch, "cpu", cuda_graphs=True, fused_linear=True, transposed_linear=False)
+    set_policy(monkeypatch, "cpu", cuda_graphs=True, fused_linear=True, layer_kernels=True, transposed_linear=False)
     made, look_up = [], engine_target._look_up
     monkeypatch.setattr(engine_target, "_look_up", lambda *models: made.append(models) or look_up(*models))
     return made

@@ -28,7 +28,7 @@ greedy = partial(lossless.greedy, max_new_tokens=num_cases(16, 8))
 
 @pytest.fixture(params=ENGINES)
 def engine(request, monkeypatch):
-    set_policy(monkeypatch, DEVICE, fused_linear=True)
+    set_policy(monkeypatch, DEVICE, fused_linear=True, layer_kernels=True)
     if request.param == "captured" and DEVICE == "cpu":
         set_policy(monkeypatch, "cpu", transposed_linear=False)
         replay_on_cpu(monkeypatch)

@@ -1,0 +1,99 @@
+"""Which of a kernel and its reference an op runs, and how the kernels are registered with torch."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.library import CustomOpDef
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .device_policy import policy_of
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether ops on `device` run the Triton kernels."""
+    return policy_of(device).triton
+
+
+class _Choice(threading.local):
+    """Whether this thread runs the references on every device, and the kernels whose bits depend on no other row."""
+
+    references_only = False
+    batch_invariant = False
+
+
+_choice = _Choice()
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it."""
+    before, _choice.references_only = _choice.references_only, True
+    try:
+        yield
+    finally:
+        _choice.references_only = before
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Context in which the bits of a row of an op's result depend on that row only, in 16-bit types and float32.
+
+    Other rows, their number, and how queries and prompts are divided among passes do not matter. It is of this thread,
+    and not for functions that `torch.compile` compiles.
+    """
+    before, _choice.batch_invariant = _choice.batch_invariant, True
+    try:
+        yield
+    finally:
+        _choice.batch_invariant = before
+
+
+def is_batch_invariant() -> bool:
+    """Whether this thread is in the context `batch_invariant`."""
+    return not torch.compiler.is_compiling() and _choice.batch_invariant
+
+
+def is_for_triton(tensor: torch.Tensor) -> bool:
+    """Whether an op of `tensor` runs its Triton kernel."""
+    if not torch.compiler.is_compiling() and _choice.references_only:
+        return False
+    return has_kernels(tensor.device) and tensor.dtype != torch.float64
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Context, within `batch_invariant`, of which dispatch modes see no operation, as inside of an op."""
+    return _disable_current_modes() if is_batch_invariant() else nullcontext()
+
+
+def _run_unseen(reference: Callable, *args: Any, **kwargs: Any) -> Any:
+    with unseen():
+        return reference(*args, **kwargs)
+
+
+def choose(kernel: Callable, reference: Callable, tensor: torch.Tensor) -> Callable:
+    """What runs on `tensor`: the op of a kernel, or the kernel's reference."""
+    if is_for_triton(tensor):
+        return kernel
+    return functools.partial(_run_unseen, reference) if is_batch_invariant() else reference
+
+
+def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
+    """Decorator: register a kernel as a custom op of torch, which `torch.compile` calls without tracing it.
+
+    Triton launches on the current device, so the op makes the device of its first argument the current one.
+    """
+
+    def register(function: Callable) -> CustomOpDef:
+        def launch(tensor: torch.Tensor, *others: Any) -> Any:
+            with torch.cuda.device_of(tensor):
+                return function(tensor, *others)
+
+        return torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema)
+
+    return register

@@ -1,0 +1,232 @@
+"""Which modules are norms and gated MLPs that the ops compute: found out by running them on a few random values.
+
+A module is copied without its weights, given random ones, and run on a CPU in bfloat16, where every rounding shows. It
+is one of a kind if its outputs are those of that kind's reference.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .. import layer_ops, ops
+from ..layer_ops import ACTIVATIONS, MAX_NORM_WIDTH, NormKind
+from .linear import PLAIN_WEIGHTS
+
+NORM_KINDS = [
+    NormKind(cast_first, offset, centered)
+    for centered, (cast_first, offset) in itertools.product((False, True), ((True, 0.0), (False, 0.0), (False, 1.0)))
+]
+
+# Width of the rows on which norms without weight and MLPs are tried.
+_WIDTH = 64
+# Magnitudes of rows: norms with small ones depend on epsilon, MLPs that clamp change large ones.
+_NORM_SCALES, _MLP_SCALES = (1e-3, 1.0, 30.0), (0.1, 1.0, 30.0, 3000.0)
+# Share of elements of a norm that may differ in their last bit: 1 / sqrt is computed in several ways in float32.
+_ROUNDED_OTHERWISE = 0.005
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN_VALUES = (bool, int, float, str, type(None), torch.dtype)
+
+
+class Norm(NamedTuple):
+    """A norm over the last dimension, with the parameter `weight` or none: see `layer_ops.rms_norm`."""
+
+    eps: float
+    kind: NormKind
+
+
+class GatedMlp(NamedTuple):
+    """A module that computes `down(activation(gate(inputs)) * up(inputs))`.
+
+    Attributes:
+        gate, up, down: names of its children; gate and up are the same if one child computes both.
+        activation: see `layer_ops.gated_activation`.
+        gate_first: of a child that computes both, whether the gate is the first half of its output.
+    """
+
+    gate: str
+    up: str
+    down: str
+    activation: str
+    gate_first: bool = True
+
+    def gate_and_up(
+        self, children: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the children give of `inputs` `[..., H]`: gate and up, `[..., N]` each."""
+        if self.gate != self.up:
+            return children[self.gate](inputs), children[self.up](inputs)
+        first, second = children[self.gate](inputs).chunk(2, dim=-1)
+        return (first, second) if self.gate_first else (second, first)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether `module` has forward hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+class Probes:
+    """Tries modules, each kind of them once: class, shapes, and the values of attributes."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def norm(self, module: nn.Module) -> Norm | None:
+        """The norm that `module` is; None if it is none."""
+        parameters = {name: one for name, one in module._parameters.items() if one is not None}
+        if module._modules or module._buffers or not parameters.keys() <= {"weight"}:
+            return None
+        weight = parameters.get("weight")
+        if weight is not None:
+            is_plain = type(weight) in PLAIN_WEIGHTS and weight.dim() == 1 and weight.is_floating_point()
+            if not is_plain or len(weight) > MAX_NORM_WIDTH:
+                return None
+        size = None if weight is None else len(weight)
+        return self._try(module, (size,), lambda: _find_norm(module, size))
+
+    def gated_mlp(self, module: nn.Module) -> GatedMlp | None:
+        """The gated MLP that `module` is; None if it is none."""
+        children = {name: one for name, one in module._modules.items() if one is not None}
+        linears = {name: one for name, one in children.items() if _is_linear(one)}
+        others = [one for name, one in children.items() if name not in linears]
+        has_own = any(one is not None for one in (*module._parameters.values(), *module._buffers.values()))
+        if len(linears) not in (2, 3) or has_own or not all(map(_is_function, others)):
+            return None
+        sizes = {name: (one.in_features, one.out_features) for name, one in linears.items()}
+        settings = itertools.chain.from_iterable(map(_settings, others))
+        return self._try(module, (*sizes.items(), *children, *settings), lambda: _find_gated_mlp(module, sizes))
+
+    def _try(self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any]) -> Any:
+        """What `find` returns of the first module that has the settings of `module` and the same `others`."""
+        key = (*_settings(module), *others)
+        if key not in self._found:
+            try:
+                with torch.no_grad(), ops.references():
+                    self._found[key] = find() if _takes_one(module) else None
+            except Exception:  # a module may raise anything, such as on a CPU
+                self._found[key] = None
+        return self._found[key]
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether `forward` can be called with one argument."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return len(needed) == 1
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether `module` is a linear layer of any kind, quantised or with adapters."""
+    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return all(isinstance(size, int) for size in sizes)
+
+
+def _is_function(module: nn.Module) -> bool:
+    """Whether `module`, such as an activation, has no parameters, buffers, hooks or children."""
+    return not (module._parameters or module._buffers or module._modules or has_hooks(module))
+
+
+def _settings(module: nn.Module) -> tuple[Hashable, ...]:
+    """What the outputs of `module` may depend on besides its parameters and children; objects by identity."""
+    names = sorted(vars(module).keys() - _OF_EVERY_MODULE)
+    return type(module), type(module).forward, *((name, _stand_in(vars(module)[name])) for name in names)
+
+
+def _stand_in(value: Any) -> Hashable:
+    if isinstance(value, functools.partial):  # such as the functions of activations
+        return (
+            value.func,
+            *map(_stand_in, value.args),
+            *((name, _stand_in(one)) for name, one in value.keywords.items()),
+        )
+    return value if isinstance(value, _PLAIN_VALUES) else id(value)
+
+
+def _copy(module: nn.Module, **changes: dict[str, Any]) -> nn.Module:
+    """A copy of `module` itself, with its children, and with other parameters or children."""
+    clone = copy.copy(module)
+    vars(clone).update(changes)
+    return clone
+
+
+def _draw(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(dtype)
+
+
+def _column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")[:, None]
+
+
+def _find_norm(module: nn.Module, size: int | None) -> Norm | None:
+    values = {value for value in vars(module).values() if type(value) is float and 0 < value < 0.1}
+    candidates = [Norm(eps, kind) for eps in sorted(values) for kind in NORM_KINDS]
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = None if size is None else _draw(size, seed=0, dtype=dtype)
+        inputs = _draw(len(_NORM_SCALES), size or _WIDTH, seed=1, dtype=dtype)
+        inputs *= _column(_NORM_SCALES, dtype)
+        found = _copy(module, _parameters={} if weight is None else {"weight": weight})(inputs)
+        candidates = [one for one in candidates if _are_rounded_alike(found, layer_ops.rms_norm(inputs, weight, *one))]
+    return candidates[0] if candidates else None
+
+
+def _are_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results of a norm differ by roundings of float32 only."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    is_close = torch.allclose(found, expected, rtol=2 * torch.finfo(found.dtype).eps, atol=0)
+    most = 1.0 if found.dtype == torch.float32 else _ROUNDED_OTHERWISE
+    return is_close and float((found != expected).float().mean()) <= most
+
+
+class _Stub(nn.Module):
+    """A linear layer with random weights `[out, in]`."""
+
+    def __init__(self, size_in: int, size_out: int, seed: int):
+        super().__init__()
+        self.in_features, self.out_features = size_in, size_out
+        self.weight = _draw(size_out, size_in, seed=seed) * size_in**-0.5
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return F.linear(inputs, self.weight)
+
+
+def _find_gated_mlp(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> GatedMlp | None:
+    stubs = {
+        name: _Stub(_WIDTH, 2 * _WIDTH if _computes_both(name, sizes) else _WIDTH, seed)
+        for seed, name in enumerate(sizes, start=1)
+    }
+    inputs = _draw(len(_MLP_SCALES), _WIDTH, seed=0) * _column(_MLP_SCALES, torch.bfloat16)
+    found = _copy(module, _modules={**module._modules, **stubs})(inputs)
+    if not isinstance(found, torch.Tensor):
+        return None
+    for candidate in _candidates(sizes):
+        gate, up = candidate.gate_and_up(stubs, inputs)
+        expected = stubs[candidate.down](layer_ops.gated_activation(gate, up, candidate.activation))
+        if found.dtype == expected.dtype and torch.equal(found, expected):
+            return candidate
+    return None
+
+
+def _computes_both(name: str, sizes: dict[str, tuple[int, int]]) -> bool:
+    """Whether layer `name` of two, with these input and output features, may compute gate and up."""
+    others = [size_in for other, (size_in, _) in sizes.items() if other != name]
+    return len(others) == 1 and sizes[name][1] == 2 * others[0]
+
+
+def _candidates(sizes: dict[str, tuple[int, int]]) -> Iterator[GatedMlp]:
+    """All that a module with such layers may be."""
+    for names, activation in itertools.product(itertools.permutations(sizes), ACTIVATIONS):
+        if len(names) == 3:
+            yield GatedMlp(*names, activation)
+        elif _computes_both(names[0], sizes):
+            both, down = names
+            yield from (GatedMlp(both, both, down, activation, is_first) for is_first in (True, False))

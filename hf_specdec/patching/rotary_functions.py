@@ -1,0 +1,153 @@
+"""Rotary embeddings of transformers' attention layers as one kernel, see `layer_ops.rotary`.
+
+Attention layers call a function that is a global of their modeling file. Which pairs of elements it rotates, and how it
+rounds, is found out by running it on a few random values of the same shapes on a CPU; it is replaced where it computes
+the same bits as the op's reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import layer_ops, ops
+from ..layer_ops import RotaryKind
+from .hidden_states import modules_of
+from .layer_kernels import DTYPES, any_has_layer_kernels, uses_layer_kernels
+from .patch import Replacements, original
+from .recurrent_functions import files_of
+
+# By the names that transformers' modeling files use.
+_NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+
+_ALL_KINDS = (RotaryKind(*flags) for flags in itertools.product((False, True), repeat=len(RotaryKind._fields)))
+ROTARY_KINDS = [kind for kind in _ALL_KINDS if kind.shared_angles or not kind.half_angles]
+
+# Rows, columns, and heads of query and key that functions are tried on.
+_BATCH, _COLUMNS, _HEADS = 2, 3, (2, 1)
+
+
+def _rotary(function: Callable, count: int, *args: torch.Tensor, **kwargs: Any) -> Any:
+    """`function` of query and key, or of one of them, `count` tensors, with cosines and sines.
+
+    Args:
+        function: the model's own, with transformers' arguments.
+        count: how many tensors it rotates, its first arguments: `[B, heads, n, D]`, or `[B, n, heads, D]` if
+            `unsqueeze_dim` is 2. Cosines and sines follow.
+    """
+    heads_dim = kwargs.get("unsqueeze_dim", 1)
+    is_understood = len(args) == count + 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
+    if not is_understood or not uses_layer_kernels(args[0]):
+        return function(*args, **kwargs)
+    *states, cos, sin = args
+    if heads_dim == 2:
+        states = [one.transpose(1, 2) for one in states]
+    kind = None
+    if _fit(states, cos, sin):
+        options = tuple(kwargs.items())
+        kind = _kind_of(function, count, states[0].dtype, cos.dtype, states[0].shape[-1], cos.shape[-1], options)
+    if kind is None:
+        return function(*args, **kwargs)
+    rotated = layer_ops.rotary(cos, sin, states, kind)
+    if heads_dim == 2:
+        rotated = [one.transpose(1, 2) for one in rotated]
+    return rotated[0] if count == 1 else tuple(rotated)
+
+
+def _fit(states: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether shapes and dtypes are such as `layer_ops.rotary` takes."""
+    first = states[0]
+    if first.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
+        return False
+    batch, _, columns = first.shape[:3]
+    kinds = {(one.dtype, one.device, one.dim(), one.shape[0], *one.shape[2:]) for one in states}
+    is_known = first.dtype in DTYPES and cos.dtype in DTYPES
+    return len(kinds) == 1 and is_known and cos.shape[0] in (1, batch) and cos.shape[1] == columns
+
+
+@functools.lru_cache(maxsize=256)
+def _kind_of(
+    function: Callable,
+    count: int,
+    dtype: torch.dtype,
+    angle_dtype: torch.dtype,
+    size: int,
+    angles: int,
+    options: tuple[tuple[str, Any], ...],
+) -> RotaryKind | None:
+    """What `function` does with heads of `size` elements and so many cosines; None if it is nothing known.
+
+    Args:
+        function, count: of `_rotary`.
+        dtype, angle_dtype: of the heads, and of cosines and sines.
+        size, angles: last dimensions of both.
+        options: keyword arguments of `function`.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu")
+
+    states = [draw(_BATCH, heads, _COLUMNS, size).to(dtype) for heads in _HEADS[:count]]
+    cos, sin = (draw(_BATCH, _COLUMNS, angles).to(angle_dtype) for _ in range(2))
+    is_last = dict(options).get("unsqueeze_dim", 1) == 2
+    with torch.no_grad(), ops.references():
+        try:
+            found = function(*(one.transpose(1, 2) if is_last else one for one in states), cos, sin, **dict(options))
+            found = [one.transpose(1, 2) if is_last else one for one in ((found,) if count == 1 else found)]
+        except Exception:  # a function may raise anything
+            return None
+        for kind in ROTARY_KINDS:
+            is_whole = kind.half_angles or angles % 2 == 0
+            if is_whole and angles * (2 if kind.half_angles else 1) <= size:
+                expected = layer_ops.rotary(cos, sin, states, kind)
+                if all(_are_equal(*pair) for pair in zip(found, expected, strict=True)):
+                    return kind
+    return None
+
+
+def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def rotary_functions(*models: nn.Module) -> Replacements:
+    """Context in which attention layers of `models` rotate query and key by `layer_ops.rotary`, on devices whose policy
+    says so; other models are not affected.
+    """
+    if not any_has_layer_kernels(modules_of(*models)):
+        return Replacements({})
+    files = files_of(*models)
+    return Replacements(
+        {
+            name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
+            for name in _NAMES
+        }
+    )
+
+
+def own_rotary_functions(files: Iterable[ModuleType]) -> list[Callable | None]:
+    """The functions that `files` have themselves, in this order."""
+    return [original(file, name) for file in files for name in _NAMES]
+
+
+def _over_original(name: str, file: ModuleType) -> Callable:
+    return _over(original(file, name))
+
+
+@functools.cache
+def _over(function: Callable) -> Callable:
+    """What replaces `function`: itself if its arguments are not understood; the same object every time."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return function
+    count = names.index("cos") if "cos" in names else 0
+    is_understood = count in (1, 2) and names[count:][:2] == ["cos", "sin"]
+    return functools.partial(_rotary, function, count) if is_understood else function

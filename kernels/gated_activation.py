@@ -1,0 +1,100 @@
+"""Triton gated activation; the reference is `gated_activation_reference.gated_activation`.
+
+Shapes: gate, up and result `[rows, N]`:
+
+    result = activation(gate) * up
+
+computed in float32, with the activation and the product rounded to the dtype, as PyTorch's two kernels do. Activations
+are computed by the functions that those use, so that results are the same bits; but for GELU, since the last bit of
+libdevice's erf may differ from that of the one PyTorch was compiled with.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from .dependent_launch import dependent_launch, wait_for_inputs
+
+_BLOCK, _WARPS = 1024, 4
+
+
+@triton.jit
+def _activation(x, NAME: tl.constexpr, LIBDEVICE: tl.constexpr):
+    """Activation of float32 values. Without LIBDEVICE, which the interpreter lacks, the last bits may differ."""
+    if NAME == "silu":
+        power = libdevice.exp(-x) if LIBDEVICE else tl.exp(-x)
+        return tl.div_rn(x, 1.0 + power)
+    elif NAME == "gelu":
+        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+        if LIBDEVICE:
+            tanh = libdevice.tanh(inner)
+        else:
+            power = tl.exp(-2.0 * tl.abs(inner))
+            tanh = (1.0 - power) / (1.0 + power)
+            tanh = tl.where(inner < 0.0, -tanh, tanh)
+        return 0.5 * x * (1.0 + tanh)
+    else:
+        tl.static_assert(NAME == "relu")
+        return tl.where(x <= 0.0, 0.0, x)
+
+
+@triton.jit
+def _gated_activation_kernel(
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    width,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK elements of one row.
+
+    Grid: (rows, blocks of N). Reads the program's elements of `gate` and `up`; writes those of `out`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    wait_for_inputs(PDL)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=is_column, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + column, mask=is_column, other=0.0)
+    activated = _activation(gate.to(tl.float32), ACTIVATION, LIBDEVICE).to(gate.dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + column, (activated * up.to(tl.float32)).to(gate.dtype), mask=is_column)
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `gated_activation_reference.gated_activation`. One launch that depends on shapes and strides only.
+
+    The two may be parts of the rows of a wider tensor.
+    """
+    assert gate.shape == up.shape and gate.dtype == up.dtype, "gate and up must have the same shape and dtype"
+    width = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel() == 0:
+        return out
+    gate, up = (part.reshape(-1, width) for part in (gate, up))
+    gate, up = (part if part.stride(1) == 1 else part.contiguous() for part in (gate, up))
+    _gated_activation_kernel[(len(gate), -(-width // _BLOCK))](
+        gate,
+        up,
+        out,
+        width,
+        gate.stride(0),
+        up.stride(0),
+        ACTIVATION=activation,
+        LIBDEVICE=gate.is_cuda,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+        # As PyTorch's kernels are compiled; Triton's default depends on its version.
+        enable_fp_fusion=True,
+        **dependent_launch(gate.device),
+    )
+    return out

@@ -1,0 +1,109 @@
+"""Triton linear layer for many rows on Hopper and later GPUs; the reference is `linear_reference.linear`.
+
+Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
+
+    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
+
+Tiles are loaded and stored by tensor descriptors (TMA). One program adds all products of an output in float32, with k
+ascending, by the same instructions as `linear`: a row's result is the same bits by both, however many rows there are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .attention_splits import num_multiprocessors
+from .dependent_launch import dependent_launch, wait_for_inputs
+from .types import LinearTiles
+
+# Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
+_GROUP = 8
+# Descriptors take rows of so many bytes, or of a multiple.
+_ALIGNMENT = 16
+_HOPPER = (9, 0)
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    inputs_desc,
+    weight_desc,
+    bias_ptr,
+    out_desc,
+    num_rows,
+    size_out,
+    size_in,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of FEATURES output features of ROWS rows.
+
+    Grid: (programs,); each computes every so many-th tile. Reads the rows of `inputs` and of `weight` of its tiles;
+    writes their `out`.
+    """
+    row_blocks, feature_blocks = tl.cdiv(num_rows, ROWS), tl.cdiv(size_out, FEATURES)
+    wait_for_inputs(PDL)
+    for tile in tl.range(tl.program_id(0), row_blocks * feature_blocks, tl.num_programs(0), flatten=True):
+        row_block, feature_block = tl.swizzle2d(
+            tile // feature_blocks, tile % feature_blocks, row_blocks, feature_blocks, GROUP
+        )
+        row, feature = row_block * ROWS, feature_block * FEATURES
+        total = tl.zeros([ROWS, FEATURES], tl.float32)
+        for start in range(0, size_in, DEPTH):
+            w = weight_desc.load([feature, start])
+            x = inputs_desc.load([row, start])
+            total = tl.dot(x, w.T, total)
+        if HAS_BIAS:
+            own = feature + tl.arange(0, FEATURES)
+            total += tl.load(bias_ptr + own, mask=own < size_out, other=0.0).to(tl.float32)[None, :]
+        out_desc.store([row, feature], total.to(out_desc.dtype))
+
+
+@functools.cache
+def _has_descriptors(device: torch.device) -> bool:
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER)
+
+
+def takes(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `linear` computes with `inputs` `[n, in]` and `weight` `[out, in]` of 16-bit types."""
+    if inputs.itemsize != 2 or not _has_descriptors(inputs.device):
+        return False
+    sizes = (weight.shape[0], inputs.stride(0), weight.stride(0))
+    return all(size * 2 % _ALIGNMENT == 0 for size in sizes) and not (
+        inputs.data_ptr() % _ALIGNMENT or weight.data_ptr() % _ALIGNMENT
+    )
+
+
+def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: LinearTiles) -> torch.Tensor:
+    """See `linear_reference.linear`, of tensors that it `takes`. One launch that depends on shapes and strides only."""
+    (num_rows, size_in), size_out = inputs.shape, len(weight)
+    assert weight.shape[1] == size_in and inputs.stride(1) == weight.stride(1) == 1, "rows must have unit stride"
+    out = inputs.new_empty(num_rows, size_out)
+    num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(size_out, tiles.features)
+    _linear_kernel[(min(num_tiles, num_multiprocessors(inputs.device)),)](
+        TensorDescriptor.from_tensor(inputs, [tiles.rows, tiles.depth]),
+        TensorDescriptor.from_tensor(weight, [tiles.features, tiles.depth]),
+        bias,
+        TensorDescriptor.from_tensor(out, [tiles.rows, tiles.features]),
+        num_rows,
+        size_out,
+        size_in,
+        HAS_BIAS=bias is not None,
+        ROWS=tiles.rows,
+        FEATURES=tiles.features,
+        DEPTH=tiles.depth,
+        GROUP=_GROUP,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **dependent_launch(inputs.device),
+    )
+    return out

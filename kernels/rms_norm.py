@@ -1,0 +1,142 @@
+"""Triton normalisation over the last dimension; the reference is `rms_norm_reference.rms_norm`.
+
+Shapes: inputs and result `[rows, D]`, weight `[D]`:
+
+    result[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (offset + weight),  x[r] = inputs[r], less its mean if CENTERED
+
+One program computes whole rows. The order of its sums depends on D and the dtype only: the sizes of blocks do, and
+rows are given to the kernel so that Triton's compiler knows the same about their alignment for every number of rows
+and every stride. So a row's result is the same bits whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from .dependent_launch import dependent_launch, wait_for_inputs
+from .types import NormKind
+
+# Rows of fewer elements share a program.
+_FEWEST_ELEMENTS = 2048
+_ELEMENTS_OF_WARP, _MOST_WARPS = 512, 32
+# Triton loads 16 bytes at a time where addresses of rows are divisible by 16, in bytes and in elements.
+_ALIGNMENT = 16
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["num_rows", "inner"])
+def _rms_norm_kernel(
+    inputs_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    inner,
+    stride_outer,
+    stride_inner,
+    eps,
+    OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    CENTERED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows. Row r is at `r // inner * stride_outer + r % inner * stride_inner` of the inputs.
+
+    Grid: (blocks of rows). Reads the program's rows of `inputs` and all of `weight`; writes its rows of `out`.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    is_column = column < WIDTH
+    mask = (row < num_rows)[:, None] & is_column[None, :]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+        if OFFSET != 0.0:
+            weight += OFFSET
+    wait_for_inputs(PDL)
+
+    first = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
+    x = tl.load(inputs_ptr + first[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if CENTERED:
+        x = tl.where(is_column[None, :], x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
+    if CAST_FIRST:
+        x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
+    if HAS_WEIGHT:
+        x *= weight[None, :]
+    out = out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def _sizes(width: int) -> tuple[int, int, int]:
+    """For rows of `width` elements that number as a power of two, rows of a program, and its warps."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, _FEWEST_ELEMENTS // block)
+    return block, rows, min(_MOST_WARPS, rows * block // _ELEMENTS_OF_WARP)
+
+
+def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
+    """`inputs` `[..., D]` as rows of two levels: the tensor, rows of the inner level, strides of outer and inner.
+
+    None if its rows are not at two strides, or not aligned as those of a contiguous tensor are.
+    """
+    sizes, strides = list(inputs.shape[:-1]), list(inputs.stride()[:-1])
+    levels: list[tuple[int, int]] = []  # innermost first
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if levels and stride == levels[-1][0] * levels[-1][1]:
+            levels[-1] = (levels[-1][0] * size, levels[-1][1])
+        else:
+            levels.append((size, stride))
+    width = inputs.shape[-1]
+    if len(levels) > 2 or (inputs.stride(-1) != 1 and width > 1):
+        return None
+    levels += [(1, width)] * (2 - len(levels))
+    (inner, stride_inner), (_, stride_outer) = levels
+    # Rows whose width is not divisible are read in one way only, as those of a contiguous tensor.
+    is_contiguous = width % _ALIGNMENT != 0 and stride_inner == stride_outer == width
+    is_aligned = all(one % _ALIGNMENT == 0 for one in (width, stride_inner, stride_outer, inputs.data_ptr()))
+    return (inputs, inner, stride_outer, stride_inner) if is_contiguous or is_aligned else None
+
+
+def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
+    """See `rms_norm_reference.rms_norm`; sums in float32. One launch that depends on shapes and strides only.
+
+    Rows may be at up to two strides, as the heads of a part of a wider tensor are; others are copied first.
+    """
+    width = inputs.shape[-1]
+    assert weight is None or (weight.shape == (width,) and weight.is_contiguous()), "the weight must be [D], contiguous"
+    out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    num_rows = out.numel() // width
+    if num_rows == 0:
+        return out
+    rows = _rows_of(inputs) or _rows_of(inputs.clone(memory_format=torch.contiguous_format))
+    if weight is not None and weight.data_ptr() % _ALIGNMENT:
+        weight = weight.clone()
+    block, rows_of_program, num_warps = _sizes(width)
+    _rms_norm_kernel[(-(-num_rows // rows_of_program),)](
+        rows[0],
+        weight,
+        out,
+        num_rows,
+        *rows[1:],
+        eps,
+        OFFSET=kind.offset,
+        HAS_WEIGHT=weight is not None,
+        CAST_FIRST=kind.cast_first,
+        CENTERED=kind.centered,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows_of_program,
+        num_warps=num_warps,
+        **dependent_launch(inputs.device),
+    )
+    return out

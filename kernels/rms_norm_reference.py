@@ -1,0 +1,34 @@
+"""PyTorch reference of normalisation over the last dimension: RMSNorm, and LayerNorm without bias."""
+
+from __future__ import annotations
+
+import torch
+
+from .types import NormKind
+
+
+def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
+    """Normalise the rows of `inputs`, in float32 at least.
+
+        x' = x - mean(x) if kind.centered, else x
+        result = x' / sqrt(mean(x'^2) + eps) * (kind.offset + weight)
+
+    Args:
+        inputs: `[..., D]`.
+        weight: `[D]`, or None for none; of the inputs' dtype if `kind.cast_first`.
+        eps: added to the mean square.
+        kind: of the norm.
+
+    Returns:
+        `[..., D]` in the inputs' dtype.
+    """
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    states = inputs.to(dtype)
+    if kind.centered:
+        states = states - states.mean(-1, keepdim=True)
+    states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps)
+    if kind.cast_first:
+        states = states.to(inputs.dtype)
+    if weight is not None:
+        states = states * (weight if kind.cast_first else weight.to(dtype) + kind.offset)
+    return states.to(inputs.dtype)

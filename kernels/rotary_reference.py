@@ -1,0 +1,47 @@
+"""PyTorch reference of rotary position embeddings (RoPE, arXiv 2104.09864)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .types import RotaryKind
+
+
+def rotary(
+    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
+) -> list[torch.Tensor]:
+    """Rotate the first R elements of every head; the others are copied.
+
+    With a pair (x1, x2), its cosines (c1, c2) and sines (s1, s2):
+
+        result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
+
+    Args:
+        cos, sin: `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`.
+        states: query, key or both, `[B, heads, n, D]` with numbers of heads of their own.
+        kind: which elements are pairs.
+
+    Returns:
+        of each of `states` the rotated heads, in its shape and dtype.
+    """
+    return [_rotate(one, cos.unsqueeze(1), sin.unsqueeze(1), kind) for one in states]
+
+
+def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind) -> torch.Tensor:
+    size = cos.shape[-1] * (2 if kind.half_angles else 1)
+    dtype = states.dtype if kind.rounded else torch.promote_types(states.dtype, torch.float32)
+    first, second = _pair(states[..., :size].to(dtype), kind.inputs_interleaved)
+    if kind.shared_angles:
+        cosines, sines = ([angle[..., : size // 2]] * 2 for angle in (cos, sin))
+    else:
+        cosines, sines = (_pair(angle, kind.inputs_interleaved) for angle in (cos, sin))
+    rotated = first * cosines[0] - second * sines[0], second * cosines[1] + first * sines[1]
+    out = torch.stack(rotated, dim=-1).flatten(-2) if kind.outputs_interleaved else torch.cat(rotated, dim=-1)
+    return torch.cat([out.to(states.dtype), states[..., size:]], dim=-1)
+
+
+def _pair(values: torch.Tensor, is_interleaved: bool) -> tuple[torch.Tensor, ...]:
+    """The first and the second elements of all pairs in the last dimension."""
+    return (values[..., ::2], values[..., 1::2]) if is_interleaved else values.chunk(2, dim=-1)

@@ -1,0 +1,36 @@
+"""PyTorch references of reductions of rows, in float32 or, for float64 values, in float64."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def row_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sums over the middle dimension.
+
+    Args:
+        values: `[outer, size, inner]`.
+        dtype: of the result.
+
+    Returns:
+        `[outer, inner]`.
+    """
+    return _at_least_float32(values).sum(1).to(dtype)
+
+
+def row_softmax(values: torch.Tensor, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+    """Softmax over the last dimension of `values` `[rows, size]`, or its logarithm; as large, in `dtype`.
+
+    A row of -inf alone, or with NaN, gives NaN.
+    """
+    values = _at_least_float32(values)
+    return (values.log_softmax(-1) if is_log else values.softmax(-1)).to(dtype)
+
+
+def row_cumsum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Running sums over the last dimension of `values` `[rows, size]`; as large, in `dtype`."""
+    return _at_least_float32(values).cumsum(-1).to(dtype)

@@ -1,0 +1,173 @@
+"""Norms, rotary embeddings and gated activations: Triton against their references, and references against PyTorch.
+
+On a machine without a GPU the kernels run in Triton's interpreter.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_specdec.kernels import gated_activation_reference, rms_norm_reference, rotary_reference
+from hf_specdec.kernels.gated_activation import gated_activation
+from hf_specdec.kernels.gated_activation_reference import ACTIVATIONS
+from hf_specdec.kernels.rms_norm import rms_norm
+from hf_specdec.kernels.rotary import rotary
+from hf_specdec.kernels.types import NormKind, RotaryKind
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes in numpy, which has no bfloat16.
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+NAN = float("nan")
+NORMS = {
+    "llama": NormKind(cast_first=True),
+    "gpt-oss": NormKind(),
+    "gemma": NormKind(offset=1.0),
+    "cohere": NormKind(centered=True),
+}
+ROTARIES = {
+    "halves": RotaryKind(),
+    "gpt-oss": RotaryKind(shared_angles=True, half_angles=True),
+    "glm": RotaryKind(inputs_interleaved=True, outputs_interleaved=True, shared_angles=True),
+    "cohere": RotaryKind(inputs_interleaved=True, outputs_interleaved=True, rounded=False),
+    "deepseek": RotaryKind(inputs_interleaved=True, shared_angles=True),
+}
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def within_nan(values, margin=16):
+    """A view of the values, with NaN in front of, behind and between its rows."""
+    wide = torch.full([size + 2 * margin for size in values.shape], NAN, device=values.device, dtype=values.dtype)
+    view = wide[tuple(slice(margin, -margin) for _ in values.shape)]
+    view.copy_(values)
+    return view
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that kernels are to write is NaN before."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
+
+
+def assert_rounded(found, expected, dtype):
+    """Equal but for roundings of float32, which may change the rounding to `dtype`."""
+    torch.testing.assert_close(found.double(), expected.double(), rtol=EPSILON[dtype], atol=EPSILON[dtype] / 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("width", [1, 8, 100, 576] if DEVICE == "cpu" else [100, 4096, 16384])
+def test_norm(kind, width, dtype, poisoned):
+    inputs, weight = draw(5, 3, width, dtype=dtype), draw(width, dtype=dtype, seed=1)
+    inputs[0, 0] *= 1e-3  # of the size of epsilon
+    for some in (weight, None):
+        expected = rms_norm_reference.rms_norm(
+            inputs.double(), some if some is None else some.double(), 1e-6, kind=NORMS[kind]
+        )
+        assert_rounded(rms_norm_reference.rms_norm(inputs, some, 1e-6, NORMS[kind]), expected, dtype)
+        found = rms_norm(inputs, some, 1e-6, NORMS[kind])
+        assert found.dtype == dtype
+        assert_rounded(found, expected, dtype)
+
+
+def test_norms_are_those_of_torch():
+    inputs, weight = draw(7, 48), draw(48, seed=1)
+    torch.testing.assert_close(rms_norm(inputs, weight, 1e-5, NormKind()), F.rms_norm(inputs, (48,), weight, 1e-5))
+    found = rms_norm(inputs, weight, 1e-5, NormKind(centered=True))
+    torch.testing.assert_close(found, F.layer_norm(inputs, (48,), weight, None, 1e-5))
+
+
+@pytest.mark.parametrize("width", [100, 128])
+def test_bits_of_a_norm_depend_on_neither_rows_nor_strides(width):
+    inputs, weight, kind = draw(40, width), draw(width, seed=1), NORMS["gpt-oss"]
+    expected = rms_norm(inputs, weight, 1e-6, kind)
+    odd = torch.full((40, width + 1), NAN, device=DEVICE)[:, 1:]
+    odd.copy_(inputs)
+    views = {
+        "one at a time": torch.cat([rms_norm(row[None], weight, 1e-6, kind) for row in inputs]),
+        "few": torch.cat([rms_norm(inputs[:3], weight, 1e-6, kind), rms_norm(inputs[3:], weight, 1e-6, kind)]),
+        "between others": rms_norm(within_nan(inputs), weight, 1e-6, kind),
+        "not aligned": rms_norm(odd, weight, 1e-6, kind),
+        "a weight that is not aligned": rms_norm(inputs, within_nan(weight, 1), 1e-6, kind),
+        "heads": rms_norm(within_nan(inputs.view(2, 5, 4, width)), weight, 1e-6, kind).view(40, width),
+        "transposed heads": rms_norm(
+            inputs.view(5, 8, width).transpose(0, 1).contiguous().transpose(0, 1), weight, 1e-6, kind
+        ).reshape(40, width),
+        "last columns": rms_norm(inputs.view(5, 8, width)[:, -3:], weight, 1e-6, kind),
+    }
+    assert torch.equal(views.pop("last columns"), expected.view(5, 8, width)[:, -3:])
+    for name, found in views.items():
+        assert torch.equal(found, expected), name
+
+
+def test_norm_of_no_rows():
+    assert rms_norm(draw(0, 8), None, 1e-6, NormKind()).shape == (0, 8)
+
+
+def rotary_example(kind, dtype, heads=(4, 2), batch=2, columns=3, pairs=6, rest=0, angle_rows=2, angle_dtype=None):
+    states = [draw(batch, columns, count, 2 * pairs + rest, dtype=dtype, seed=count) for count in heads]
+    size = pairs if kind.half_angles else 2 * pairs
+    cos, sin = (draw(angle_rows, columns, size, dtype=angle_dtype or dtype, seed=seed) for seed in (7, 8))
+    return cos, sin, [one.transpose(1, 2) for one in states]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ROTARIES)
+def test_rotary_equals_its_reference_bit_for_bit(kind, dtype, poisoned):
+    kind = ROTARIES[kind]
+    examples = [
+        rotary_example(kind, dtype),
+        rotary_example(kind, dtype, heads=(5,), rest=20, angle_rows=1),
+        rotary_example(kind, dtype, heads=(9, 1), pairs=128, rest=3, columns=1),
+        rotary_example(kind._replace(rounded=False), dtype, columns=2, angle_dtype=torch.float32),
+    ]
+    for index, (cos, sin, states) in enumerate(examples):
+        one = kind._replace(rounded=False) if index == 3 else kind
+        found = rotary(cos, sin, states, one)
+        expected = rotary_reference.rotary(cos, sin, states, one)
+        for a, b, given in zip(found, expected, states, strict=True):
+            assert a.dtype == b.dtype == dtype and a.shape == given.shape
+            assert torch.equal(a, b), index
+        if index == 1:
+            views = rotary(within_nan(cos), within_nan(sin), [within_nan(given) for given in states], one)
+            assert all(torch.equal(a, b) for a, b in zip(views, expected, strict=True))
+
+
+def test_rotary_turns_pairs():
+    """Against complex numbers."""
+    cos, sin, (states,) = rotary_example(RotaryKind(), torch.float32, heads=(3,))
+    angles = draw(2, 3, 6, seed=9).double()
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+    first, second = states.double().chunk(2, -1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    (found,) = rotary(cos.float(), sin.float(), [states], RotaryKind())
+    torch.testing.assert_close(found.double(), torch.cat([turned.real, turned.imag], -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activation(activation, dtype, poisoned):
+    for rows, width in itertools.product((1, 3), (7, 1030)):
+        gate, up = draw(rows, 2, 2 * width, dtype=dtype).chunk(2, -1)
+        gate = 3 * gate
+        expected = gated_activation_reference.gated_activation(gate.double(), up.double(), activation)
+        found = gated_activation(gate, up, activation)
+        torch.testing.assert_close(found.double(), expected, rtol=EPSILON[dtype], atol=EPSILON[dtype])
+        assert torch.equal(gated_activation(within_nan(gate), within_nan(up), activation), found)
+        if DEVICE == "cuda" and dtype != torch.float32 and activation != "gelu":  # see tests/gpu
+            assert torch.equal(found, gated_activation_reference.gated_activation(gate, up, activation))
+
+
+def test_activations_are_those_of_torch():
+    values = draw(100)
+    modules = {"silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "relu": nn.ReLU()}
+    assert modules.keys() == ACTIVATIONS.keys()
+    for name, module in modules.items():
+        torch.testing.assert_close(gated_activation(values, torch.ones_like(values), name), module(values))
