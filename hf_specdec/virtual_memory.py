@@ -102,7 +102,12 @@ class _HostPages:
     granularity = mmap.PAGESIZE
 
     def __init__(self, size: int, device: torch.device):
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        try:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        except OSError as error:  # where the system bounds addresses
+            raise torch.OutOfMemoryError(
+                f"There are no addresses for {size} bytes of keys and values: {error}."
+            ) from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def put(self, start: int, size: int) -> None:

@@ -8,9 +8,8 @@ copied. A round does not know which of its rows are occupied: rows that no reque
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +19,6 @@ from ..patching.support import stated_positions
 from ..sampling.logits import RowSampling
 from ..state import NO_TOKEN, DecodeState, Shape, upload
 from ..stats import Counters
-from ..virtual_memory import available_bytes
 from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .continuous_support import check_continuous, ends_of, processor_of, requests_of
@@ -32,10 +30,10 @@ from .prefix_reuse import Prefix, copy_prefixes, copy_texts, margin_of, wave_aft
 from .request import Request
 from .request_rows import RequestRows
 from .rounds import RoundLoop, RoundReport, Stage, commit_first_token
-from .row_memory import MOST_RESERVED, can_grow, slots_in_memory
+from .row_memory import MOST_RESERVED, MemoryOfRows, can_grow, slots_in_memory
 from .row_request import ContinuousBatching, RowRequest, end
 from .session_prefill import can_pack
-from .sessions import sessions_of, settled_on_error
+from .sessions import Session, sessions_of, settled_on_error
 
 # The share of all time that a smaller session at the end of a call is assumed to save.
 SHARE_OF_THE_END = 1 / 4
@@ -54,7 +52,7 @@ def decode_continuously(request: Request, settings: ContinuousBatching) -> Conti
         return ContinuousRun(request, settings, target).run()
 
 
-class ContinuousRun:
+class ContinuousRun(MemoryOfRows):
     """A call by continuous batching; also where its requests are, the `Place` of `RequestRows`.
 
     Args:
@@ -75,6 +73,8 @@ class ContinuousRun:
         self._acceptance = Acceptance(request.num_draft_tokens)
         # Tokens of the texts that there are slots for, and of those that are expected first.
         self._longest = self._expected = 1
+        # Whether nothing is kept for other calls any more.
+        self._has_freed = False
         # Whether rows stay where they are, since fewer are not worth their graphs, or there is no memory for them.
         self._stays = False
         # Tokens of a text for which there was no memory.
@@ -137,6 +137,10 @@ class ContinuousRun:
                 end(one, now, self._settings)
 
     @property
+    def session(self) -> Session:
+        return self._lease.session
+
+    @property
     def num_rows(self) -> int:
         return self._lease.shape.batch
 
@@ -177,13 +181,19 @@ class ContinuousRun:
                 if num_rows == 1 and is_last:
                     raise
             # The error, which held what was allocated, is gone.
-            self.free_others()
+            self._free_kept()
             if num_rows > 1:
                 num_rows //= 2
             else:
                 num_rows, longest = self._rows_for(len(first)), self._settings.longest
 
     def free_others(self) -> None:
+        if len(sessions_of(self._request.drafter)) or not self._has_freed:
+            self._free_kept()
+
+    def _free_kept(self) -> None:
+        """Free what is kept for other calls."""
+        self._has_freed = True
         sessions_of(self._request.drafter).clear()
         torch.cuda.empty_cache()
 
@@ -266,7 +276,7 @@ class ContinuousRun:
                 return lease
             # The error, which held what was allocated, is gone.
             self._longest = before
-            self.free_others()
+            self._free_kept()
         if longest > max(before, self.capacity):
             self._too_long = longest
         else:
@@ -359,39 +369,10 @@ class ContinuousRun:
             copy_texts(lease.session.state, request.drafter, pairs, before.session.state, longest)
         self.give_back(dict.fromkeys(range(before.shape.batch), 0))
         before.keep()
+        self._has_freed = False
         self._lease = lease
         self._stage = lease.stage(self._process, request, self._acceptance, self._rows.tokens_left, num_drafts)
         return self._stage, len(held)
-
-    def room(self, rows: Sequence[int]) -> float:
-        memory = self._lease.session.row_memory
-        if memory is None:
-            return math.inf
-        return available_bytes(self._request.model.device) + memory.held(rows)
-
-    def bytes_for(self, slots: int) -> int:
-        memory = self._lease.session.row_memory
-        return 0 if memory is None else memory.bytes_for(min(slots, memory.capacity))
-
-    def reserve(self, lengths: Mapping[int, int]) -> bool:
-        memory = self._lease.session.row_memory
-        if memory is None:
-            return True
-        try:
-            for row, length in lengths.items():
-                if length > memory.committed_slots(row):
-                    memory.commit(row, min(length, memory.capacity))
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def give_back(self, lengths: Mapping[int, int]) -> None:
-        session = self._lease.session
-        if session.row_memory is not None:
-            session.fence.set()
-            session.fence.synchronize()
-            for row, length in lengths.items():
-                session.row_memory.trim(row, length)
 
     def finish(self, rows: list[int]) -> None:
         state = self._lease.session.state

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +14,7 @@ from ..drafters.cached import CachedDrafter
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
-from ..virtual_memory import RowMemory, has_virtual_memory, slot_unit
+from ..virtual_memory import RowMemory, available_bytes, has_virtual_memory, slot_unit
 from .key_layout import KeyLayout, caches_of
 from .lazy_target import LazyTarget
 from .prefix_reuse import PrefillWave
@@ -74,6 +75,43 @@ def spanning(state: DecodeState, span: int) -> Iterator[None]:
     finally:
         for cache in caches:
             cache.kernel_span = cache.slots
+
+
+class MemoryOfRows:
+    """The part of a `Place` that gives its rows memory."""
+
+    @property
+    def session(self) -> Session:
+        """Where the rows are."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement session.")
+
+    def room(self, rows: Sequence[int]) -> float:
+        memory = self.session.row_memory
+        return math.inf if memory is None else available_bytes(self.session.state.tokens.device) + memory.held(rows)
+
+    def bytes_for(self, slots: int) -> int:
+        memory = self.session.row_memory
+        return 0 if memory is None else memory.bytes_for(min(slots, memory.capacity))
+
+    def reserve(self, lengths: Mapping[int, int]) -> bool:
+        memory = self.session.row_memory
+        if memory is None:
+            return True
+        try:
+            for row, length in lengths.items():
+                if length > memory.committed_slots(row):
+                    memory.commit(row, min(length, memory.capacity))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def give_back(self, lengths: Mapping[int, int]) -> None:
+        memory, fence = self.session.row_memory, self.session.fence
+        if memory is not None:
+            fence.set()
+            fence.synchronize()
+            for row, length in lengths.items():
+                memory.trim(row, length)
 
 
 def place_in_memory(state: DecodeState, target: LazyTarget, shape: Shape) -> None:

@@ -68,6 +68,8 @@ class RowRequest:
     @property
     def text(self) -> torch.Tensor:
         """`[length]` int64, on the device of the prompt."""
+        if not self.tokens:
+            return self.prompt
         return torch.cat([self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device=self.prompt.device)])
 
     @property

@@ -21,7 +21,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter, virtual_memory
 from hf_specdec.engine import key_layout, row_memory
-from hf_specdec.engine.continuous import ContinuousRun
+from hf_specdec.engine.cuda_graphs import Fence
 from hf_specdec.engine.request_rows import RequestRows
 from hf_specdec.engine.row_request import Arrived, ContinuousBatching, RowRequest
 from hf_specdec.integration.dispatch import continuous_batching
@@ -244,28 +244,21 @@ def test_captured_rounds_of_longer_texts(monkeypatch):
     drafter.release()
 
 
-class SimulatedRows:
+class SimulatedRows(row_memory.MemoryOfRows):
     """A `Place` without a model, which knows what every slot of every row holds."""
 
-    merges_equal, prefix_margin = False, 1
-    room, bytes_for, reserve, give = (
-        ContinuousRun.room,
-        ContinuousRun.bytes_for,
-        ContinuousRun.reserve,
-        ContinuousRun.give_back,
-    )
+    merges_equal, prefix_margin, session = False, 1, None
 
     def __init__(self, rows, slots):
         self.memory = RowMemory(rows, slots, 64, CPU)
-        fence = SimpleNamespace(set=lambda: None, synchronize=lambda: None)
-        self._lease = SimpleNamespace(session=SimpleNamespace(row_memory=self.memory, fence=fence))
-        self._request = SimpleNamespace(model=SimpleNamespace(device=CPU))
+        state = SimpleNamespace(tokens=torch.zeros(rows))
+        self.session = SimpleNamespace(row_memory=self.memory, fence=Fence(CPU), state=state)
         self.held = [[] for _ in range(rows)]
         self.num_rows, self.capacity = rows, self.memory.capacity
         self.finished = set(range(rows))
 
     def give_back(self, lengths):
-        self.give(lengths)
+        super().give_back(lengths)
         for row, length in lengths.items():
             self.held[row] = self.held[row][:length]
 
