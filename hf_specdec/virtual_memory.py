@@ -108,7 +108,6 @@ class _HostPages:
             raise torch.OutOfMemoryError(
                 f"There are no addresses for {size} bytes of keys and values: {error}."
             ) from error
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def put(self, start: int, size: int) -> None:
         pass
@@ -117,7 +116,7 @@ class _HostPages:
         self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def storage(self, start: int) -> torch.UntypedStorage:
-        return self._bytes[start:].untyped_storage()
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start).untyped_storage()
 
 
 class _Region:
@@ -323,11 +322,9 @@ class RowMemory:
         """`[rows, slots, heads, dim]` at `offset` bytes from the begin of each slot."""
         width = dtype.itemsize
         strides = (self._row_bytes // width, self.token_bytes // width, dim, 1)
-        storage, at = self._pages.storage(offset), 0
-        if self._device.type == "cpu":
-            at = offset // width
         blank = torch.empty(0, dtype=dtype, device=self._device)
-        return blank.set_(storage, at, (self._rows, self._slots, heads, dim), strides)
+        # A storage of its own: a compiler of functions that write to views of one storage may copy all of it.
+        return blank.set_(self._pages.storage(offset), 0, (self._rows, self._slots, heads, dim), strides)
 
     def committed_slots(self, row: int) -> int:
         """Leading slots of `row` that have memory."""

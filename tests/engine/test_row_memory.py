@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import random
+import re
 from collections import deque
 from types import SimpleNamespace
 
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from oracle import RANDOM_DRAFTERS, copy_of
 from sampled_calls import drafter_of
 from targets import set_policy, tiny_target
+from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
 
-from hf_specdec import NoDrafter, virtual_memory
+from hf_specdec import NoDrafter, ops, virtual_memory
 from hf_specdec.engine import key_layout, row_memory
 from hf_specdec.engine.cuda_graphs import Fence
 from hf_specdec.engine.request_rows import RequestRows
@@ -434,3 +436,32 @@ def test_calls_of_the_driver(monkeypatch):
     del memory
     gc.collect()
     assert not driver.mapped and not driver.sizes and not driver.reserved
+
+
+def test_compiled_functions_copy_no_rows(monkeypatch):
+    """What a compiler makes of a round writes to the views themselves: a copy would read slots without memory."""
+    set_policy(monkeypatch, "cpu", triton=True)
+    memory, generator = RowMemory(2, 8192, 2048, CPU), torch.Generator().manual_seed(0)
+    buffers = [memory.view(number * 256, torch.float32, 2, 32) for number in range(4)]
+    assert len({one.untyped_storage().data_ptr() for one in buffers}) == 4
+    query, states, weight = (
+        torch.randn(*size, generator=generator) for size in ((2, 4, 3, 32), (2, 2, 3, 32), (32, 32))
+    )
+    positions = torch.tensor([[5, 6, 7], [30, 31, 32]])
+
+    def layers():
+        out = query
+        for keys, values in zip(buffers[::2], buffers[1::2], strict=True):
+            ops.write_kv(keys, values, states @ weight, states.relu(), positions)
+            shown = (one[:, :1024].transpose(1, 2) for one in (keys, values))
+            out = torch.tanh(ops.attention(out, *shown, positions, 0.125).transpose(1, 2) @ weight)
+        return out
+
+    with torch.no_grad():
+        expected = layers()
+        found, code = run_and_get_code(torch.compile(layers, fullgraph=True, dynamic=False))
+    torch.testing.assert_close(found, expected)
+    (source,) = code
+    sizes = [re.findall(r"\d+", one) for one in re.findall(r"empty_strided_cpu\(\(([\d, ]+)\)", source)]
+    assert sizes and max(torch.Size(map(int, one)).numel() for one in sizes) < 1024
+    assert len(re.findall(r"write_kv\.default\(arg\d+_1, arg\d+_1, ", source)) == 2
