@@ -25,6 +25,7 @@ from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.linear_tiles import (
     MANY_ROWS,
     MAX_ROWS,
+    ROWS_OF_SHORT_PASSES,
     choose_invariant_tiles,
     choose_many_row_tiles,
     choose_tiles,
@@ -282,7 +283,7 @@ def _linear(inputs, weight, bias):
         tiles = choose_tiles(len(inputs), *weight.shape)
     if tiles is None or not len(inputs) or not is_for_triton(inputs):
         return linear_reference.linear(inputs, weight, bias)
-    if tiles.rows >= MANY_ROWS:
+    if tiles.rows >= MANY_ROWS and len(inputs) not in ROWS_OF_SHORT_PASSES:
         from .kernels import linear_many_rows
 
         if linear_many_rows.takes(inputs, weight):

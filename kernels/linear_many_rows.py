@@ -52,7 +52,7 @@ def _linear_kernel(
     """
     row_blocks, feature_blocks = tl.cdiv(num_rows, ROWS), tl.cdiv(size_out, FEATURES)
     wait_for_inputs(PDL)
-    for tile in tl.range(tl.program_id(0), row_blocks * feature_blocks, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), row_blocks * feature_blocks, tl.num_programs(0)):
         row_block, feature_block = tl.swizzle2d(
             tile // feature_blocks, tile % feature_blocks, row_blocks, feature_blocks, GROUP
         )
