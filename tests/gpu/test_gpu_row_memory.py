@@ -12,18 +12,23 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter, ops
 from hf_specdec.engine.request_rows import RequestRows
-from hf_specdec.virtual_memory import RowMemory, committed_bytes, has_virtual_memory, slot_unit
+from hf_specdec.virtual_memory import RowMemory, _driver_can, committed_bytes, slot_unit
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not (torch.cuda.is_available() and has_virtual_memory(torch.device("cuda:0"))),
+        not (torch.cuda.is_available() and _driver_can(torch.device("cuda:0"))),
         reason="needs a CUDA device with virtual memory management, and cuda.bindings",
     ),
 ]
 
 DEVICE = torch.device("cuda:0")
 END = list(range(3, 96, 31))
+
+
+@pytest.fixture(autouse=True)
+def uses_virtual_memory(monkeypatch):
+    set_policy(monkeypatch, "cuda", virtual_memory=True)
 
 
 def new_memory(rows=4, token_bytes=65536, slots=None):
@@ -148,9 +153,10 @@ def test_requests_wait_for_memory(monkeypatch, kind):
         drafter.release()
 
 
-def test_graphs_are_used_again_by_longer_texts():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_graphs_are_used_again_by_longer_texts(is_compiled):
     target = on_gpu("llama")
-    drafter = copy_of(target, noise=0.02).configure(compile_rounds=False)
+    drafter = copy_of(target, noise=0.02).configure(compile_rounds=is_compiled)
     for lengths in ((5, 9), (5, 200, 9, 2)):
         assert in_rows(target, drafter, lengths, 4, 40) == alone(lengths, 40)
     assert drafter.stats.execution.startswith("captured in one graph")
