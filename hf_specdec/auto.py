@@ -37,7 +37,7 @@ from .checkpoints.pard2 import read_pard2
 from .checkpoints.peagle import read_peagle
 from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig, Eagle3Config, PEagleConfig
-from .drafters.base import Drafter, registered_drafters
+from .drafters.base import Drafter
 from .drafters.cache_reader import CacheReaderDrafter
 from .drafters.dflash import DFlashDrafter
 from .drafters.dflash2 import DFlash2Drafter
@@ -48,6 +48,7 @@ from .drafters.eagle3 import Eagle3Drafter
 from .drafters.mtp import MtpDrafter
 from .drafters.pard2 import Pard2Drafter
 from .drafters.peagle import PEagleDrafter
+from .drafters.registry import registered_drafters
 from .patching.hidden_states import device_of_last_layer
 
 if TYPE_CHECKING:

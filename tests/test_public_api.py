@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hf_specdec
-from hf_specdec.drafters.base import registered_drafters
+from hf_specdec.drafters.registry import registered_drafters
 
 PACKAGE = Path(hf_specdec.__file__).parent
 

@@ -32,7 +32,7 @@ from ..checkpoints.detection import (
 )
 from ..checkpoints.mtp_layouts import implied_names
 from ..drafters import Drafter
-from ..drafters.base import registered_drafters
+from ..drafters.registry import registered_drafters
 
 
 def load_target(

@@ -1,7 +1,7 @@
 """Drafter families; importing a module registers its family."""
 
 from ..kernels.types import Proposal
-from .base import Drafter, register_drafter
+from .base import Drafter
 from .cache_reader import CacheReaderDrafter
 from .dflash import DFlashDrafter
 from .dflash2 import DFlash2Drafter
@@ -13,6 +13,7 @@ from .mtp import MtpDrafter
 from .none import NoDrafter
 from .pard2 import Pard2Drafter
 from .peagle import PEagleDrafter
+from .registry import register_drafter
 
 __all__ = [
     "CacheReaderDrafter",

@@ -22,8 +22,9 @@ from ..patching.attention import set_ragged_attention
 from ..patching.mask_rules import MaskRule
 from ..patching.support import cache_layers
 from ..state import DecodeState
-from .base import check_sizes, no_drafts, register_drafter
+from .base import check_sizes, no_drafts
 from .cached import CachedDrafter
+from .registry import register_drafter
 from .shared_weights import SharedWeight, score
 
 _building = threading.RLock()

@@ -15,9 +15,10 @@ from ..config import AUTO, DFlashConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import cached_attend
 from ..state import DecodeState
-from .base import no_drafts, register_drafter
+from .base import no_drafts
 from .draft_layers import DraftLayersDrafter
 from .layers import Attend, BlockDecoderLayer, rotary_embedding
+from .registry import register_drafter
 
 
 @register_drafter

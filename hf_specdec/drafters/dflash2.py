@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..config import DFlash2Config
-from .base import register_drafter
+from .registry import register_drafter
 from .walking import WalkingDrafter
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import DominoConfig
 from ..patching.linear import linear
-from .base import register_drafter
+from .registry import register_drafter
 from .walking import WalkingDrafter
 
 

@@ -28,8 +28,8 @@ from ..patching.support import (
 )
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
-from .base import register_drafter
 from .cached import CachedDrafter
+from .registry import register_drafter
 
 # Models of one family may pad the same vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that
 # differ by this much or more belong to different tokenizers.

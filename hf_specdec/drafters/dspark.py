@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..config import DSparkConfig
-from .base import register_drafter
 from .dflash import DFlashDrafter
+from .registry import register_drafter
 from .walking import WalkingDrafter
 
 

@@ -12,9 +12,9 @@ from ..config import Eagle3Config
 from ..patching.attention import cached_attend
 from ..state import DecodeState
 from ..training.unrolled import UnrolledAttention, shift_left
-from .base import register_drafter
 from .draft_layers import DraftLayersDrafter
 from .layers import Attend, DraftDecoderLayer, rotary_embedding
+from .registry import register_drafter
 
 
 @register_drafter

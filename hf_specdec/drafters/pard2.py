@@ -14,8 +14,8 @@ from ..checkpoints.checkpoint import PROJECTION_FILE, Checkpoint
 from ..config import Pard2Config
 from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
 from ..state import DecodeState
-from .base import register_drafter
 from .draft_model import DraftModelDrafter
+from .registry import register_drafter
 
 
 def check_hidden_states(config: Pard2Config, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:

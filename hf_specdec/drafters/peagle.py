@@ -7,8 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import PEagleConfig
-from .base import register_drafter
 from .eagle3 import Eagle3Drafter
+from .registry import register_drafter
 
 
 @register_drafter
