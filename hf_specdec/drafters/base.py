@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors
@@ -405,25 +405,6 @@ class Drafter(PreTrainedModel):
                 row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
-
-
-def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, name: str) -> None:
-    """Check that a drafter called `name` was made for the hidden size and the vocabulary size of `target`.
-
-    Raises:
-        ValueError: expected a target with `hidden_size` and `vocab_size`.
-    """
-    text, target_name = target.get_text_config(), target.name_or_path or target.model_type
-    if text.hidden_size != hidden_size:
-        raise ValueError(
-            f"{name} was made for a target with hidden_size {hidden_size}, but {target_name} has "
-            f"hidden_size {text.hidden_size}: it is a drafter for another model."
-        )
-    if text.vocab_size != vocab_size:
-        raise ValueError(
-            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
-            f"{text.vocab_size}: it is a drafter for another model."
-        )
 
 
 def no_drafts(state: DecodeState) -> Proposal:

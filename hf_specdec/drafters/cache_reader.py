@@ -22,10 +22,11 @@ from ..patching.attention import set_ragged_attention
 from ..patching.mask_rules import MaskRule
 from ..patching.support import cache_layers
 from ..state import DecodeState
-from .base import check_sizes, no_drafts
+from .base import no_drafts
 from .cached import CachedDrafter
 from .registry import register_drafter
 from .shared_weights import SharedWeight, score
+from .target_checks import check_generate, check_sizes
 
 _building = threading.RLock()
 
@@ -154,6 +155,7 @@ class CacheReaderDrafter(CachedDrafter):
     def bind(self, target: PreTrainedModel) -> None:
         own, text = self.model.config, self.model.config.get_text_config()
         name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        check_generate(target)
         check_sizes(own.backbone_hidden_size, text.vocab_size, target.config, name)
         if tensor_parallel_group(target) is not None:
             raise ValueError(

@@ -22,11 +22,12 @@ from ..patching.hidden_states import check_aux_hidden_states
 from ..patching.implementations import registered_attention
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
-from .base import check_sizes, no_drafts
+from .base import no_drafts
 from .cached import CachedDrafter, DraftMemory
 from .mtp_layers import MtpFrame, build_decoder
 from .registry import register_drafter
 from .shared_weights import SharedWeight, embed, score
+from .target_checks import check_generate, check_sizes
 
 
 @dataclass
@@ -186,6 +187,7 @@ class MtpDrafter(CachedDrafter):
     @torch.inference_mode(False)  # it keeps gathered and dequantised weights
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        check_generate(target)
         check_sizes(config.hidden_size, config.vocab_size, target.config, name)
         shared = {}
         if not config.own_embedding:

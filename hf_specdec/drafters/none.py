@@ -9,6 +9,7 @@ from ..config import DrafterConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..state import DecodeState
 from .base import Drafter, no_drafts
+from .target_checks import check_generate
 
 
 class NoDrafter(Drafter):
@@ -38,6 +39,7 @@ class NoDrafter(Drafter):
         return 0
 
     def bind(self, target: PreTrainedModel) -> None:
+        check_generate(target)
         self._target_config, self._device = target.config, target.device
 
     def propose(

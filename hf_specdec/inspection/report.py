@@ -15,10 +15,10 @@ from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
 from ..checkpoints.detection import drafter_tensors
 from ..config import CacheReaderConfig, DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig, Pard2Config
-from ..drafters.base import check_sizes
 from ..drafters.draft_layers import check_fit
 from ..drafters.draft_model import check_vocabulary
 from ..drafters.pard2 import check_hidden_states
+from ..drafters.target_checks import check_sizes
 from .self_check import SelfCheck, self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."

@@ -10,6 +10,7 @@ from lossless import PROMPTS
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts, tiny_target
 
+from hf_specdec import NoDrafter
 from hf_specdec.drafters.shared_weights import SharedWeight
 
 # Drafters that borrow both, one of them copying the head's rows of a draft vocabulary.
@@ -216,6 +217,33 @@ def test_vocabulary_resized_back_binds_again():
         options = {**inputs, "do_sample": False, "max_new_tokens": 8}
         assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
         assert drafter.config.draft_vocab_size == min(size, 96)
+
+
+@pytest.mark.parametrize("kind", [*BORROWERS, *RANDOM_DRAFTERS, "none"])
+def test_targets_with_a_generate_of_their_own(kind):
+    """One that cannot reach a drafter is refused by every family, before anything is changed; others are not."""
+    target, drafter_of = own_target(), {**RANDOM_DRAFTERS, **BORROWERS, "none": NoDrafter}[kind]
+    drafter = drafter_of(target)
+    vocab_size, shared = drafter.config.vocab_size, dict(drafter._shared_weights)
+
+    class Diffusion(type(target)):
+        @torch.no_grad()
+        def generate(self, input_ids, **options):
+            return input_ids
+
+    class Wrapper(type(target)):
+        def generate(self, *args, **options):
+            return super().generate(*args, **options)
+
+    own, wrapped = copy.deepcopy(target), copy.deepcopy(target)
+    own.__class__, wrapped.__class__ = Diffusion, Wrapper
+    own.resize_token_embeddings(97)
+    with pytest.raises(ValueError, match="generate of Diffusion is a generate\\(\\) of its own that does not use"):
+        drafter.bind(own)
+    assert drafter.config.vocab_size == vocab_size and drafter._shared_weights == shared
+    drafter.bind(wrapped)
+    options = {**padded_prompts([3, 5]), "do_sample": False, "max_new_tokens": 4}
+    assert torch.equal(wrapped.generate(**options, assistant_model=drafter), target.generate(**options))
 
 
 def test_description_of_a_device_or_dtype_change():

@@ -97,6 +97,11 @@ def test_memory_of_rows(monkeypatch):
     assert keys[2].sum() == 16
 
 
+def test_addresses_that_there_are_not():
+    with pytest.raises(torch.OutOfMemoryError, match="There are no addresses for 7[0-9]+ bytes"):
+        RowMemory(1 << 10, 1 << 30, 1 << 16, CPU)
+
+
 def test_a_row_that_is_refused_half_way_has_what_it_had(monkeypatch):
     monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 4096)
     memory, put, calls = RowMemory(2, 640, 1024, CPU), virtual_memory._HostPages.put, itertools.count()

@@ -1,0 +1,48 @@
+"""Whether a target fits a drafter, for `Drafter.bind`."""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+
+def check_generate(target: PreTrainedModel) -> None:
+    """Check that `generate()` of `target` can reach a drafter.
+
+    Some classes, such as those that generate by diffusion, have one of their own, which calls no other and may ignore
+    `assistant_model` silently.
+
+    Raises:
+        ValueError: expected transformers' `GenerationMixin.generate`, or one that calls a `generate()`.
+    """
+    function = inspect.unwrap(getattr(type(target), "generate", GenerationMixin.generate))
+    code = getattr(function, "__code__", None)
+    if code is None or function is inspect.unwrap(GenerationMixin.generate):
+        return
+    codes = [code, *(one for one in code.co_consts if inspect.iscode(one))]
+    if not any("generate" in one.co_names for one in codes):
+        raise ValueError(
+            f"{function.__qualname__} of {type(target).__name__} is a generate() of its own that does not use "
+            "assistant_model; expected a target that generates by transformers' GenerationMixin.generate(). Generate "
+            "without a drafter."
+        )
+
+
+def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, name: str) -> None:
+    """Check that a drafter called `name` was made for the hidden size and the vocabulary size of `target`.
+
+    Raises:
+        ValueError: expected a target with `hidden_size` and `vocab_size`.
+    """
+    text, target_name = target.get_text_config(), target.name_or_path or target.model_type
+    if text.hidden_size != hidden_size:
+        raise ValueError(
+            f"{name} was made for a target with hidden_size {hidden_size}, but {target_name} has "
+            f"hidden_size {text.hidden_size}: it is a drafter for another model."
+        )
+    if text.vocab_size != vocab_size:
+        raise ValueError(
+            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
+            f"{text.vocab_size}: it is a drafter for another model."
+        )
