@@ -98,7 +98,7 @@ def test_memory_of_rows(monkeypatch):
 
 
 def test_addresses_that_there_are_not():
-    with pytest.raises(torch.OutOfMemoryError, match="There are no addresses for 7[0-9]+ bytes"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"There are no addresses for 7[0-9]+ bytes"):
         RowMemory(1 << 10, 1 << 30, 1 << 16, CPU)
 
 
