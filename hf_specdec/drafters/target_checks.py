@@ -11,17 +11,20 @@ def check_generate(target: PreTrainedModel) -> None:
     """Check that `generate()` of `target` can reach a drafter.
 
     Some classes, such as those that generate by diffusion, have one of their own, which calls no other and may ignore
-    `assistant_model` silently.
+    `assistant_model` silently. A function that somebody has put in its place, which holds the one before in a variable,
+    is taken to call that.
 
     Raises:
-        ValueError: expected transformers' `GenerationMixin.generate`, or one that calls a `generate()`.
+        ValueError: expected transformers' `GenerationMixin.generate`, or one that calls another.
     """
     function = inspect.unwrap(getattr(type(target), "generate", GenerationMixin.generate))
     code = getattr(function, "__code__", None)
     if code is None or function is inspect.unwrap(GenerationMixin.generate):
         return
     codes = [code, *(one for one in code.co_consts if inspect.iscode(one))]
-    if not any("generate" in one.co_names for one in codes):
+    # `generate`, or a global such as `original_generate`
+    calls_another = any(name.endswith("generate") for one in codes for name in one.co_names)
+    if not calls_another and set(code.co_freevars) <= {"__class__"}:
         raise ValueError(
             f"{function.__qualname__} of {type(target).__name__} is a generate() of its own that does not use "
             "assistant_model; expected a target that generates by transformers' GenerationMixin.generate(). Generate "

@@ -235,15 +235,22 @@ def test_targets_with_a_generate_of_their_own(kind):
         def generate(self, *args, **options):
             return super().generate(*args, **options)
 
-    own, wrapped = copy.deepcopy(target), copy.deepcopy(target)
-    own.__class__, wrapped.__class__ = Diffusion, Wrapper
+    before = type(target).generate
+
+    class Patched(type(target)):
+        def generate(self, *args, **options):
+            return before(self, *args, **options)
+
+    own, wrapped, patched = (copy.deepcopy(target) for _ in range(3))
+    own.__class__, wrapped.__class__, patched.__class__ = Diffusion, Wrapper, Patched
     own.resize_token_embeddings(97)
     with pytest.raises(ValueError, match="generate of Diffusion is a generate\\(\\) of its own that does not use"):
         drafter.bind(own)
     assert drafter.config.vocab_size == vocab_size and drafter._shared_weights == shared
-    drafter.bind(wrapped)
     options = {**padded_prompts([3, 5]), "do_sample": False, "max_new_tokens": 4}
-    assert torch.equal(wrapped.generate(**options, assistant_model=drafter), target.generate(**options))
+    for other in (wrapped, patched):
+        drafter.bind(other)
+        assert torch.equal(other.generate(**options, assistant_model=drafter), target.generate(**options))
 
 
 def test_description_of_a_device_or_dtype_change():
