@@ -87,7 +87,7 @@ class ContinuousRun(MemoryOfRows):
         # The longest first: prompts of a group have similar lengths.
         first = sorted((one for one in self.requests if one.error is None), key=lambda one: -len(one.prompt))
         if arrivals is not None:
-            arrived = arrivals.next(is_idle=False)
+            arrived = arrivals.next(False, self.leave_target)
             first = list(arrived.requests)
             if not first and not arrived.is_open:
                 return ContinuousOutput([], request.drafter.stats)
@@ -187,6 +187,9 @@ class ContinuousRun(MemoryOfRows):
             else:
                 num_rows, longest = self._rows_for(len(first)), self._settings.longest
 
+    def leave_target(self) -> None:
+        self._target.unpatch()
+
     def free_others(self) -> None:
         if len(sessions_of(self._request.drafter)) or not self._has_freed:
             self._free_kept()
@@ -268,6 +271,9 @@ class ContinuousRun(MemoryOfRows):
                 lease = self._open(num_rows, longest)
                 self._commit_texts(lease, rows)
             except torch.OutOfMemoryError:
+                # Processes that run one model together need the same rows.
+                if tensor_parallel_group(self._request.model) is not None:
+                    raise
                 lease = None
             if lease is not None:
                 self._stays = False

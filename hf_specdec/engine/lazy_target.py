@@ -41,7 +41,7 @@ class LazyTarget:
         self.eager_reason = why_not_captured(model, self.modules, kept)
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None
-        self._contexts = ExitStack()
+        self._contexts, self._patches = ExitStack(), ExitStack()
         self._patched: Target | None = None
         self._fingerprint: Fingerprint | None = None
 
@@ -55,7 +55,13 @@ class LazyTarget:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._contexts.close()
+        with self._contexts:
+            self.unpatch()
+
+    def unpatch(self) -> None:
+        """Let the target be as it was, until it is used again."""
+        self._patched = None
+        self._patches.close()
 
     def __call__(self) -> Target:
         if self._patched is None:
@@ -63,7 +69,7 @@ class LazyTarget:
         return self._patched
 
     def _enter(self, known: Sequence[Patch]) -> Target:
-        return self._contexts.enter_context(patched_target(self.model, self.drafter, self.keeps_hidden_states, known))
+        return self._patches.enter_context(patched_target(self.model, self.drafter, self.keeps_hidden_states, known))
 
     def _patch(self) -> Target:
         """Patch what an earlier call has found is to be patched, or else look it up and keep that for later calls."""

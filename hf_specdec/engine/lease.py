@@ -86,11 +86,11 @@ class SharedClock:
     def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
         self._rounds.append((num_drafts, milliseconds, is_typical))
         if len(self._rounds) == ROUNDS_TO_AGREE:
-            times = torch.tensor([one[1] for one in self._rounds], dtype=torch.float32)
-            for (count, _, typical), shared in zip(
+            times = torch.tensor([one[1:] for one in self._rounds], dtype=torch.float32)
+            for (count, *_), (shared, typical) in zip(
                 self._rounds, from_first_rank(times, self._model).tolist(), strict=True
             ):
-                self._drafts.ran(count, shared, typical)
+                self._drafts.ran(count, shared, bool(typical))
             self._rounds.clear()
 
 

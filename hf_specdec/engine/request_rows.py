@@ -94,6 +94,9 @@ class Place(Protocol):
     def free_others(self) -> None:
         """Free what is kept for other calls."""
 
+    def leave_target(self) -> None:
+        """Let the target be as it was, until it is used again."""
+
 
 class RequestRows:
     """The rows of a session, and the requests that occupy them or wait for one; the `Rows` of a round loop.
@@ -237,7 +240,7 @@ class RequestRows:
         """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
         has_waited = False
         while True:
-            arrived = arrivals.next(is_idle=self._is_empty and not self._waiting)
+            arrived = arrivals.next(self._is_empty and not self._waiting, self._place.leave_target)
             self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
             if arrived.is_changed:
                 self._prefixes.forget()

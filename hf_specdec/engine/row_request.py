@@ -132,8 +132,12 @@ class Arrived(NamedTuple):
 class Arrivals(Protocol):
     """Requests that arrive while rounds run."""
 
-    def next(self, is_idle: bool) -> Arrived:
-        """What has arrived; called before every round. It may wait, for long only if `is_idle`: no round is due."""
+    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
+        """What has arrived; called before every round.
+
+        It may wait, for long only if `is_idle`: no round is due. Before that it calls `leave_target`, so that others
+        find the target as it was.
+        """
 
 
 @dataclass(frozen=True)

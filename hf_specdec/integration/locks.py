@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,11 @@ class TargetLock:
         self._waiting: deque[object] = deque()
         self._owner: int | None = None
         self._depth = 0
+        self._guard: Callable[[], None] | None = None
+
+    def set_guard(self, guard: Callable[[], None] | None) -> None:
+        """Set what a thread that asks for the lock runs first, which may raise an error; None for nothing."""
+        self._guard = guard
 
     @property
     def is_wanted(self) -> bool:
@@ -26,6 +31,8 @@ class TargetLock:
         return bool(self._waiting)
 
     def __enter__(self) -> TargetLock:
+        if self._guard is not None:
+            self._guard()
         self._acquire(1)
         return self
 

@@ -21,6 +21,7 @@ from ..parallel.tensor_parallel import tensor_parallel_group
 from .continuous import check_config, check_length
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
+from .manager_ranks import SplitRoundThread
 from .manager_requests import RequestFactory
 from .manager_thread import RoundThread
 
@@ -34,6 +35,11 @@ class SpeculativeBatchingManager:
     `continuous_batching_context_manager` of a model make one if they are given a drafter. A thread of its own runs
     rounds while there are requests; requests take free rows between two rounds. Other calls of `generate()` with a
     drafter for the same model run between two rounds, too.
+
+    A target that is split over processes (tensor parallel) has a manager on each of them, and all run the same rounds.
+    Requests are added and cancelled on the first process, as in transformers; on others these calls do nothing, and
+    each process has all results. All of them make, start, pause and stop their managers; other calls with a drafter
+    wait for `pause()`.
 
     Args:
         model: the target.
@@ -66,11 +72,6 @@ class SpeculativeBatchingManager:
         **kwargs: Any,
     ):
         check_length(model, generation_config, kwargs)
-        if tensor_parallel_group(model) is not None:
-            raise ValueError(
-                f"{type(model).__name__} is split over several processes, which would have to admit the same requests; "
-                "expected a target that one process runs. Use generate_batch(assistant_model=...)."
-            )
         self.model, self.drafter = model, drafter
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         check_config(self.continuous_batching_config)
@@ -90,7 +91,11 @@ class SpeculativeBatchingManager:
             _longest_of(workload_hints),
             self._queue,
         )
-        self._rounds = RoundThread(self._call, self._queue)
+        self._rounds = (
+            RoundThread(self._call, self._queue)
+            if tensor_parallel_group(model) is None
+            else SplitRoundThread(self._call, self._queue, self.continuous_batching_config.cpu_group_timeout)
+        )
         self.background_thread_status = self._rounds.status
         self.warmed_up = False
         self._call.check()
@@ -236,7 +241,8 @@ class SpeculativeBatchingManager:
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; its result has failed, with the tokens so far. Nothing happens if it is over."""
-        self._queue.cancel(request_id)
+        if self._rounds.takes_requests:
+            self._queue.cancel(request_id)
 
     # Results.
 
@@ -267,7 +273,7 @@ class SpeculativeBatchingManager:
     def _expects(self, request_id: str | None) -> bool:
         """Whether a result may still come."""
         is_running = self.is_running() and not self._rounds.has_stopped
-        return is_running and (request_id is None or request_id in self._queue.active)
+        return is_running and (request_id is None or self._rounds.expects(request_id))
 
 
 def _longest_of(hints: Any) -> int:

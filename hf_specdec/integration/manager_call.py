@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -134,7 +134,7 @@ class _Script:
         self._groups = deque(groups)
         self._is_first = True
 
-    def next(self, is_idle: bool) -> Arrived:
+    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
         if not (is_idle or self._is_first):
             return Arrived()
         self._is_first = False

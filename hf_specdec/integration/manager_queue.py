@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from transformers import ContinuousBatchingConfig
 
@@ -24,6 +25,7 @@ class RequestQueue:
             the lock of the target.
         results: of its requests.
         active: by id, requests that are not over.
+        on_failed: called with every request that ends before a run has got it; None for nothing.
     """
 
     def __init__(self, settings: ContinuousBatchingConfig):
@@ -31,6 +33,7 @@ class RequestQueue:
         self.changed = threading.Condition()
         self.results = Results(self.changed)
         self.active: dict[str, ManagedRequest] = {}
+        self.on_failed: Callable[[ManagedRequest], None] | None = None
         self._arrived: deque[ManagedRequest] = deque()
         self._withdrawn: list[tuple[ManagedRequest, str]] = []
 
@@ -103,6 +106,8 @@ class RequestQueue:
     def fail(self, request: ManagedRequest, error: str) -> None:
         """End a request that no run has got."""
         request.fail(error)
+        if self.on_failed is not None:
+            self.on_failed(request)
         self.on_finished(request)
 
     def fail_all(self, error: str) -> None:

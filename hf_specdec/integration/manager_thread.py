@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
@@ -26,7 +26,7 @@ LINGER = 1.0
 # Seconds for which `add` waits for room in a queue that is full, as transformers' manager does.
 SECONDS_TO_WAIT = 10.0
 
-_STOPPED = "The manager was stopped before the request had ended."
+STOPPED = "The manager was stopped before the request had ended."
 
 
 class RoundThread:
@@ -77,6 +77,15 @@ class RoundThread:
         return self._requests.has_news or self._is_stopping
 
     # For other threads.
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests go to this process, not to another one that runs the same model."""
+        return True
+
+    def expects(self, request_id: str) -> bool:
+        """Whether a request of this id has been added and is not over."""
+        return request_id in self._requests.active
 
     def start(self) -> None:
         """Start the thread, which must not be running."""
@@ -149,11 +158,15 @@ class RoundThread:
         with self._changed:
             if self._requests.is_full and not _is_in_event_loop():
                 self._changed.wait_for(lambda: not self._requests.is_full or self._is_stopping, SECONDS_TO_WAIT)
-            if self._is_stopping and self.thread is not None:
-                fatal_error = self.status.fatal_error
-                about = "is stopping" if fatal_error is None else "has ended by an error"
-                raise RuntimeError(f"The manager {about} and takes no more requests.") from fatal_error
+            self._check_open()
             self._requests.add(requests)
+
+    def _check_open(self) -> None:
+        """Raise `RuntimeError` if no more requests are taken."""
+        if self._is_stopping and self.thread is not None:
+            fatal_error = self.status.fatal_error
+            about = "is stopping" if fatal_error is None else "has ended by an error"
+            raise RuntimeError(f"The manager {about} and takes no more requests.") from fatal_error
 
     # In the thread.
 
@@ -168,8 +181,9 @@ class RoundThread:
                         self._changed.notify_all()
         except BaseException as error:
             logger.exception("The manager's thread ends by an error.")
+            self.status.request_stop(BackgroundThreadStatus.HARD_STOP, 0)
+            self._tell_of_error()
             with self._changed:
-                self.status.request_stop(BackgroundThreadStatus.HARD_STOP, 0)
                 self.status.record_fatal_error(error)
                 self._requests.fail_all(f"{type(error).__name__}: {first_line(error)}")
         finally:
@@ -177,28 +191,35 @@ class RoundThread:
                 self.status.mark_as_stopped()
                 self._changed.notify_all()
 
+    def _tell_of_error(self) -> None:
+        """Tell other processes that run the model that the thread ends."""
+
+    def _is_run_due(self) -> bool:
+        return not self._pauses and (self._requests.has_arrivals or self._is_stopping)
+
     def _wait_for_requests(self) -> bool:
         """Wait until a run is due; False if the manager is to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._pauses and (self._requests.has_arrivals or self._is_stopping))
+            self._changed.wait_for(self._is_run_due)
             if self._is_hard_stop:
-                self._requests.fail_all(_STOPPED)
+                self._requests.fail_all(STOPPED)
             self._runs_rounds = self._requests.has_arrivals
             return self._runs_rounds
 
-    def next(self, is_idle: bool) -> Arrived:
+    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
         """`Arrivals.next`; the lock of the target is let go while this waits, and when another call wants it."""
         lock, has_waited = lock_of(self._call.model), False
         while self._pauses or (not has_waited and (lock.is_wanted or (is_idle and not self._has_work))):
             has_waited = True
+            leave_target()
             with lock.released():
                 self._wait(is_idle)
         with self._changed:
             arrived, withdrawn = self._requests.take()
             if self._is_hard_stop:
                 for request in arrived:
-                    self._requests.fail(request, _STOPPED)
-                arrived, withdrawn = [], [(one, _STOPPED) for one in self._requests.active.values()]
+                    self._requests.fail(request, STOPPED)
+                arrived, withdrawn = [], [(one, STOPPED) for one in self._requests.active.values()]
             is_changed, self._was_paused = self._was_paused, False
             is_open = bool(self._requests.active)
             return Arrived(arrived, withdrawn, is_open, is_changed, has_waited)

@@ -54,6 +54,12 @@ def tensor_parallel_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
     return (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
 
 
+def is_first_rank(model: PreTrainedModel) -> bool:
+    """Whether this is the first of the ranks that run `model`, or the only one."""
+    group = tensor_parallel_group(model)
+    return group is None or dist.get_rank(group) == 0
+
+
 def from_first_rank(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
     """`tensor` of the first of the ranks that run `model`, by a broadcast; its shape is the same on all ranks."""
     group = tensor_parallel_group(model)

@@ -164,7 +164,7 @@ def test_any_memory(data):
         def __init__(self):
             self.step = -1
 
-        def next(self, is_idle):
+        def next(self, is_idle, leave_target):
             self.step += 1
             withdrawn = [(requests[number], "withdrawn") for number, step in waits.items() if step == self.step]
             is_open = bool(script) or self.step <= 12
@@ -272,6 +272,9 @@ class SimulatedRows(row_memory.MemoryOfRows):
     def free_others(self):
         pass
 
+    def leave_target(self):
+        pass
+
     def group_size(self, count):
         return None
 
@@ -312,7 +315,7 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
         arriving.append(one)
 
     class Script:
-        def next(self, is_idle):
+        def next(self, is_idle, leave_target):
             count = chance.choice([0, 0, 1, 3, 20]) if not is_idle else 1
             new = [arriving.popleft() for _ in range(min(count, len(arriving)))]
             there = [one for one in rows.occupants() if one is not None] if chance.random() < 0.01 else []

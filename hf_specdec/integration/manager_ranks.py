@@ -1,0 +1,206 @@
+"""The threads of the managers of a target that is split over processes: all run the same rounds of the same requests.
+
+As in transformers, requests go to the first process, which tells the others of them between two rounds; results are
+delivered on every process. All processes start, pause and stop their managers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..engine.row_request import Arrived
+from ..parallel.rank_agreement import RankAgreement
+from ..parallel.tensor_parallel import is_first_rank
+from .locks import lock_of
+from .manager_call import ManagedCall
+from .manager_queue import RequestQueue
+from .manager_requests import ManagedRequest
+from .manager_thread import STOPPED, RoundThread
+
+# Seconds for which the first process waits for requests before it agrees with the others that there are none.
+POLL = 0.1
+
+
+class _Said(enum.IntEnum):
+    """What a process says of itself when all agree, in this order; the largest number of any process counts."""
+
+    STATUS = 0  # how soon to stop, see `BackgroundThreadStatus`
+    HAS_FAILED = 1
+    IS_PAUSED = 2  # whether one of its threads wants no round to run
+    IS_NOT_PAUSED = 3
+    WAS_PAUSED = 4  # since the last round
+    NUM_NEWS = 5  # requests that have arrived or were withdrawn
+    IS_OPEN = 6  # whether requests are not over
+
+
+@dataclass
+class _News:
+    """What has happened at the first process.
+
+    Attributes:
+        arrived: requests.
+        withdrawn: requests that end at once, with an error for each.
+        failed: requests that have ended before a run got them.
+    """
+
+    arrived: list[ManagedRequest] = field(default_factory=list)
+    withdrawn: list[tuple[ManagedRequest, str]] = field(default_factory=list)
+    failed: list[ManagedRequest] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.arrived) + len(self.withdrawn) + len(self.failed)
+
+
+class SplitRoundThread(RoundThread):
+    """A `RoundThread` of one of the processes that a target is split over.
+
+    Args:
+        call: runs rounds.
+        requests: the queue.
+        timeout: see `RankAgreement`.
+    """
+
+    def __init__(self, call: ManagedCall, requests: RequestQueue, timeout: float | None):
+        super().__init__(call, requests)
+        self._timeout = timeout
+        self._ranks: RankAgreement | None = None
+        # What the first process has not told the others of yet.
+        self._news = _News()
+        # Whether another process has said that it failed.
+        self._is_told = False
+        # On other processes than the first: requests that this one was asked to add, and that the first one has not
+        # told of yet.
+        self._expected: set[str] = set()
+        if self.takes_requests:
+            requests.on_failed = lambda request: self._news.failed.append(request)
+
+    def start(self) -> None:
+        self._is_told, self._news = False, _News()
+        self._expected.clear()
+        self._ranks = RankAgreement(self._call.model, self._timeout)
+        lock_of(self._call.model).set_guard(self._check_caller)
+        super().start()
+
+    @property
+    def takes_requests(self) -> bool:
+        return is_first_rank(self._call.model)
+
+    def expects(self, request_id: str) -> bool:
+        return super().expects(request_id) or request_id in self._expected
+
+    def add(self, requests: list[ManagedRequest]) -> None:
+        if self.takes_requests:
+            super().add(requests)
+            return
+        with self._changed:
+            self._check_open()
+            self._expected.update(one.request_id for one in requests)
+
+    def _check_caller(self) -> None:
+        """Raise `RuntimeError` if a call comes at a time of which the other processes know nothing."""
+        me = threading.current_thread()
+        if me is not self.thread and me.ident not in self._pauses:
+            raise RuntimeError(
+                f"{type(self._call.model).__name__} is split over processes, whose manager runs its rounds; expected "
+                "no other call with a drafter meanwhile, since processes would make it between different rounds. Make "
+                "it on all processes within manager.pause(), or after stop()."
+            )
+
+    # In the thread.
+
+    def _agree(self, num_news: int = 0, is_open: bool = False, has_failed: bool = False) -> list[int]:
+        """What all processes say, by `_Said`.
+
+        Raises:
+            RuntimeError: another process has failed.
+        """
+        said = [0] * len(_Said)
+        said[_Said.STATUS], said[_Said.HAS_FAILED] = self.status.local_status, has_failed
+        said[_Said.IS_PAUSED], said[_Said.IS_NOT_PAUSED] = bool(self._pauses), not self._pauses
+        said[_Said.WAS_PAUSED] = self._was_paused
+        said[_Said.NUM_NEWS], said[_Said.IS_OPEN] = num_news, is_open
+        agreed = self._ranks.most(said)
+        self.status.update_with_tp_status(agreed[_Said.STATUS])
+        if agreed[_Said.HAS_FAILED] and not has_failed:
+            self._is_told = True
+            raise RuntimeError(
+                "Another process that runs the model has failed; expected all of them to run. See its error."
+            )
+        return agreed
+
+    def _work(self) -> None:
+        try:
+            super()._work()
+        finally:
+            lock_of(self._call.model).set_guard(None)
+            self._ranks.close()
+
+    def _tell_of_error(self) -> None:
+        if not self._is_told:
+            with contextlib.suppress(RuntimeError):  # of a process that has died
+                self._agree(has_failed=True)
+
+    def _wait_for_requests(self) -> bool:
+        while True:
+            with self._changed:
+                if self._ranks.is_first:
+                    self._changed.wait_for(self._is_run_due, POLL)
+                # `pause` waits until it is agreed that no round runs.
+                self._runs_rounds = not self._pauses
+                num_news = self._requests.has_arrivals or len(self._news.failed)
+            agreed = self._agree(num_news)
+            with self._changed:
+                is_due = agreed[_Said.NUM_NEWS] > 0 and not agreed[_Said.IS_PAUSED]
+                if self._is_hard_stop:
+                    self._requests.fail_all(STOPPED)
+                self._runs_rounds = is_due and not self._is_hard_stop
+                self._changed.notify_all()
+                if self._runs_rounds:
+                    return True
+                if self._is_hard_stop or (self._is_stopping and not agreed[_Said.NUM_NEWS]):
+                    return False
+
+    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
+        has_waited = False
+        while True:
+            with self._changed:
+                if self._ranks.is_first:
+                    arrived, withdrawn = self._requests.take()
+                    self._news.arrived += arrived
+                    self._news.withdrawn += withdrawn
+                num_news, is_open = len(self._news), bool(self._requests.active)
+            agreed = self._agree(num_news, is_open)
+            if agreed[_Said.IS_NOT_PAUSED]:
+                break
+            has_waited = True
+            leave_target()
+            with lock_of(self._call.model).released():
+                self._wait(is_idle=False)
+        arrived, withdrawn = self._told() if agreed[_Said.NUM_NEWS] else ([], [])
+        with self._changed:
+            self._was_paused = False
+            if self._is_hard_stop:
+                for request in arrived:
+                    self._requests.fail(request, STOPPED)
+                arrived, withdrawn = [], [(one, STOPPED) for one in self._requests.active.values()]
+        return Arrived(arrived, withdrawn, bool(agreed[_Said.IS_OPEN]), bool(agreed[_Said.WAS_PAUSED]), has_waited)
+
+    def _told(self) -> tuple[list[ManagedRequest], list[tuple[ManagedRequest, str]]]:
+        """Requests that have arrived at the first process, and those that were withdrawn there."""
+        with self._changed:
+            news, self._news = self._news, _News()
+        withdrawn = [(one.request_id, error) for one, error in news.withdrawn]
+        arrived, withdrawn, failed = self._ranks.from_first((news.arrived, withdrawn, news.failed))
+        if self._ranks.is_first:
+            return arrived, news.withdrawn
+        with self._changed:
+            self._expected.difference_update(one.request_id for one in (*arrived, *failed))
+            known = self._requests.active
+            known.update((one.request_id, one) for one in arrived)
+            for one in failed:
+                self._requests.on_finished(one)
+            return arrived, [(known[name], error) for name, error in withdrawn if name in known]
