@@ -66,6 +66,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=int, default=16)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--draft-window-size", type=int, default=None, help="tokens of a text that drafting attends to; all by default")
     add("--output", type=Path, default=None, help="JSON file; by default acceptance.json in a local drafter's folder")
     return parser.parse_args(arguments)
 
@@ -147,7 +148,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     model, tokenizer = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device))
     tokenizer.padding_side = "left"
-    drafter = AutoDrafter.from_pretrained(args.drafter, target=model, compile=False)
+    drafter = AutoDrafter.from_pretrained(
+        args.drafter, target=model, compile=False, draft_window_size=args.draft_window_size
+    )
     report = {
         "dtype": args.dtype,
         "max_new_tokens": args.max_new_tokens,

@@ -165,6 +165,7 @@ class AutoDrafter:
         verification: str = "token",
         compile: bool = True,
         batch_invariant: bool = False,
+        draft_window_size: int | str | None = None,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
         **keywords: Unpack[CheckpointKeywords],
@@ -178,7 +179,7 @@ class AutoDrafter:
             num_assistant_tokens: draft tokens a round (K), or `"auto"`; the checkpoint's own if None.
             draft_probs, engine, verification: see `Drafter.configure`.
             compile: `compile_rounds` of `Drafter.configure`.
-            batch_invariant: see `Drafter.configure`.
+            batch_invariant, draft_window_size: see `Drafter.configure`.
             dtype: the target's if None.
             device_map: the device of the target's last layer if None.
             revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the
@@ -217,7 +218,9 @@ class AutoDrafter:
         drafter.config.name_or_path = checkpoint.name
         share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
         drafter.bind(target)
-        drafter.configure(num_assistant_tokens, draft_probs, engine, verification, compile, batch_invariant)
+        drafter.configure(
+            num_assistant_tokens, draft_probs, engine, verification, compile, batch_invariant, draft_window_size
+        )
         _log(checkpoint.name, found)
         return drafter.eval()
 

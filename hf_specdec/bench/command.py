@@ -85,6 +85,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="drafters and the engine compute the same bits for every batch and every number of drafts",
     )
+    add("--draft-window-size", type=int, default=None, help="tokens of a text that drafting attends to, all by default")
     add("--runs", type=int, default=3, help="measured runs of every case, after one that is not counted")
     add(
         "--continuous",
@@ -315,7 +316,11 @@ def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[
 
 def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
     """`drafter`, which runs its rounds as the command line says."""
-    return drafter.configure(compile_rounds=arguments.compile, batch_invariant=arguments.batch_invariant)
+    return drafter.configure(
+        compile_rounds=arguments.compile,
+        batch_invariant=arguments.batch_invariant,
+        draft_window_size=None if isinstance(drafter, NoDrafter) else arguments.draft_window_size,
+    )
 
 
 def measure_baseline(

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
+ALL = "all"
+# The fewest tokens that drafting attends to: more than a round reads again or drafts.
+LEAST_WINDOW = 64
 
 
 class Drafter(PreTrainedModel):
@@ -89,6 +92,7 @@ class Drafter(PreTrainedModel):
         self.verification = "token"
         self.compile_rounds = True
         self.batch_invariant = False
+        self.draft_window_size: int | None = None
 
     @property
     def stats(self):
@@ -192,6 +196,7 @@ class Drafter(PreTrainedModel):
         verification: str | None = None,
         compile_rounds: bool | None = None,
         batch_invariant: bool | None = None,
+        draft_window_size: int | str | None = None,
     ) -> Drafter:
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
@@ -210,6 +215,10 @@ class Drafter(PreTrainedModel):
             batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
                 same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
                 prompts take longer. See docs/batch-invariance.md.
+            draft_window_size: how many of the last tokens of a text drafting attends to, at least `LEAST_WINDOW`, or
+                `"all"`. Drafters are trained on texts of limited length, and fewer of their drafts are accepted after
+                longer ones, which also cost more; a window of that length keeps to what they know. Prompts are read
+                whole. SGLang (`--speculative-draft-window-size`) and vLLM's pull request 53827 do the same.
 
         Raises:
             ValueError: expected one of the values above.
@@ -233,7 +242,24 @@ class Drafter(PreTrainedModel):
                 if not isinstance(value, bool):
                     raise ValueError(f"{name} is {value!r}; expected True or False.")
                 setattr(self, name, value)
+        if draft_window_size is not None:
+            self.draft_window_size = self._checked_window(draft_window_size)
         return self
+
+    def _checked_window(self, size: int | str) -> int | None:
+        if size == ALL:
+            return None
+        if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_WINDOW:
+            raise ValueError(f'draft_window_size is {size!r}; expected an int of at least {LEAST_WINDOW}, or "{ALL}".')
+        if type(self).limit_attention is Drafter.limit_attention:
+            raise ValueError(
+                f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own; expected a "
+                f'drafter that has one, or "{ALL}".'
+            )
+        return size
+
+    def limit_attention(self, state: DecodeState, window: int | None) -> None:
+        """Let what is drafted attend to the last `window` tokens of each text only; to all of it if None."""
 
     @property
     def compiles(self) -> bool:

@@ -230,6 +230,11 @@ class CachedDrafter(Drafter):
             drafts.append(self.draw(state, logits, first=step))
         return self.join(state, drafts)
 
+    def limit_attention(self, state: DecodeState, window: int | None) -> None:
+        starts = None if window is None else torch.maximum(state.lengths - window, state.draft_starts)
+        for cache in state.memory.caches:
+            cache.late_starts = starts
+
     def join(self, state: DecodeState, drafts: Sequence[Proposal]) -> Proposal:
         """The draft tokens of a round's steps, in order, as one proposal."""
         tokens, probs, _ = zip(*drafts, strict=True)

@@ -81,9 +81,19 @@ def draft_and_forward(
         the drafts, the block `[B, K + 1]` int64, its logits `[B, K + 1, V]`, its auxiliary hidden states
         `[B, K + 1, width]` or None.
     """
-    proposal = drafter.propose(state, *state.last_block(state.num_draft_tokens + 1))
+    proposal = propose(state, drafter, state.last_block(state.num_draft_tokens + 1))
     block, slots = state.block(proposal.tokens)
     return proposal, block, *target(state, block, slots)
+
+
+def propose(
+    state: DecodeState, drafter: Drafter, last_block: tuple[torch.Tensor | None, VerificationResult]
+) -> Proposal:
+    """`Drafter.propose` after `last_block`, attending to as much of the text as the drafter is to."""
+    drafter.limit_attention(state, drafter.draft_window_size)
+    proposal = drafter.propose(state, *last_block)
+    drafter.limit_attention(state, None)
+    return proposal
 
 
 def verify_and_commit(
@@ -112,7 +122,7 @@ def catch_up(state: DecodeState, drafter: Drafter, width: int) -> None:
     """
     before, state.num_draft_tokens = state.num_draft_tokens, 0
     try:
-        drafter.propose(state, *state.last_block(width))
+        propose(state, drafter, state.last_block(width))
     finally:
         state.num_draft_tokens = before
     state.narrow_block()

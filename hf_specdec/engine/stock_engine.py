@@ -36,6 +36,7 @@ from ..stats import Counters
 from .equivalence import why_not_equivalent
 from .output import SpeculativeOutput
 from .request import Request
+from .rounds import propose
 from .separate_rows import Row, join_rows, separate_rows, why_not_separate
 
 
@@ -195,7 +196,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             window[:, :committed] = aux_hidden_states[:, :committed]
         count = torch.full_like(self._state.lengths, committed)
         result = VerificationResult(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
-        self._proposal = self._drafter.propose(self._state, window, result)
+        self._proposal = propose(self._state, self._drafter, (window, result))
 
 
 class ReachableProcessors(LogitsProcessorList):

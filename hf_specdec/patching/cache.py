@@ -192,6 +192,7 @@ class RaggedCache(Cache):
             padding, in all rows from the same one on; None where that is not known. Set by `advance`.
         recurrence: positions of the recurrent states; None if there are none.
         starts: `[B]` int64, the first slot of each row that queries attend to; None for slot 0 in all rows.
+        late_starts: takes the place of `starts` for a while; None if it does not.
         takes_mask: whether attention is that of the modeling file, see `LayerKind`.
         span: how many leading slots attention is given. With Triton kernels all of them: kernels read live slots only,
             and a launch that is the same for all lengths can be captured. With the PyTorch references as many as may be
@@ -216,6 +217,7 @@ class RaggedCache(Cache):
         self.kernel_span = slots
         self.row_memory: RowMemory | None = None
         self.starts = starts
+        self.late_starts: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self.num_before: int | None = None
         # Of tokens whose inputs are in rings instead of recurrent states.
@@ -271,20 +273,21 @@ class RaggedCache(Cache):
             given. For attention that takes a mask `[B, span]` int64, 1 from the first slot of each row on; `slot_mask`
             hides the slots after a query.
         """
+        starts = self.starts_of(slots)
         if self.takes_mask:
-            if self.starts is None:
+            if starts is None:
                 return slots.new_ones(len(slots), self.span)
-            return (torch.arange(self.span, device=slots.device) >= self.starts[:, None]).long()
+            return (torch.arange(self.span, device=slots.device) >= starts[:, None]).long()
         if self.num_before is not None:
             return slots.new_empty(*slots.shape, 0)[:, None]
-        if self.starts is None:
+        if starts is None:
             return slots[:, None, :, None]
         # Stacked in front: kernels take slots that are adjacent in memory.
-        return torch.stack((slots, self.starts[:, None].expand_as(slots)), dim=1).transpose(1, 2)[:, None]
+        return torch.stack((slots, starts[:, None].expand_as(slots)), dim=1).transpose(1, 2)[:, None]
 
     def starts_of(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """The first slot that queries at `slots` `[B, n]` attend to: `[B]` int64, `starts`; or `[B, n]` if packed."""
-        return self.starts
+        """The first slot that queries at `slots` `[B, n]` attend to: `[B]` int64 or None; or `[B, n]` if packed."""
+        return self.starts if self.late_starts is None else self.late_starts
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """What transformers passes to its mask interface: for `slot_mask` the queries' slots, `[B, n]` int64."""
