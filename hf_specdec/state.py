@@ -244,6 +244,7 @@ class DecodeState:
         self.finished[at] = False
         if eos is not None:
             self.eos[at, : eos.shape[-1]] = eos.to(self.eos.device)
+        self.live = max([self.live, *map(len, prompts)])
 
     def as_one_row(self, memory: Any) -> DecodeState:
         """This state with the rows of its buffers one behind the other, as the only row of another; for prefills.

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import mmap
+import os
 import sys
 import threading
 import weakref
@@ -251,6 +252,15 @@ def available_bytes(device: torch.device) -> int:
         left = min(free, int(allowed) - torch.cuda.memory_reserved(device) - _committed[device])
         found = min(found, left - int(total * _SHARE_LEFT))
     return max(found, 0)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of memory that `device` has, used or not; `sys.maxsize` where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sys.maxsize
 
 
 def _within_limit(device: torch.device) -> int:

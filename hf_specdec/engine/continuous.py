@@ -30,7 +30,7 @@ from .prefix_reuse import Prefix, copy_prefixes, copy_texts, margin_of, wave_aft
 from .request import Request
 from .request_rows import RequestRows
 from .rounds import RoundLoop, RoundReport, Stage, commit_first_token
-from .row_memory import MOST_RESERVED, MemoryOfRows, can_grow, slots_in_memory
+from .row_memory import MOST_RESERVED, MemoryOfRows, allocating, can_grow, slots_in_memory
 from .row_request import ContinuousBatching, RowRequest, end
 from .session_prefill import can_pack
 from .sessions import Session, sessions_of, settled_on_error
@@ -207,7 +207,7 @@ class ContinuousRun(MemoryOfRows):
             shape = shape._replace(slots=slots_in_memory(shape.slots - 1, request.model.device))
         num_drafts = first_k(request, shape)
         lease = self._lease_of(shape)
-        with settled_on_error(lease.take()):
+        with allocating(shape, request.model.device), settled_on_error(lease.take()):
             lease.session.state.live = min(self._expected, shape.slots)
             if lease.lacks_round(self._process, num_drafts):
                 lease.start_compiler()
@@ -337,7 +337,8 @@ class ContinuousRun(MemoryOfRows):
         before = self._lease
         lease = self._smaller_lease(len(rows))
         try:
-            self._clear(lease)
+            with allocating(lease.shape, before.session.state.tokens.device):
+                self._clear(lease)
             self._commit_texts(lease, rows)
         except torch.OutOfMemoryError:
             # Processes that run one model together need the same rows.

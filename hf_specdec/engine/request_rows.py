@@ -176,6 +176,7 @@ class RequestRows:
                 if not self._is_empty or self._waiting[0].longest > self._place.capacity:
                     break
                 self._withdraw(self._waiting[0], _no_memory(self._waiting[0]))
+                self._waiting.popleft()
                 continue
             self._enter(self._place.prefill(prefixes, group))
             has_waited = True
@@ -248,31 +249,32 @@ class RequestRows:
             self._tokens_waiting += sum(one.remaining for one in arrived.requests)
             for request, error in arrived.withdrawn:
                 self._withdraw(request, error)
+            if arrived.withdrawn:
+                self._waiting = deque(one for one in self._waiting if not one.is_over)
             self._refuse()
             if self._waiting or not self._is_empty or not self._is_open:
                 return has_waited
 
     def _withdraw(self, request: RowRequest, error: str) -> None:
-        """End `request`, wherever it is."""
+        """End `request`, wherever it is; if it waits, the caller takes it from those that do."""
         if request.is_over:
             return
         request.error = error
         now = time.perf_counter()
-        if request in self._waiting:
-            self._waiting.remove(request)
-            self._tokens_waiting -= request.left
-            end(request, now, self._settings)
-        elif any(one is request for _, one in self._entering):
-            end(request, now, self._settings)
-        elif request in self._occupants:
+        if request in self._occupants:
             row = self._occupants.index(request)
             self._place.finish([row])
             self._retire(row, request, now)
+        else:
+            if not any(one is request for _, one in self._entering):
+                self._tokens_waiting -= request.left
+            end(request, now, self._settings)
 
     def _refuse(self) -> None:
         """End the next waiting requests if there is no room for them."""
         while self._waiting and (error := self._place.why_refused(self._waiting[0])) is not None:
             self._withdraw(self._waiting[0], error)
+            self._waiting.popleft()
 
     def _next_group(self) -> list[RowRequest]:
         """The next waiting requests: as many as rows are free, or if padded as a group may have."""

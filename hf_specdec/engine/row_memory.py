@@ -11,10 +11,11 @@ import torch
 from .. import ops
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
+from ..errors import first_line
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
-from ..virtual_memory import RowMemory, available_bytes, has_virtual_memory, slot_unit
+from ..virtual_memory import RowMemory, available_bytes, has_virtual_memory, slot_unit, total_bytes
 from .key_layout import KeyLayout, caches_of
 from .lazy_target import LazyTarget
 from .prefix_reuse import PrefillWave
@@ -28,6 +29,8 @@ MOST_RESERVED = 65536
 # Rounds are captured for texts of up to so many tokens, or a power of the second times as many. Attention over 300 of
 # 1,024 slots or of 4,096, shapes of Llama-3.1-8B, four queries, one H200: 12 or 21 us at batch 32.
 FEWEST_SPAN, SPAN_STEP = 1024, 4
+# Token ids of the longest texts may take one part in so many of a device's memory; what goes with them takes more.
+SHARE_FOR_TOKENS = 16
 
 
 def can_grow(target: LazyTarget) -> bool:
@@ -75,6 +78,27 @@ def spanning(state: DecodeState, span: int) -> Iterator[None]:
     finally:
         for cache in caches:
             cache.kernel_span = cache.slots
+
+
+@contextmanager
+def allocating(shape: Shape, device: torch.device) -> Iterator[None]:
+    """Context in which buffers of `shape` are allocated on `device`.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for them, also on a CPU, where torch raises another error, or the
+            system gives more than there is and ends the process when it is written.
+    """
+    wanted, available = 8 * shape.batch * shape.slots, total_bytes(device) // SHARE_FOR_TOKENS
+    if wanted > available:
+        raise torch.OutOfMemoryError(
+            f"Token ids of {shape.batch} texts of {shape.slots} tokens take {wanted} bytes, of {available} at most."
+        )
+    try:
+        yield
+    except RuntimeError as error:
+        if device.type == "cpu" and "can't allocate memory" in str(error):
+            raise torch.OutOfMemoryError(first_line(error)) from None
+        raise
 
 
 class MemoryOfRows:

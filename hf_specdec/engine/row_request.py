@@ -50,8 +50,8 @@ class RowRequest:
     timestamps: list[float] = field(default_factory=list)
     error: str | None = None
     lifespan: tuple[float, float] = (-1.0, -1.0)
-    # The text on the host, with room for all of it, for `criteria`.
-    _read: torch.Tensor | None = field(default=None, repr=False)
+    # What `criteria` read: the text, with room after it, on the host. A token is written once.
+    _shown: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def is_over(self) -> bool:
@@ -105,12 +105,12 @@ class RowRequest:
         return False
 
     def _meets_criteria(self) -> bool:
-        if self._read is None:
-            self._read = torch.empty(self.longest, dtype=torch.int64)
-            self._read[: len(self.prompt)] = self.prompt
-        self._read[self.length - 1] = self.tokens[-1]
+        length = self.length
+        if self._shown is None or length > len(self._shown):
+            self._shown = torch.nn.functional.pad(self.text.cpu(), (0, length))
+        self._shown[length - 1] = self.tokens[-1]
         with caller():
-            return bool(self.criteria(self._read[None, : self.length], None).all())
+            return bool(self.criteria(self._shown[None, :length], None).all())
 
 
 Entered = list[tuple[int, RowRequest]]

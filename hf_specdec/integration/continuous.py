@@ -71,7 +71,8 @@ def generate_batch(
     input_ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()
-    with tqdm(disable=not progress_bar, unit="request") as bar:
+    total = len(prompts) * (_asked("num_return_sequences", model, generation_config, kwargs) or 1)
+    with tqdm(total=total, disable=not progress_bar, unit="request") as bar:
 
         def on_finished(request: RowRequest) -> None:
             bar.update(1)
@@ -141,13 +142,18 @@ def _check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 def check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if a call states how long texts may be with their prompts, whose lengths differ."""
-    places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
-    asked = {name: next((one[name] for one in places if one.get(name) is not None), None) for name in _LENGTHS}
+    asked = {name: _asked(name, model, config, kwargs) for name in _LENGTHS}
     if asked["max_length"] is not None and asked["max_new_tokens"] is None:
         raise ValueError(
             f"max_length is {asked['max_length']}, which counts the tokens of a prompt, too, and max_new_tokens is not "
             "set; expected max_new_tokens, which holds for prompts of any length."
         )
+
+
+def _asked(name: str, model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
+    """The setting `name` of a call of `generate()`; None if nobody has made it."""
+    places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
+    return next((one[name] for one in places if one.get(name) is not None), None)
 
 
 def _result(request: RowRequest, prompt: torch.Tensor, sequences: int) -> GenerationOutput:

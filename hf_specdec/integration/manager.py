@@ -22,7 +22,7 @@ from .continuous import check_config, check_length
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
 from .manager_ranks import SplitRoundThread
-from .manager_requests import RequestFactory
+from .manager_requests import RequestFactory, check_request_id
 from .manager_thread import RoundThread
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,10 @@ class SpeculativeBatchingManager:
                 f"{', '.join(sorted(unknown))} is no setting of a manager; expected settings of a generation config."
             )
         self.generation_config.use_cache = True  # servers leave it off for transformers' own cache
-        self._factory = RequestFactory(model, self.generation_config, self.continuous_batching_config)
         self._queue = RequestQueue(self.continuous_batching_config)
+        self._factory = RequestFactory(
+            model, self.generation_config, self.continuous_batching_config, self._queue.is_in_use
+        )
         self._call = ManagedCall(
             model,
             drafter,
@@ -108,10 +110,8 @@ class SpeculativeBatchingManager:
 
     def start(self) -> None:
         """Start the thread."""
-        if self.is_running():
+        if not self._rounds.start():
             logger.warning("The manager has been started already.")
-            return
-        self._rounds.start()
 
     def stop(
         self,
@@ -194,6 +194,7 @@ class SpeculativeBatchingManager:
             RuntimeError: the manager is stopping, or has ended by an error.
             queue.Full: `max_queue_size` requests wait, and none got a row for some seconds; at once in an event loop.
         """
+        check_request_id(request_id)
         try:
             requests = self._factory.make(
                 input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, options

@@ -34,6 +34,8 @@ class RequestQueue:
         self.results = Results(self.changed)
         self.active: dict[str, ManagedRequest] = {}
         self.on_failed: Callable[[ManagedRequest], None] | None = None
+        # Those of `active` that had no row when it was last looked.
+        self._waiting: dict[str, ManagedRequest] = {}
         self._arrived: deque[ManagedRequest] = deque()
         self._withdrawn: list[tuple[ManagedRequest, str]] = []
 
@@ -47,10 +49,17 @@ class RequestQueue:
         """Whether requests have arrived or were withdrawn since `take` was called."""
         return bool(self._arrived or self._withdrawn)
 
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether a request of this id is not over, or nobody has taken its result."""
+        return request_id in self.active or self.results.has(request_id)
+
     @property
     def is_full(self) -> bool:
         most = self._settings.max_queue_size
-        return most > 0 and sum(not one.has_started for one in self.active.values()) >= most
+        if most == 0 or len(self._waiting) < most:
+            return False
+        self._waiting = {name: one for name, one in self._waiting.items() if not one.has_started}
+        return len(self._waiting) >= most
 
     def check_room(self) -> None:
         """Raise `queue.Full` if as many requests wait as may."""
@@ -73,7 +82,7 @@ class RequestQueue:
             if taken:
                 raise ValueError(f"The request {taken[0]} is not over; expected another request_id.")
             for one in requests:
-                self.active[one.request_id] = one
+                self.active[one.request_id] = self._waiting[one.request_id] = one
                 if one.error is not None:
                     self.fail(one, one.error)
                 else:
@@ -123,6 +132,7 @@ class RequestQueue:
         with self.changed:
             if isinstance(request, ManagedRequest):
                 self.active.pop(request.request_id, None)
+                self._waiting.pop(request.request_id, None)
                 self.results.deliver([request.result()])
 
     def on_tokens(self, requests: list[RowRequest]) -> None:

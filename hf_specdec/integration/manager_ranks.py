@@ -78,12 +78,14 @@ class SplitRoundThread(RoundThread):
         if self.takes_requests:
             requests.on_failed = lambda request: self._news.failed.append(request)
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        if self.is_running:
+            return False
         self._is_told, self._news = False, _News()
         self._expected.clear()
         self._ranks = RankAgreement(self._call.model, self._timeout)
         lock_of(self._call.model).set_guard(self._check_caller)
-        super().start()
+        return super().start()
 
     @property
     def takes_requests(self) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from numbers import Real
+from types import NoneType
 from typing import Any
 
 import torch
@@ -81,10 +84,17 @@ class RequestFactory:
         generation_config: of all requests.
         settings: `seed` is that of requests without a seed, `per_request_processors` whether they may have
             `SAMPLING_OPTIONS` of their own.
+        is_in_use: whether a request has an id, which is then given to no other.
     """
 
-    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig, settings: ContinuousBatchingConfig):
-        self._model, self._config = model, generation_config
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        settings: ContinuousBatchingConfig,
+        is_in_use: Callable[[str], bool],
+    ):
+        self._model, self._config, self._is_in_use = model, generation_config, is_in_use
         self._samples_each = bool(settings.per_request_processors)
         self._num_positions = num_positions(model)
         self._seeds = torch.Generator()
@@ -121,9 +131,8 @@ class RequestFactory:
         remaining = fitting_tokens(len(prompt), limit, self._num_positions)
         count = self._config.num_return_sequences or 1
         seeds, prompt_ids = self._seeds_of(seed, count), prompt.tolist()
-        with self._lock:
-            if request_id is None:
-                request_id, self._num_named = f"req_{self._num_named}", self._num_named + 1
+        if request_id is None:
+            request_id = self._new_id()
         return [
             ManagedRequest(
                 index=0,
@@ -142,6 +151,13 @@ class RequestFactory:
             )
             for number in range(count)
         ]
+
+    def _new_id(self) -> str:
+        with self._lock:
+            while True:
+                request_id, self._num_named = f"req_{self._num_named}", self._num_named + 1
+                if not self._is_in_use(request_id):
+                    return request_id
 
     def why_too_long(self, num_tokens: int) -> str | None:
         """Why a prompt of `num_tokens` tokens cannot run; None if the target has positions for it."""
@@ -190,15 +206,27 @@ class RequestFactory:
             getattr(self._config, name) if options.get(name) is None else options[name] for name in SAMPLING_OPTIONS
         )
         for name, value, is_right, expected in (
-            ("temperature", temperature, 0 <= temperature < float("inf"), "a number of at least 0"),
+            ("temperature", temperature, _is_number(temperature) and 0 <= temperature < inf, "a number of at least 0"),
             ("top_k", top_k, isinstance(top_k, int) and top_k >= 0, "an int of at least 0"),
-            ("top_p", top_p, 0 < top_p <= 1, "a number above 0 and up to 1"),
+            ("top_p", top_p, _is_number(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1"),
         ):
             if not is_right:
                 raise ValueError(f"{name} is {value!r}; expected {expected}.")
         if not do_sample or temperature == 0:
             return GREEDY
-        return SamplingSettings(float(temperature), top_k or NO_TOP_K, float(top_p))
+        return SamplingSettings(float(temperature), min(top_k, NO_TOP_K) or NO_TOP_K, float(top_p))
+
+
+def check_request_id(request_id: Any) -> None:
+    """Raise `ValueError` if a request cannot be found by `request_id`."""
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise ValueError(f"request_id is {request_id!r:.80}; expected a str, or None for a new one.") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
 
 
 def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -> frozenset[int]:
@@ -209,7 +237,7 @@ def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -
     """
     tokens = config.eos_token_id if eos_token_id is None else eos_token_id
     tokens = [] if tokens is None else tokens if isinstance(tokens, (list, tuple)) else [tokens]
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in tokens):
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one < 2**63 for one in tokens):
         raise ValueError(f"eos_token_id is {eos_token_id!r}; expected a token id or a list of them.")
     ends = frozenset(one for one in tokens if one >= 0)
     own = config.eos_token_id
@@ -220,7 +248,10 @@ def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -
 
 
 def _stop_strings(strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
-    if strings is None:
+    found = [strings] if isinstance(strings, str) else strings
+    if not isinstance(found, (list, tuple, NoneType)) or not all(isinstance(one, str) for one in found or ()):
+        raise ValueError(f"stop_strings is {strings!r:.80}; expected a string or a list of them.")
+    if not found:
         return None
     if tokenizer is None:
         raise ValueError(f"stop_strings is {strings!r}, but tokenizer is not set; expected both.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -25,7 +25,10 @@ class Results:
 
     def __init__(self, changed: threading.Condition):
         self._changed = changed
-        self._kept: deque[GenerationOutput] = deque()
+        # In the order in which they came, by their numbers; and these by request.
+        self._kept: OrderedDict[int, GenerationOutput] = OrderedDict()
+        self._numbers: dict[str, deque[int]] = {}
+        self._num_kept = 0
         self._handlers: dict[str, tuple[ResultHandler, asyncio.AbstractEventLoop]] = {}
 
     @property
@@ -38,28 +41,34 @@ class Results:
     ) -> GenerationOutput | None:
         """The next result, of `request_id` if it is given; None after `timeout` seconds or if none is expected."""
         with self._changed:
-            self._changed.wait_for(lambda: self._find(request_id) is not None or not is_expected(), timeout)
-            place = self._find(request_id)
-            if place is None:
-                return None
-            result = self._kept[place]
-            del self._kept[place]
-            return result
+            self._changed.wait_for(lambda: self.has(request_id) or not is_expected(), timeout)
+            return self._next(request_id) if self.has(request_id) else None
 
-    def _find(self, request_id: str | None) -> int | None:
-        """Place of the first result, of `request_id` if it is given."""
-        places = (place for place, one in enumerate(self._kept) if request_id in (None, one.request_id))
-        return next(places, None)
+    def has(self, request_id: str | None) -> bool:
+        """Whether a result is kept, of `request_id` if it is given."""
+        return bool(self._kept) if request_id is None else request_id in self._numbers
+
+    def _next(self, request_id: str | None) -> GenerationOutput:
+        """Take the first result that is kept, of `request_id` if it is given."""
+        number = next(iter(self._kept)) if request_id is None else self._numbers[request_id][0]
+        result = self._kept.pop(number)
+        numbers = self._numbers[result.request_id]
+        numbers.popleft()
+        if not numbers:
+            del self._numbers[result.request_id]
+        return result
+
+    def _keep(self, result: GenerationOutput) -> None:
+        self._kept[self._num_kept] = result
+        self._numbers.setdefault(result.request_id, deque()).append(self._num_kept)
+        self._num_kept += 1
 
     def add_handler(self, request_id: str, callback: ResultHandler) -> None:
         """Call `callback` on the running event loop with every result of a request, those that are kept included."""
         loop = asyncio.get_running_loop()
         with self._changed:
             self._handlers[request_id] = callback, loop
-            come = [one for one in self._kept if one.request_id == request_id]
-            for one in come:
-                self._kept.remove(one)
-            self.deliver(come)
+            self.deliver([self._next(request_id) for _ in tuple(self._numbers.get(request_id, ()))])
 
     def drop_handler(self, request_id: str | None) -> None:
         """Forget the handler of a request that was not added."""
@@ -72,7 +81,7 @@ class Results:
         for one in results:
             callback, loop = self._handlers.get(one.request_id, (None, None))
             if callback is None:
-                self._kept.append(one)
+                self._keep(one)
                 continue
             by_loop.setdefault(loop, []).append((callback, one))
             if one.is_finished():
@@ -86,5 +95,12 @@ class Results:
 
 
 def _call_all(calls: list[tuple[ResultHandler, GenerationOutput]]) -> None:
+    """Call handlers in the event loop; one that raises does not keep the others from their results."""
     for callback, result in calls:
-        callback(result)
+        try:
+            callback(result)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            message = f"The result handler of the request {result.request_id} failed."
+            asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})

@@ -87,11 +87,15 @@ class RoundThread:
         """Whether a request of this id has been added and is not over."""
         return request_id in self._requests.active
 
-    def start(self) -> None:
-        """Start the thread, which must not be running."""
-        self.status.clear()
-        self.thread = threading.Thread(target=self._work, name="hf_specdec-continuous-batching")
-        self.thread.start()
+    def start(self) -> bool:
+        """Start the thread; returns whether it was not running."""
+        with self._changed:
+            if self.is_running:
+                return False
+            self.status.clear()
+            self.thread = threading.Thread(target=self._work, name="hf_specdec-continuous-batching")
+            self.thread.start()
+            return True
 
     def request_stop(self, is_hard: bool) -> None:
         """Ask the thread to stop: when all requests have ended, or after the round that runs if `is_hard`.
@@ -112,14 +116,17 @@ class RoundThread:
 
     def join(self, stop_trigger_time: float, timeout: float | None) -> None:
         """Wait for the thread to end, at most `timeout` seconds; `stop_trigger_time` is when it was asked to."""
-        if self.thread is None:
+        thread = self.thread
+        if thread is None:
             return
-        self.thread.join(timeout)
-        if self.thread.is_alive():
+        thread.join(timeout)
+        if thread.is_alive():
             logger.warning("The manager's thread still runs after %s seconds.", timeout)
-        else:
-            logger.info("The manager's thread ended after %.2f s.", time.perf_counter() - stop_trigger_time)
-            self.thread = None
+            return
+        logger.info("The manager's thread ended after %.2f s.", time.perf_counter() - stop_trigger_time)
+        with self._changed:
+            if self.thread is thread:  # several threads may wait for it, and one of them start another
+                self.thread = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -211,7 +211,7 @@ def test_results_are_those_of_transformers(capsys):
         assert result.request_id == name and result.is_finished() and result.logprobs == []
         assert len(result.timestamps) == len(result.generated_tokens)
         assert 0 < result.created_time <= result.timestamps[0] <= result.timestamps[-1] == result.lifespan[1]
-    assert "6request" in capsys.readouterr().err
+    assert "6/6 [" in capsys.readouterr().err
     assert target.generate_batch([], assistant_model=random_eagle3(target)) == {}
 
 

@@ -362,6 +362,21 @@ def test_every_draft_stays_right(running, monkeypatch, prefilled):
         assert drafted[:room] == [(before[-1] + 1 + step) % COUNTED for step in range(2)][:room]
 
 
+def test_a_longer_prompt_after_a_shorter_one(running, monkeypatch):
+    """In a session of one row, whose prefill is not packed: the drafter reads all of the prompt."""
+    target, found = tiny_target("llama"), []
+    drafter = copy_of(target, noise=0.01)
+    for first in ((), (tokens(3, 0),)):
+        manager = running(target, drafter, rows=1)
+        for prompt in first:
+            said(manager, prompt)
+        with drafts_by_text(monkeypatch, drafter) as drafts:
+            said(manager, tokens(60, 1))
+        manager.stop()
+        found.append(drafts)
+    assert found[0] == found[1]
+
+
 def test_rows_that_run_or_were_cancelled_are_copied_from(running, prefilled):
     model = tiny_target("llama")
     manager = running(model, copy_of(model, noise=0.01))

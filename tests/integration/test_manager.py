@@ -20,7 +20,7 @@ from oracle import RANDOM_DRAFTERS, copy_of, random_eagle3
 from targets import STATIC_FAMILIES, STOCK_FAMILY, build_target, set_policy, tiny_target
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation import ContinuousBatchingManager
-from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from word_tokenizer import word_tokenizer
 
@@ -28,8 +28,12 @@ from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, continuous, request_rows, session_prefill
 from hf_specdec.engine.continuous import ContinuousRun
 from hf_specdec.engine.rounds import RoundLoop
-from hf_specdec.integration import manager_thread
+from hf_specdec.engine.row_memory import allocating
+from hf_specdec.engine.row_request import RowRequest
+from hf_specdec.integration import manager_requests, manager_thread
 from hf_specdec.integration.manager import SpeculativeBatchingManager
+from hf_specdec.integration.manager_results import Results
+from hf_specdec.state import Shape
 
 END, NEW = list(range(3, 96, 8)), 12
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
@@ -247,6 +251,57 @@ def test_methods_and_results_are_those_of_transformers(running):
     assert manager.get_result("mine") is None and manager.get_result(timeout=0.01) is None
 
 
+def test_new_ids_are_nobodys(running):
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target))
+    assert texts_of(manager, [manager.add_request(prompts()[1], "req_2")]) == [alone(1)]
+    manager.add_request(prompts()[1], "req_0")
+    while manager._queue.active:
+        time.sleep(0.001)
+    with manager.pause():
+        manager.add_request(prompts()[1], "req_1")
+        assert manager.add_requests([prompts()[0]] * 2) == ["req_2", "req_3"]
+
+
+def test_many_results_are_found_at_once(running):
+    compared = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    names = [Name(number) for number in range(60)]
+    results = Results(threading.Condition())
+    with results._changed:
+        for text in ([1], [1, 2]):
+            results.deliver([GenerationOutput(name, generated_tokens=text) for name in names])
+    assert results.take(None, lambda: True, 0).request_id == names[0]
+    for name in reversed(names):
+        for text in [[1], [1, 2]][name == names[0] :]:
+            assert results.take(name, lambda: True, 0).generated_tokens == text
+    assert results.is_empty and len(compared) < 10 * len(names)
+
+
+def test_a_queue_is_counted_when_it_may_be_full(running, monkeypatch):
+    started, asked = manager_requests.ManagedRequest.has_started.fget, []
+    noting = property(lambda self: asked.append(self) or started(self))
+    monkeypatch.setattr(manager_requests.ManagedRequest, "has_started", noting)
+    monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 0.0)
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target), config={"max_queue_size": 40})
+    with manager.pause():
+        names = [manager.add_request(prompts()[1], max_new_tokens=1) for _ in range(40)]
+        assert len(asked) <= 40
+        with pytest.raises(queue.Full):
+            manager.add_request(prompts()[1])
+        for name in reversed(names):
+            manager.cancel_request(name)
+        manager.add_request(prompts()[1])
+
+
 @pytest.mark.core
 def test_context_manager():
     target = tiny_target("llama")
@@ -361,6 +416,37 @@ def test_stop_in_the_middle(is_hard):
     manager.stop()
 
 
+def test_several_threads_start_and_stop_it(monkeypatch):
+    made, failures = [], []
+
+    class Slow(threading.Thread):
+        def __init__(self, *args, name=None, **options):
+            super().__init__(*args, name=name, **options)
+            if name is not None:
+                made.append(self)
+                time.sleep(0.02)
+
+    def at_once(call):
+        def run():
+            try:
+                call()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [Slow(target=run) for _ in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+
+    monkeypatch.setattr(threading, "Thread", Slow)
+    target = tiny_target("llama")
+    manager = manager_of(target, NoDrafter(target))
+    at_once(manager.start)
+    at_once(manager.stop)
+    assert not failures and len(made) == 1 and not manager.is_running()
+
+
 @pytest.mark.core
 def test_an_error_in_a_round_reaches_everybody(running, monkeypatch):
     target = copy.deepcopy(tiny_target("llama"))
@@ -431,6 +517,28 @@ def test_rows_and_slots_grow_with_the_requests(running, monkeypatch, grows):
     assert texts_of(hinted, [hinted.add_request(prompts()[0])]) == [alone(0)] and made == [(1, 256 if grows else 100)]
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_limit_beyond_all_memory_fails_alone(running, monkeypatch, grows):
+    set_policy(monkeypatch, "cpu", virtual_memory=grows)
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target))
+    with manager.pause():
+        name = manager.add_request(prompts()[0])
+        for new in (10**10, 10**30):
+            long = manager.add_request(prompts()[0], max_new_tokens=new)
+            names = manager.add_requests(prompts()[1:3])
+    assert f"no memory for a text of 5 tokens and {new} new ones" in manager.get_result(long, timeout=60).error
+    assert texts_of(manager, [name, *names]) == [alone(index) for index in range(3)]
+
+
+def test_torch_out_of_memory_on_a_cpu():
+    shape, cpu = Shape(1, 100, 3, False, False, 1), torch.device("cpu")
+    with pytest.raises(torch.OutOfMemoryError, match="can't allocate memory"), allocating(shape, cpu):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate too much")
+    with pytest.raises(RuntimeError, match="another"), allocating(shape, cpu):
+        raise RuntimeError("another")
+
+
 @pytest.mark.parametrize("has_others", [False, True])
 def test_a_request_too_long_for_memory_fails_alone(running, monkeypatch, has_others):
     set_policy(monkeypatch, "cpu", virtual_memory=False)
@@ -498,8 +606,9 @@ def test_a_request_has_its_own_sampling(running, monkeypatch, is_captured):
         options["seeds"] = [options.pop("seed")]
         out = target.generate(prompt, assistant_model=drafter, **options)
         assert text == out[0, prompt.shape[1] :].tolist(), options
-    name = manager.add_request(prompts()[0], do_sample=True, seed=9, temperature=1.5)
-    again = manager.add_request(prompts()[0], do_sample=True, seed=9, temperature=1.5)
+    options = {"do_sample": True, "seed": 9, "temperature": 1.5}
+    name = manager.add_request(prompts()[0], **options, top_k=0)
+    again = manager.add_request(prompts()[0], **options, top_k=2**70)  # as many as there are
     assert manager.get_result(name, timeout=60).generated_tokens == manager.get_result(again).generated_tokens
 
 
@@ -512,7 +621,9 @@ def test_a_managers_seed_repeats_its_texts(running):
     assert texts[0] == texts[1] != [alone(index) for index in range(5)]
 
 
-def test_stop_strings_of_a_request(running):
+def test_stop_strings_of_a_request(running, monkeypatch):
+    text, texts = RowRequest.text.fget, []
+    monkeypatch.setattr(RowRequest, "text", property(lambda self: texts.append(self) or text(self)))
     target, tokenizer = tiny_target("llama"), word_tokenizer()
     manager = running(target, copy_of(target, noise=0.01))
     whole = alone(0, new=40, end=())
@@ -528,6 +639,11 @@ def test_stop_strings_of_a_request(running):
         do_sample=False, max_new_tokens=40, stop_strings=[word], tokenizer=tokenizer,
     )  # fmt: skip
     assert stopped == expected[0, 5:].tolist() == whole[: len(stopped)] and len(stopped) < 40 and free == whole
+    texts.clear()
+    name = manager.add_request(prompts()[0], stop_strings=["none"], tokenizer=tokenizer, **options)
+    none = manager.add_request(prompts()[0], stop_strings=[], tokenizer=tokenizer, **options)
+    assert texts_of(manager, [name, none]) == [whole, whole]
+    assert len(texts) < 10, "the text is not put together for every token"
 
 
 WRONG = [
@@ -535,6 +651,9 @@ WRONG = [
     ({"input_ids": [96]}, "holds the token 96, but LlamaForCausalLM has tokens 0 to 95"),
     ({"max_new_tokens": 0}, "max_new_tokens is 0; expected an int of at least 1"),
     ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id or a list"),
+    ({"eos_token_id": 2**63}, "eos_token_id is 9223372036854775808; expected a token id"),
+    ({"request_id": [1]}, r"request_id is \[1\]; expected a str"),
+    ({"stop_strings": 5}, "stop_strings is 5; expected a string or a list of them"),
     ({"eos_token_id": list(range(17))}, "eos_token_id has 17 tokens; expected at most 16"),
     ({"seed": 0.5}, "seed is 0.5; expected an integer of 64 bits"),
     ({"stop_strings": "x"}, "stop_strings is 'x', but tokenizer is not set"),
@@ -543,6 +662,8 @@ WRONG = [
 ]
 WRONG_SAMPLING = [
     ({"temperature": -1.0}, "temperature is -1.0; expected a number of at least 0"),
+    ({"temperature": "hot"}, "temperature is 'hot'; expected a number of at least 0"),
+    ({"top_p": "most"}, "top_p is 'most'; expected a number above 0"),
     ({"top_k": 1.5}, "top_k is 1.5; expected an int of at least 0"),
     ({"top_p": 0.0}, "top_p is 0.0; expected a number above 0"),
 ]
@@ -649,7 +770,20 @@ def test_handlers_of_an_event_loop(running):
         with pytest.raises(ValueError, match="max_new_tokens is 0"):
             manager.add_request(prompts()[0], "wrong", max_new_tokens=0)
 
+    async def ask_beside_one_that_fails():
+        loop, done, errors = asyncio.get_running_loop(), asyncio.Event(), []
+        loop.set_exception_handler(lambda loop, context: errors.append(context))
+        with manager.pause():
+            manager.register_result_handler("bad", lambda result: {}[0])
+            manager.register_result_handler("good", lambda result: done.set())
+            manager._queue.add(
+                [manager._factory.make(prompts()[1], name, 1, False, False, None, {})[0] for name in ("bad", "good")]
+            )
+        await asyncio.wait_for(done.wait(), 10)
+        assert "handler of the request bad failed" in errors[0]["message"]
+
     asyncio.run(ask_wrongly())
+    asyncio.run(ask_beside_one_that_fails())
     for index, texts in enumerate(asyncio.run(ask_all())):
         assert texts[-1] == alone(index) and texts == sorted(texts, key=len)
     assert manager._queue.results.is_empty
