@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 from transformers.utils import ModelOutput
 
 from ..patching.cache import LayerKind, RaggedCache
+from ..patching.token_rows import forgets_states
 from .prompts import Prompts
 from .request import Request
 
@@ -144,7 +145,8 @@ class FinishedCall:
     def complete(self, cache: Cache) -> None:
         """Run the target over the remaining columns, except the last, as plain `generate()` has done.
 
-        In these columns some rows had ended and continue with padding tokens.
+        In these columns some rows had ended and continue with padding tokens. They are run in one pass, or where the
+        target would forget what the cache holds one by one.
         """
         prompts = self.prompts
         with torch.no_grad():
@@ -159,15 +161,18 @@ class FinishedCall:
         positions = torch.arange(width, device=text.device) - padding
         offsets = torch.tensor(self.position_offsets or [0] * len(padding), device=text.device)[:, None]
         options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        step = 1 if held and forgets_states(self.model) else width
         with torch.no_grad():
-            self.model(
-                input_ids=text,
-                attention_mask=(positions >= 0).long(),
-                position_ids=(positions.clamp(min=0) + offsets)[:, held:],
-                past_key_values=cache,
-                use_cache=True,
-                **options,
-            )
+            for begin in range(held, width, step):
+                end = min(begin + step, width)
+                self.model(
+                    input_ids=text[:, begin - held : end - held],
+                    attention_mask=(positions[:, :end] >= 0).long(),
+                    position_ids=(positions.clamp(min=0) + offsets)[:, begin:end],
+                    past_key_values=cache,
+                    use_cache=True,
+                    **options,
+                )
 
 
 class DeferredCache(DynamicCache):

@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 from .hidden_states import modules_of
 from .patch import Replacements, original
 from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentState
+from .token_rows import token_row_forwards
 
 
 def _delta_rule(
@@ -214,6 +215,46 @@ def _state_space(
     return out if D is None else (out + hidden_states * D[:, None]).to(hidden_states.dtype)
 
 
+def _mamba_step(
+    function: Callable,
+    state: RecurrentState | torch.Tensor,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    *,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Mamba-1 (arXiv 2312.00752) over tokens that are rows, see `token_rows`: R = B * n of a block of n columns.
+
+    Args:
+        function: the model's own, with the arguments of mamba_ssm.
+        hidden_states, dt: `[R, P]`.
+        A: `[P, N]`.
+        B, C: `[R, N]`.
+        D, dt_bias: `[P]`.
+        z: `[R, P]`, the gate.
+    """
+    if not isinstance(state, RecurrentState):
+        return function(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
+    rows = state.cache.positions.shape
+    query, key, inputs = (part.unflatten(0, rows)[:, :, None] for part in (C, B, hidden_states.float()))
+    steps = _time_steps(state, dt.unflatten(0, rows), dt_bias, dt_softplus, state.step_limits)[:, :, None]
+    # One head; the logarithm of a factor is step * A, of another A for each element of the state.
+    rates = A.float().t().contiguous()[None]
+    out = state.run(
+        query, key, inputs * steps, steps, None, delta=False, normalize=False, scale=1.0, rates=rates
+    ).flatten(0, 2)
+    if D is not None:
+        out = out + hidden_states * D
+    return (out if z is None else out * F.silu(z)).to(hidden_states.dtype)
+
+
 def _convolution(
     function: Callable,
     hidden_states: ConvolutionInputs | torch.Tensor,
@@ -261,13 +302,10 @@ _REPLACEMENTS: dict[str, Callable] = {
     "recurrent_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba2_selective_state_update": _mamba2_step,
+    "mamba_selective_state_update": _mamba_step,
     "causal_conv1d_fn": _convolution,
     "causal_conv1d_update": _convolution_step,
 }
-
-
-# Those that cannot be replaced, with the reason.
-_NOT_REPLACED = {"mamba_selective_scan": "Mamba-1, whose functions are given no state over several tokens"}
 
 
 def files_of(*models: nn.Module) -> list[ModuleType]:
@@ -278,11 +316,7 @@ def files_of(*models: nn.Module) -> list[ModuleType]:
 
 def why_not_replaced(model: nn.Module) -> str | None:
     """The reason why recurrent layers of `model` cannot run on a `RaggedCache`, as far as it is known beforehand."""
-    found = {name for file in files_of(model) for name in vars(file)}
-    reasons = [reason for name, reason in _NOT_REPLACED.items() if name in found]
-    if reasons:
-        return f"recurrent layers are {reasons[0]}"
-    if found.isdisjoint(_REPLACEMENTS):
+    if all(_REPLACEMENTS.keys().isdisjoint(vars(file)) for file in files_of(model)):
         return "recurrent layers call no function that the engine can replace"
     return None
 
@@ -290,12 +324,11 @@ def why_not_replaced(model: nn.Module) -> str | None:
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
     files = files_of(*models)
-    return Replacements(
-        {
-            name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-            for name in _REPLACEMENTS
-        }
-    )
+    functions = {
+        name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
+        for name in _REPLACEMENTS
+    }
+    return Replacements(functions | {"forward": token_row_forwards(*models)})
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:

@@ -85,6 +85,7 @@ class RecurrentState:
         state: `[B, H, K, V]` float32, of position `base`; None before the first pass.
         ring: inputs of the tokens from there on; None before the first pass.
         step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
+        heads: states of single heads, where a model runs them one by one; it then has no state of its own.
     """
 
     def __init__(self, cache: PositionedCache):
@@ -92,6 +93,14 @@ class RecurrentState:
         self.state: torch.Tensor | None = None
         self.ring: RecurrenceRing | None = None
         self.step_limits: tuple[float, float] = (0.0, float("inf"))
+        self.heads: dict[int, RecurrentState] = {}
+
+    def __getitem__(self, index: tuple[slice, int]) -> RecurrentState:
+        """The state of one head, which models take as `state[:, head]`."""
+        _, head = index
+        if head not in self.heads:
+            self.heads[head] = RecurrentState(self.cache)
+        return self.heads[head]
 
     def to(self, *args: Any, **kwargs: Any) -> RecurrentState:
         """Itself: it is float32 already."""
@@ -113,7 +122,7 @@ class RecurrentState:
             query, key, value, decay, beta, options: see `ops.recurrence`.
             chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain. It is
                 given `[B, n]` bool, which columns hold tokens, and the initial state `[B, H, K, V]`, and returns
-                outputs and the final state. None if there is none.
+                outputs and the final state. None if there is none: then all blocks take one step a column.
         """
         cache = self.cache
         if self.state is None:
@@ -152,8 +161,14 @@ class RecurrentState:
         """The ring needs no clearing: slots are read only after they were written."""
         if self.state is not None:
             self.state.zero_()
+        for head in self.heads.values():
+            head.restart()
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentState, taken: slice | torch.Tensor) -> None:
+        for head, state in source.heads.items():
+            self[:, head].copy_rows(rows, state, taken)
+        if source.state is None:
+            return
         if self.state is None:
             batch = len(self.cache.recurrence.base)
             self.state, *ring = (part.new_zeros(batch, *part.shape[1:]) for part in (source.state, *source.ring))
@@ -169,17 +184,19 @@ class ConvolutionInputs:
     Attributes:
         cache: see `RecurrentState`.
         ring: `[B, slots, C]`, inputs of earlier tokens.
-        inputs: `[B, C, n]`.
+        inputs: `[B, C, n]`, or `[B * n, C, 1]` with tokens as rows, see `token_rows`.
     """
 
     def __init__(self, cache: PositionedCache, ring: torch.Tensor, inputs: torch.Tensor):
         self.cache, self.ring, self.inputs = cache, ring, inputs
 
     def convolve(self, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
-        """`[B, C, n]`: see `ops.short_conv`."""
+        """The shape of `inputs`: see `ops.short_conv`."""
         cache = self.cache
         inputs = self.inputs.transpose(1, 2)
-        return ops.short_conv(inputs, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu).transpose(1, 2)
+        block = inputs.reshape(*cache.positions.shape, -1)
+        out = ops.short_conv(block, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu)
+        return out.reshape(inputs.shape).transpose(1, 2)
 
 
 class ConvolutionState:
@@ -224,16 +241,16 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> ConvolutionInputs | torch.Tensor:
-        """Take the inputs `[B, C, n]` of a short convolution.
+        """Take the inputs of a short convolution, `[B, C, n]`, or `[B * n, C, 1]` with tokens as rows.
 
         Returns:
-            what the model's convolution is to run over: for up to `MOST_STEPS` columns the inputs for its replacement,
-            which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
+            what the model's convolution is to run over: for up to `MOST_STEPS` columns, and with tokens as rows, the
+            inputs for its replacement, which also stores them; for more columns
+            `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
         """
         if state_idx not in self._rings:
-            batch, channels, _ = conv_states.shape
-            slots = self._cache.convolution_slots(conv_kernel_size)
-            self._rings[state_idx] = conv_states.new_zeros(batch, slots, channels)
+            batch, slots = len(self._cache.positions), self._cache.convolution_slots(conv_kernel_size)
+            self._rings[state_idx] = conv_states.new_zeros(batch, slots, conv_states.shape[1])
         ring = self._rings[state_idx]
         if conv_states.shape[-1] <= MOST_STEPS:
             return ConvolutionInputs(self._cache, ring, conv_states)
@@ -299,8 +316,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, taken: slice | torch.Tensor, slots: int) -> None:
         for index, state in source.recurrent_states.items():
-            if state.state is not None:
-                self.recurrent_states[index].copy_rows(rows, state, taken)
+            self.recurrent_states[index].copy_rows(rows, state, taken)
         for index, ring in source._rings.items():
             if index not in self._rings:
                 self._rings[index] = ring.new_zeros(len(self._cache.recurrence.base), *ring.shape[1:])

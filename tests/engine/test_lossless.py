@@ -143,8 +143,9 @@ def test_ends_and_limits_with_every_family_of_drafters(kind, num_draft_tokens):
 
 
 @pytest.mark.core_for(family=["llama", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next"])
-# Nemotron-H bounds its time steps in passes over several tokens, so also where transformers verifies drafts.
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "nemotron-h"])
+# Where transformers verifies drafts, in passes over several tokens, Nemotron-H bounds its time steps and Mamba-1 (Jamba
+# and Zamba) begins without a state; the latter are refused.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("nemotron-h", "jamba", "zamba")])
 def test_stock_engine_is_identical(family):
     target, inputs, plain = prompts_and_plain(family, 1)
     drafters = [

@@ -20,7 +20,6 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from hf_specdec import NoDrafter
 from hf_specdec.patching import recurrent_functions, recurrent_layers
 from hf_specdec.patching.cache import LayerKind, RaggedCache
-from hf_specdec.patching.support import why_not_supported
 
 MAX_NEW_TOKENS = 16
 greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
@@ -164,6 +163,39 @@ def test_continuous_batching(family):
         assert [result.generated_tokens for result in out.values()] == expected
 
 
+def test_heads_that_run_one_by_one(monkeypatch):
+    """Each has a state of its own, which is copied from row to row and cleared with the others."""
+    lengths = (70, 3, 66)
+    check("zamba", lengths, [(1, 0.6), (3, 0.0), (7, 1.0)])
+    target, inputs, plain = prompts_and_plain("zamba", lengths)
+    prompts = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
+    drafter = copy_of(target)
+    replay_on_cpu(monkeypatch)
+    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=2)
+    options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+    out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
+    assert [result.generated_tokens for result in out.values()] == plain[:, -MAX_NEW_TOKENS:].tolist()
+    for seed in (0, 1):
+        inputs = padded_prompts([9, 4], seed=seed)
+        expected = greedy(target, inputs)
+        assert torch.equal(greedy(target, inputs, drafter, 3), expected)
+        assert drafter.stats.accepted == drafter.stats.drafted > 0
+
+
+@pytest.mark.parametrize("family", cases(["qwen3-next", "jamba", "lfm2"], ["jamba"]))
+def test_prompts_of_embeddings(family):
+    """The target itself runs them, with padding in front."""
+    target, inputs = tiny_target(family), padded_prompts([9, 4])
+    inputs["inputs_embeds"] = target.get_input_embeddings()(inputs["input_ids"]).detach() + 0.3
+    drafter = random_eagle3(target)
+    expected = greedy(target, inputs, return_dict_in_generate=True)
+    found = greedy(target, inputs, drafter, 3, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected.sequences) and drafter.stats.engine == "static"
+    same_states(found.past_key_values, expected.past_key_values)
+    of_tokens = greedy(target, padded_prompts([9, 4]))
+    assert not torch.equal(expected.sequences, of_tokens[:, -expected.sequences.shape[1] :])
+
+
 @pytest.mark.parametrize("family", cases(list(HYBRIDS), ["qwen3-next", "falcon-h1"]))
 def test_sessions_are_used_again(family, monkeypatch):
     """Buffers of earlier calls hold states and inputs of other texts."""
@@ -201,6 +233,13 @@ def states(cache):
     ]
 
 
+def same_states(found, expected):
+    assert found.get_seq_length() == expected.get_seq_length()
+    assert len(states(found)) == len(states(expected)) > 0
+    for state, wanted in zip(states(found), states(expected), strict=True):
+        torch.testing.assert_close(state, wanted, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.core_for(family=["qwen3-next"])
 @pytest.mark.parametrize("family", cases(list(HYBRIDS), ["qwen3-next", "falcon-h1"]))
 def test_caches_after_a_call_are_plain_generates(family):
@@ -212,10 +251,7 @@ def test_caches_after_a_call_are_plain_generates(family):
     assert out.past_key_values is given and drafter.stats.engine == "static"
     deferred = greedy(target, inputs, drafter, 3, return_dict_in_generate=True).past_key_values
     for found in (given, deferred):
-        assert found.get_seq_length() == plain.get_seq_length()
-        assert len(states(found)) == len(states(plain)) > 0
-        for state, expected in zip(states(found), states(plain), strict=True):
-            torch.testing.assert_close(state, expected, atol=2e-4, rtol=2e-4)
+        same_states(found, plain)
 
 
 class CallsTarget(LogitsProcessor):
@@ -267,12 +303,11 @@ def test_modeling_files_are_restored(family):
     assert traces(target) == of_model
 
 
-# Functions of recurrences that no replacement is made for: their models run on the stock engine, or are refused.
+# Functions of recurrences that no replacement is made for, since models do not call them while an engine runs.
 NOT_REPLACED = {
     "mamba2_split_conv1d_scan_combined",  # training
     "mamba_inner_fn",  # training
-    "mamba_selective_scan",
-    "mamba_selective_state_update",
+    "mamba_selective_scan",  # of layers whose tokens are rows
 }
 
 
@@ -294,12 +329,7 @@ def test_models_without_attention_are_refused():
             greedy(target, padded_prompts(PROMPTS[1]), NoDrafter(target), 3)
 
 
-def test_recurrences_that_cannot_be_replaced_are_refused():
-    options = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
-    target = build_target("jamba", **options, use_mamba_kernels=False)
-    assert "recurrent layers are Mamba-1, whose functions are given no state" in why_not_supported(target)
-    with pytest.raises(ValueError, match=r"cannot draft here, .* the draft model's recurrent layers are Mamba-1"):
-        copy_of(target)
+def test_states_that_a_model_has_computed_by_itself_are_refused():
     layer = RaggedCache([LayerKind(False, 1)], 8, lengths=torch.ones(1, dtype=torch.int64)).layers[0]
     with pytest.raises(TypeError, match=r"has computed a state by itself \(Tensor\); expected it to call one of"):
         layer.update_recurrent_state(torch.zeros(1))
@@ -311,7 +341,8 @@ def test_modules_of_recurrent_layers_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "num_layers"), cases([("falcon-h1", 1), ("qwen3-next", 3), ("lfm2", 3)], [("falcon-h1", 1)])
+    ("family", "num_layers"),
+    cases([("falcon-h1", 1), ("qwen3-next", 3), ("lfm2", 3), ("jamba", 2)], [("falcon-h1", 1)]),
 )
 def test_round_with_the_gpu_policy(family, num_layers, monkeypatch):
     """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""
