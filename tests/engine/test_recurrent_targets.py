@@ -14,7 +14,16 @@ from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3, random_mtp
-from targets import HYBRIDS, PAD, build_target, new_target, padded_prompts, set_policy, tiny_target
+from targets import (
+    HYBRIDS,
+    PAD,
+    WITHOUT_ATTENTION,
+    build_target,
+    new_target,
+    padded_prompts,
+    set_policy,
+    tiny_target,
+)
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_specdec import NoDrafter
@@ -233,8 +242,8 @@ def states(cache):
     ]
 
 
-def same_states(found, expected):
-    assert found.get_seq_length() == expected.get_seq_length()
+def same_states(found, expected, has_length=True):
+    assert not has_length or found.get_seq_length() == expected.get_seq_length()
     assert len(states(found)) == len(states(expected)) > 0
     for state, wanted in zip(states(found), states(expected), strict=True):
         torch.testing.assert_close(state, wanted, atol=2e-4, rtol=2e-4)
@@ -321,18 +330,41 @@ def test_every_recurrence_of_transformers_is_known():
     assert names <= set(recurrent_functions._REPLACEMENTS) | NOT_REPLACED
 
 
-def test_models_without_attention_are_refused():
-    sizes = {"state_size": 8, "hidden_size": 32, "num_hidden_layers": 2}
-    for model_type, options in (("mamba", {}), ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2})):
-        target = build_target(model_type, **sizes, **options)
-        with pytest.raises(ValueError, match="has no attention layers, and keeps its states in a cache of its own"):
-            greedy(target, padded_prompts(PROMPTS[1]), NoDrafter(target), 3)
+@pytest.mark.core_for(family=["mamba"])
+@pytest.mark.parametrize("family", WITHOUT_ATTENTION)
+def test_models_without_attention(family):
+    """There is no position that has a slot, and transformers gives them their cache by another name."""
+    lengths = (70, 3, 66)
+    check(family, lengths, [(1, 0.6), (3, 0.0), (7, 1.0)])
+    target, inputs, plain = prompts_and_plain(family, lengths)
+    prompts = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
+    drafter, options = copy_of(target), {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=2)
+    out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
+    assert [result.generated_tokens for result in out.values()] == plain[:, -MAX_NEW_TOKENS:].tolist()
+    short = padded_prompts([9, 4])
+    embeddings = target.get_input_embeddings()(short["input_ids"]).detach() + 0.3
+    for given in (short, {**short, "inputs_embeds": embeddings}):
+        expected = greedy(target, given, return_dict_in_generate=True)
+        found = greedy(target, given, drafter, 3, return_dict_in_generate=True)
+        assert torch.equal(found.sequences, expected.sequences) and drafter.stats.engine == "static"
+        same_states(found.past_key_values, expected.past_key_values, has_length=False)
+    assert drafter.stats.accepted < drafter.stats.drafted, "a draft model reads tokens, not embeddings"
+    with pytest.raises(ValueError, match="cache_params, a cache of recurrent states that does not know how many"):
+        greedy(target, short, drafter, 3, cache_params=expected.past_key_values)
 
 
 def test_states_that_a_model_has_computed_by_itself_are_refused():
     layer = RaggedCache([LayerKind(False, 1)], 8, lengths=torch.ones(1, dtype=torch.int64)).layers[0]
     with pytest.raises(TypeError, match=r"has computed a state by itself \(Tensor\); expected it to call one of"):
         layer.update_recurrent_state(torch.zeros(1))
+
+
+def test_steps_of_training_with_recurrent_layers_are_refused():
+    drafter, tokens = copy_of(tiny_target("mamba")), torch.arange(4, 12)[None]
+    assert drafter.unroll(tokens, None, 1)[0].shape == (1, 8, 32)
+    with pytest.raises(ValueError, match="MambaForCausalLM cannot be trained in 2 steps: it has recurrent layers"):
+        drafter.unroll(tokens, None, 2)
 
 
 def test_modules_of_recurrent_layers_are_refused():
@@ -342,7 +374,7 @@ def test_modules_of_recurrent_layers_are_refused():
 
 @pytest.mark.parametrize(
     ("family", "num_layers"),
-    cases([("falcon-h1", 1), ("qwen3-next", 3), ("lfm2", 3), ("jamba", 2)], [("falcon-h1", 1)]),
+    cases([("falcon-h1", 1), ("qwen3-next", 3), ("lfm2", 3), ("jamba", 2), ("mamba", 2)], [("falcon-h1", 1)]),
 )
 def test_round_with_the_gpu_policy(family, num_layers, monkeypatch):
     """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""

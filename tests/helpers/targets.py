@@ -136,6 +136,12 @@ FAMILIES |= HYBRIDS
 # Heads of Mamba-1 that run one by one.
 _ZAMBA = {"head_dim": 16, "num_key_value_heads": 4, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
 FAMILIES["zamba"] = {"model_type": "zamba", **_ZAMBA}
+# Recurrent layers only.
+WITHOUT_ATTENTION = {
+    "mamba": {"model_type": "mamba", "state_size": 8, "time_step_rank": 4},
+    "mamba2": {"model_type": "mamba2", "state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 16},
+}
+FAMILIES |= WITHOUT_ATTENTION
 # Its RoPE changes with the length of the text, and computes the frequencies by itself.
 STOCK_FAMILY = "phimoe-longrope"
 FAMILIES[STOCK_FAMILY] = {
