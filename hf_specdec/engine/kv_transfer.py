@@ -19,8 +19,8 @@ from transformers.cache_utils import (
 from transformers.utils import ModelOutput
 
 from ..patching.cache import LayerKind, RaggedCache
+from ..patching.running_layer import forgets_states
 from ..patching.support import cache_name
-from ..patching.token_rows import forgets_states
 from .prompts import Prompts
 from .request import Request
 

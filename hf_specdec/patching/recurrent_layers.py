@@ -85,7 +85,7 @@ class RecurrentState:
         state: `[B, H, K, V]` float32, of position `base`; None before the first pass.
         ring: inputs of the tokens from there on; None before the first pass.
         step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
-        heads: states of single heads, where a model runs them one by one; it then has no state of its own.
+        heads: states of the heads after the first, where a model runs them one by one; this is then the first one's.
     """
 
     def __init__(self, cache: PositionedCache):
@@ -98,6 +98,8 @@ class RecurrentState:
     def __getitem__(self, index: tuple[slice, int]) -> RecurrentState:
         """The state of one head, which models take as `state[:, head]`."""
         _, head = index
+        if head == 0:
+            return self
         if head not in self.heads:
             self.heads[head] = RecurrentState(self.cache)
         return self.heads[head]
@@ -184,19 +186,17 @@ class ConvolutionInputs:
     Attributes:
         cache: see `RecurrentState`.
         ring: `[B, slots, C]`, inputs of earlier tokens.
-        inputs: `[B, C, n]`, or `[B * n, C, 1]` with tokens as rows, see `token_rows`.
+        inputs: `[B, C, n]`.
     """
 
     def __init__(self, cache: PositionedCache, ring: torch.Tensor, inputs: torch.Tensor):
         self.cache, self.ring, self.inputs = cache, ring, inputs
 
     def convolve(self, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
-        """The shape of `inputs`: see `ops.short_conv`."""
+        """`[B, C, n]`: see `ops.short_conv`."""
         cache = self.cache
         inputs = self.inputs.transpose(1, 2)
-        block = inputs.reshape(*cache.positions.shape, -1)
-        out = ops.short_conv(block, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu)
-        return out.reshape(inputs.shape).transpose(1, 2)
+        return ops.short_conv(inputs, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu).transpose(1, 2)
 
 
 class ConvolutionState:
@@ -241,16 +241,16 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> ConvolutionInputs | torch.Tensor:
-        """Take the inputs of a short convolution, `[B, C, n]`, or `[B * n, C, 1]` with tokens as rows.
+        """Take the inputs `[B, C, n]` of a short convolution.
 
         Returns:
-            what the model's convolution is to run over: for up to `MOST_STEPS` columns, and with tokens as rows, the
-            inputs for its replacement, which also stores them; for more columns
-            `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
+            what the model's convolution is to run over: for up to `MOST_STEPS` columns the inputs for its replacement,
+            which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
         """
         if state_idx not in self._rings:
-            batch, slots = len(self._cache.positions), self._cache.convolution_slots(conv_kernel_size)
-            self._rings[state_idx] = conv_states.new_zeros(batch, slots, conv_states.shape[1])
+            batch, channels, _ = conv_states.shape
+            slots = self._cache.convolution_slots(conv_kernel_size)
+            self._rings[state_idx] = conv_states.new_zeros(batch, slots, channels)
         ring = self._rings[state_idx]
         if conv_states.shape[-1] <= MOST_STEPS:
             return ConvolutionInputs(self._cache, ring, conv_states)
@@ -291,12 +291,13 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         ring.copy_(torch.where((columns >= 0)[..., None], inputs.gather(1, index), ring))
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Nothing: the state was updated where it was used.
+        """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads.
 
         Raises:
             TypeError: expected what `recurrent_states` has; the model has computed a state by a function of its own.
         """
-        if not isinstance(recurrent_states, RecurrentState):
+        is_empty = isinstance(recurrent_states, torch.Tensor) and recurrent_states.numel() == 0
+        if not isinstance(recurrent_states, RecurrentState) and not is_empty:
             raise TypeError(
                 f"A recurrent layer has computed a state by itself ({type(recurrent_states).__name__}); expected it to "
                 "call one of the functions that recurrent_functions replaces. The model cannot run on this cache."

@@ -316,7 +316,6 @@ def test_modeling_files_are_restored(family):
 NOT_REPLACED = {
     "mamba2_split_conv1d_scan_combined",  # training
     "mamba_inner_fn",  # training
-    "mamba_selective_scan",  # of layers whose tokens are rows
 }
 
 
