@@ -21,6 +21,8 @@ from ..patching.masked_attention import why_not_masked
 from ..patching.packing import packs_prompts, reuses_prefixes
 from ..patching.support import (
     cache_layers,
+    cache_name,
+    has_recurrent_layers,
     length_limits,
     num_positions,
     uses_attention_interface,
@@ -186,10 +188,10 @@ class DraftModelDrafter(CachedDrafter):
             **self.model_inputs(tokens.clamp(max=self._num_embeddings - 1), hidden),
             attention_mask=cache.attention_mask(slots),
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=num_logits or 1,
             return_dict=True,
+            **{cache_name(self.model): cache},
         ).logits
         return logits[..., : self.config.draft_vocab_size] if num_logits else None, None
 
@@ -222,6 +224,11 @@ class DraftModelDrafter(CachedDrafter):
         rows: Sequence[int] | None = None,
         first: int = 0,
     ) -> list[torch.Tensor]:
+        if num_steps > 1 and has_recurrent_layers(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} cannot be trained in {num_steps} steps: it has recurrent layers, whose "
+                "states do not follow the steps before; expected num_steps=1, or a draft model of attention layers."
+            )
         attend, decoder = UnrolledAttention(), self.model.get_decoder()
         hidden = self.unrolled_hidden_states(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]

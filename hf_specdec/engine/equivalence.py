@@ -25,7 +25,7 @@ from ..kernels.types import Proposal, VerificationResult
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
-from ..patching.support import length_limits, settings_of, stated_positions, uses_attention_interface
+from ..patching.support import cache_name, length_limits, settings_of, stated_positions, uses_attention_interface
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
@@ -157,7 +157,7 @@ def _read_with_every_token(call: CallWithInputs) -> list[str]:
     run_as_given(model, call.prompts.input_ids, call.config, call.model_kwargs, cache)
 
     def logits(**changed: torch.Tensor) -> torch.Tensor:
-        inputs = {**call.following, **changed, "past_key_values": copy.deepcopy(cache), "return_dict": True}
+        inputs = {**call.following, **changed, cache_name(model): copy.deepcopy(cache), "return_dict": True}
         return model(**inputs).logits.float()
 
     expected, read = logits(), []

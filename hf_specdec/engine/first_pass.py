@@ -26,9 +26,9 @@ from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
 from ..patching.patch import caller, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.recurrent_layers import RecurrentLayer
-from ..patching.support import cache_layers, has_recurrent_layers
+from ..patching.support import CACHE_NAMES, cache_layers, has_recurrent_layers
 from ..state import DecodeState
-from .kv_transfer import read_cache, run_as_given
+from .kv_transfer import read_cache, run_as_given, stores_keys
 from .prompts import Prompts
 from .request import Request
 from .target import HiddenStates
@@ -67,7 +67,7 @@ def inputs_after_prompts(
         prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
     """
-    given = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
+    given = {name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES}
     embeddings, columns = given.get("inputs_embeds"), prompts.input_ids.shape[1]
     if embeddings is not None and embeddings.shape[1] != columns:
         return f"inputs_embeds has {embeddings.shape[1]} columns, and input_ids {columns}"
@@ -204,7 +204,7 @@ class FirstPass:
                     with suppress(Exception):
                         cache.crop(prompts.cached)
                 raise
-            found = int(cache.get_seq_length())
+            found = int(cache.get_seq_length()) if stores_keys(cache) else prompts.width
             if found != prompts.width:
                 raise ValueError(
                     f"{type(model).__name__} made {found} columns of a prompt of {prompts.width}; expected a token for "

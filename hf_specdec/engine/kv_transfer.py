@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -18,6 +19,8 @@ from transformers.cache_utils import (
 from transformers.utils import ModelOutput
 
 from ..patching.cache import LayerKind, RaggedCache
+from ..patching.running_layer import forgets_states
+from ..patching.support import cache_name
 from .prompts import Prompts
 from .request import Request
 
@@ -45,6 +48,11 @@ def _held(layer: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     length = int(layer.get_seq_length())
     count = min(length, layer.keys.shape[2])
     return layer.keys[:, :, :count], layer.values[:, :, :count], length - count
+
+
+def stores_keys(cache: Cache) -> bool:
+    """Whether layers of `cache` store keys and values, which tell how many tokens it holds."""
+    return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
 
 def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, device: torch.device) -> None:
@@ -86,7 +94,7 @@ def run_as_given(
         config, inputs: of the call, as prepared by `generate()`.
         cache: to fill.
     """
-    return model._prefill(input_ids, config, dict(inputs) | {"past_key_values": cache})
+    return model._prefill(input_ids, config, dict(inputs) | {cache_name(model): cache})
 
 
 @dataclass
@@ -144,13 +152,17 @@ class FinishedCall:
     def complete(self, cache: Cache) -> None:
         """Run the target over the remaining columns, except the last, as plain `generate()` has done.
 
-        In these columns some rows had ended and continue with padding tokens.
+        In these columns some rows had ended and continue with padding tokens. They are run in one pass, or where the
+        target would forget what the cache holds one by one.
         """
         prompts = self.prompts
-        with torch.no_grad():
-            if self.run_prompts is not None and not int(cache.get_seq_length()):
+        has_keys = stores_keys(cache)
+        # A cache of the caller's with recurrent states only is none that a call fills.
+        held = int(cache.get_seq_length()) if has_keys else 0
+        if self.run_prompts is not None and not held:
+            with torch.no_grad():
                 self.run_prompts(cache)
-        held = int(cache.get_seq_length())
+            held = prompts.width
         text = self.sequences[:, held - prompts.hidden : -1]
         if not text.shape[1]:
             return
@@ -159,15 +171,18 @@ class FinishedCall:
         positions = torch.arange(width, device=text.device) - padding
         offsets = torch.tensor(self.position_offsets or [0] * len(padding), device=text.device)[:, None]
         options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        step = 1 if held and forgets_states(self.model) else width
         with torch.no_grad():
-            self.model(
-                input_ids=text,
-                attention_mask=(positions >= 0).long(),
-                position_ids=(positions.clamp(min=0) + offsets)[:, held:],
-                past_key_values=cache,
-                use_cache=True,
-                **options,
-            )
+            for begin in range(held, width, step):
+                end = min(begin + step, width)
+                self.model(
+                    input_ids=text[:, begin - held : end - held],
+                    attention_mask=(positions[:, 0 if has_keys else begin : end] >= 0).long(),
+                    position_ids=(positions.clamp(min=0) + offsets)[:, begin:end],
+                    use_cache=True,
+                    **{cache_name(self.model): cache},
+                    **options,
+                )
 
 
 class DeferredCache(DynamicCache):

@@ -24,7 +24,7 @@ from ..patching.linear import patched_linear
 from ..patching.patch import Patch, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.rotary_functions import rotary_functions
-from ..patching.support import length_limits
+from ..patching.support import cache_name, length_limits
 from ..state import DecodeState
 from .prompts import Prompts
 
@@ -101,11 +101,11 @@ class Target:
             input_ids=tokens,
             attention_mask=state.cache.attention_mask(slots),
             position_ids=position_ids,
-            past_key_values=state.cache,
             use_cache=True,
             logits_to_keep=self._last_token(slots) if is_last else logits_to_keep,
             output_hidden_states=self.hidden_states is not None,
             return_dict=True,
+            **{cache_name(self.model): state.cache},
         )
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)

@@ -15,6 +15,7 @@ from ..patching.support import cache_layers, length_limits, why_not_supported
 REPLACED_INPUTS = frozenset(
     {
         "attention_mask",
+        "cache_params",
         "cache_position",
         "logits_to_keep",
         "output_attentions",
@@ -122,6 +123,8 @@ def _why_not_call(
 ) -> str | None:
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
+    if getattr(model_kwargs.get("cache_params"), "_is_user_defined", False):
+        return "the call has cache_params, a cache of recurrent states that does not know how many tokens it holds"
     if prompts.cached:
         obstacle = why_not_readable(model_kwargs["past_key_values"], cache_layers(model))
         if obstacle is not None:

@@ -241,6 +241,11 @@ class RaggedCache(Cache):
         return any(layer.is_allocated for layer in self.layers)
 
     @property
+    def has_keys(self) -> bool:
+        """Whether layers store keys and values."""
+        return any(isinstance(layer, RaggedLayer) for layer in self.layers)
+
+    @property
     def has_indexers(self) -> bool:
         """Whether layers hold keys of indexers."""
         return any(getattr(layer, "indexer_keys", None) is not None for layer in self.layers)
@@ -264,15 +269,17 @@ class RaggedCache(Cache):
             for layer in self.layers:
                 layer.restart()
 
-    def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:
+    def attention_mask(self, slots: torch.Tensor) -> torch.Tensor | None:
         """The `attention_mask` of a forward pass whose queries are at `slots` `[B, n]` int64.
 
         Returns:
             `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 1, n, 2]`, the slots and the first slot of each row;
             with `num_before` `[B, 1, n, 0]`: the queries are at the last n slots but one of those that attention is
             given. For attention that takes a mask `[B, span]` int64, 1 from the first slot of each row on; `slot_mask`
-            hides the slots after a query.
+            hides the slots after a query. None if no layer stores keys.
         """
+        if not self.has_keys:
+            return None
         starts = self.starts_of(slots)
         if self.takes_mask:
             if starts is None:

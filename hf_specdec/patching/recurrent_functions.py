@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 from .hidden_states import modules_of
 from .patch import Replacements, original
 from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentState
+from .running_layer import next_state, running_layer_forwards
 
 
 def _delta_rule(
@@ -214,6 +215,87 @@ def _state_space(
     return out if D is None else (out + hidden_states * D[:, None]).to(hidden_states.dtype)
 
 
+def _mamba_scan(
+    function: Callable,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Mamba-1 (arXiv 2312.00752) over several tokens, from the state of the layer that runs.
+
+    Args:
+        function: the model's own, with the arguments of mamba_ssm.
+        hidden_states, dt: `[B, P, n]`.
+        A: `[P, N]`.
+        B, C: `[B, N, n]`.
+        D, delta_bias: `[P]`.
+        z: `[B, P, n]`, the gate.
+    """
+    state = next_state()
+    if state is None:
+        options = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, "return_last_state": return_last_state}
+        return function(hidden_states, dt, A, B, C, D=D, z=z, **options, **kwargs)
+    gate = None if z is None else z.transpose(1, 2)
+    inputs, dt, B, C = (part.transpose(1, 2) for part in (hidden_states, dt, B, C))
+    out = _selective_state_space(state, inputs, dt, A, B, C, D, gate, delta_bias, delta_softplus).transpose(1, 2)
+    # Models stack what they are given for the final states of heads: nothing, as these are in their place.
+    return (out, out.new_empty(0)) if return_last_state else out
+
+
+def _mamba_step(
+    function: Callable,
+    state: RecurrentState | torch.Tensor,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    *,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Mamba-1 over a single token: `hidden_states`, `dt` and `z` `[B, P]`, `B` and `C` `[B, N]`; see `_mamba_scan`."""
+    if not isinstance(state, RecurrentState):
+        return function(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
+    gate = None if z is None else z[:, None]
+    inputs, dt, B, C = (part[:, None] for part in (hidden_states, dt, B, C))
+    return _selective_state_space(state, inputs, dt, A, B, C, D, gate, dt_bias, dt_softplus)[:, 0]
+
+
+def _selective_state_space(
+    state: RecurrentState,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    softplus: bool,
+) -> torch.Tensor:
+    """Outputs `[B, n, P]` of Mamba-1: `hidden_states`, `dt` and `gate` likewise, `B` and `C` `[B, n, N]`."""
+    steps = _time_steps(state, dt, bias, softplus, state.step_limits)
+    # One head; the logarithm of a factor is step * A, of another A for each element of the state.
+    decay, updates, key, query = (part[:, :, None] for part in (steps, steps * hidden_states.float(), B, C))
+    rates = A.float().t().contiguous()[None]
+    out = state.run(query, key, updates, decay, None, delta=False, normalize=False, scale=1.0, rates=rates)[:, :, 0]
+    if D is not None:
+        out = out + hidden_states * D
+    return (out if gate is None else out * F.silu(gate)).to(hidden_states.dtype)
+
+
 def _convolution(
     function: Callable,
     hidden_states: ConvolutionInputs | torch.Tensor,
@@ -261,13 +343,11 @@ _REPLACEMENTS: dict[str, Callable] = {
     "recurrent_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba2_selective_state_update": _mamba2_step,
+    "mamba_selective_scan": _mamba_scan,
+    "mamba_selective_state_update": _mamba_step,
     "causal_conv1d_fn": _convolution,
     "causal_conv1d_update": _convolution_step,
 }
-
-
-# Those that cannot be replaced, with the reason.
-_NOT_REPLACED = {"mamba_selective_scan": "Mamba-1, whose functions are given no state over several tokens"}
 
 
 def files_of(*models: nn.Module) -> list[ModuleType]:
@@ -278,11 +358,7 @@ def files_of(*models: nn.Module) -> list[ModuleType]:
 
 def why_not_replaced(model: nn.Module) -> str | None:
     """The reason why recurrent layers of `model` cannot run on a `RaggedCache`, as far as it is known beforehand."""
-    found = {name for file in files_of(model) for name in vars(file)}
-    reasons = [reason for name, reason in _NOT_REPLACED.items() if name in found]
-    if reasons:
-        return f"recurrent layers are {reasons[0]}"
-    if found.isdisjoint(_REPLACEMENTS):
+    if all(_REPLACEMENTS.keys().isdisjoint(vars(file)) for file in files_of(model)):
         return "recurrent layers call no function that the engine can replace"
     return None
 
@@ -290,12 +366,11 @@ def why_not_replaced(model: nn.Module) -> str | None:
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
     files = files_of(*models)
-    return Replacements(
-        {
-            name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-            for name in _REPLACEMENTS
-        }
-    )
+    functions = {
+        name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
+        for name in _REPLACEMENTS
+    }
+    return Replacements(functions | {"forward": running_layer_forwards(*models)})
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:

@@ -85,6 +85,7 @@ class RecurrentState:
         state: `[B, H, K, V]` float32, of position `base`; None before the first pass.
         ring: inputs of the tokens from there on; None before the first pass.
         step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
+        heads: states of the heads after the first, where a model runs them one by one; this is then the first one's.
     """
 
     def __init__(self, cache: PositionedCache):
@@ -92,6 +93,16 @@ class RecurrentState:
         self.state: torch.Tensor | None = None
         self.ring: RecurrenceRing | None = None
         self.step_limits: tuple[float, float] = (0.0, float("inf"))
+        self.heads: dict[int, RecurrentState] = {}
+
+    def __getitem__(self, index: tuple[slice, int]) -> RecurrentState:
+        """The state of one head, which models take as `state[:, head]`."""
+        _, head = index
+        if head == 0:
+            return self
+        if head not in self.heads:
+            self.heads[head] = RecurrentState(self.cache)
+        return self.heads[head]
 
     def to(self, *args: Any, **kwargs: Any) -> RecurrentState:
         """Itself: it is float32 already."""
@@ -113,7 +124,7 @@ class RecurrentState:
             query, key, value, decay, beta, options: see `ops.recurrence`.
             chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain. It is
                 given `[B, n]` bool, which columns hold tokens, and the initial state `[B, H, K, V]`, and returns
-                outputs and the final state. None if there is none.
+                outputs and the final state. None if there is none: then all blocks take one step a column.
         """
         cache = self.cache
         if self.state is None:
@@ -152,8 +163,14 @@ class RecurrentState:
         """The ring needs no clearing: slots are read only after they were written."""
         if self.state is not None:
             self.state.zero_()
+        for head in self.heads.values():
+            head.restart()
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentState, taken: slice | torch.Tensor) -> None:
+        for head, state in source.heads.items():
+            self[:, head].copy_rows(rows, state, taken)
+        if source.state is None:
+            return
         if self.state is None:
             batch = len(self.cache.recurrence.base)
             self.state, *ring = (part.new_zeros(batch, *part.shape[1:]) for part in (source.state, *source.ring))
@@ -274,12 +291,13 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         ring.copy_(torch.where((columns >= 0)[..., None], inputs.gather(1, index), ring))
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Nothing: the state was updated where it was used.
+        """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads.
 
         Raises:
             TypeError: expected what `recurrent_states` has; the model has computed a state by a function of its own.
         """
-        if not isinstance(recurrent_states, RecurrentState):
+        is_empty = isinstance(recurrent_states, torch.Tensor) and recurrent_states.numel() == 0
+        if not isinstance(recurrent_states, RecurrentState) and not is_empty:
             raise TypeError(
                 f"A recurrent layer has computed a state by itself ({type(recurrent_states).__name__}); expected it to "
                 "call one of the functions that recurrent_functions replaces. The model cannot run on this cache."
@@ -299,8 +317,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, taken: slice | torch.Tensor, slots: int) -> None:
         for index, state in source.recurrent_states.items():
-            if state.state is not None:
-                self.recurrent_states[index].copy_rows(rows, state, taken)
+            self.recurrent_states[index].copy_rows(rows, state, taken)
         for index, ring in source._rings.items():
             if index not in self._rings:
                 self._rings[index] = ring.new_zeros(len(self._cache.recurrence.base), *ring.shape[1:])

@@ -38,6 +38,9 @@ SUPPORTED_LAYER_TYPES = _INDEXED | frozenset(
     }
 )
 
+# What `forward` of a model calls its cache; the second of models without attention layers.
+CACHE_NAMES = ("past_key_values", "cache_params")
+
 # Types whose values are compared as they are; values of other types are compared by their `repr`.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
 # Entries of a configuration that name its source, and those that engines replace while a model generates.
@@ -107,8 +110,12 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     Indexers read one, to choose among the tokens that a query sees.
 
     Few classes state that all of them do (`_supports_attention_backend`). Of others it is known of the layers that name
-    the interface; whether these are all is found by the equivalence check. Layers of a model without any take a mask.
+    the interface; whether these are all is found by the equivalence check. Attention layers of a model where none does
+    take a mask. A model may have no attention layers.
     """
+    kinds = _configured_layers(model)
+    if kinds and not any(kind.has_keys for kind in kinds):
+        return True
     if not _INDEXED.isdisjoint(getattr(model.config.get_text_config(), "layer_types", None) or ()):
         return False
     if getattr(model, "_supports_attention_backend", False):
@@ -123,8 +130,20 @@ def _why_not_recurrent(model: PreTrainedModel) -> str | None:
 
 
 @cached_by_settings
-def _takes_key_value_cache(model: PreTrainedModel) -> bool:
-    return "past_key_values" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
+def _cache_name(model: PreTrainedModel) -> str | None:
+    """See `cache_name`; None if `model` does not take transformers' `Cache`."""
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    attention, recurrent = CACHE_NAMES
+    if attention in parameters:
+        return attention
+    kinds = _configured_layers(model)
+    is_recurrent = bool(kinds) and all(kind.num_states and not kind.has_keys for kind in kinds)
+    return recurrent if recurrent in parameters and is_recurrent else None
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The parameter of `forward` of `model` that takes its cache, one of `CACHE_NAMES`."""
+    return _cache_name(model) or CACHE_NAMES[0]
 
 
 def stated_positions(model: PreTrainedModel) -> int | None:
@@ -182,7 +201,7 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role} is spread over {len(devices)} devices by hooks"
     if any(["_hf_hook" in module.__dict__ for module in modules_of(layers)]):
         return f"{role}'s layers run under accelerate hooks"
-    if not _takes_key_value_cache(model):
+    if _cache_name(model) is None:
         return f"{role} has no attention layers, and keeps its states in a cache of its own"
     if (reason := _why_not_recurrent(model)) is not None:
         return f"{role}'s {reason}"

@@ -14,13 +14,21 @@ from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3, random_mtp
-from targets import HYBRIDS, PAD, build_target, new_target, padded_prompts, set_policy, tiny_target
+from targets import (
+    HYBRIDS,
+    PAD,
+    WITHOUT_ATTENTION,
+    build_target,
+    new_target,
+    padded_prompts,
+    set_policy,
+    tiny_target,
+)
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_specdec import NoDrafter
 from hf_specdec.patching import recurrent_functions, recurrent_layers
 from hf_specdec.patching.cache import LayerKind, RaggedCache
-from hf_specdec.patching.support import why_not_supported
 
 MAX_NEW_TOKENS = 16
 greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
@@ -164,6 +172,39 @@ def test_continuous_batching(family):
         assert [result.generated_tokens for result in out.values()] == expected
 
 
+def test_heads_that_run_one_by_one(monkeypatch):
+    """Each has a state of its own, which is copied from row to row and cleared with the others."""
+    lengths = (70, 3, 66)
+    check("zamba", lengths, [(1, 0.6), (3, 0.0), (7, 1.0)])
+    target, inputs, plain = prompts_and_plain("zamba", lengths)
+    prompts = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
+    drafter = copy_of(target)
+    replay_on_cpu(monkeypatch)
+    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=2)
+    options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+    out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
+    assert [result.generated_tokens for result in out.values()] == plain[:, -MAX_NEW_TOKENS:].tolist()
+    for seed in (0, 1):
+        inputs = padded_prompts([9, 4], seed=seed)
+        expected = greedy(target, inputs)
+        assert torch.equal(greedy(target, inputs, drafter, 3), expected)
+        assert drafter.stats.accepted == drafter.stats.drafted > 0
+
+
+@pytest.mark.parametrize("family", cases(["qwen3-next", "jamba", "lfm2"], ["jamba"]))
+def test_prompts_of_embeddings(family):
+    """The target itself runs them, with padding in front."""
+    target, inputs = tiny_target(family), padded_prompts([9, 4])
+    inputs["inputs_embeds"] = target.get_input_embeddings()(inputs["input_ids"]).detach() + 0.3
+    drafter = random_eagle3(target)
+    expected = greedy(target, inputs, return_dict_in_generate=True)
+    found = greedy(target, inputs, drafter, 3, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected.sequences) and drafter.stats.engine == "static"
+    same_states(found.past_key_values, expected.past_key_values)
+    of_tokens = greedy(target, padded_prompts([9, 4]))
+    assert not torch.equal(expected.sequences, of_tokens[:, -expected.sequences.shape[1] :])
+
+
 @pytest.mark.parametrize("family", cases(list(HYBRIDS), ["qwen3-next", "falcon-h1"]))
 def test_sessions_are_used_again(family, monkeypatch):
     """Buffers of earlier calls hold states and inputs of other texts."""
@@ -201,6 +242,13 @@ def states(cache):
     ]
 
 
+def same_states(found, expected, has_length=True):
+    assert not has_length or found.get_seq_length() == expected.get_seq_length()
+    assert len(states(found)) == len(states(expected)) > 0
+    for state, wanted in zip(states(found), states(expected), strict=True):
+        torch.testing.assert_close(state, wanted, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.core_for(family=["qwen3-next"])
 @pytest.mark.parametrize("family", cases(list(HYBRIDS), ["qwen3-next", "falcon-h1"]))
 def test_caches_after_a_call_are_plain_generates(family):
@@ -212,10 +260,7 @@ def test_caches_after_a_call_are_plain_generates(family):
     assert out.past_key_values is given and drafter.stats.engine == "static"
     deferred = greedy(target, inputs, drafter, 3, return_dict_in_generate=True).past_key_values
     for found in (given, deferred):
-        assert found.get_seq_length() == plain.get_seq_length()
-        assert len(states(found)) == len(states(plain)) > 0
-        for state, expected in zip(states(found), states(plain), strict=True):
-            torch.testing.assert_close(state, expected, atol=2e-4, rtol=2e-4)
+        same_states(found, plain)
 
 
 class CallsTarget(LogitsProcessor):
@@ -267,12 +312,10 @@ def test_modeling_files_are_restored(family):
     assert traces(target) == of_model
 
 
-# Functions of recurrences that no replacement is made for: their models run on the stock engine, or are refused.
+# Functions of recurrences that no replacement is made for, since models do not call them while an engine runs.
 NOT_REPLACED = {
     "mamba2_split_conv1d_scan_combined",  # training
     "mamba_inner_fn",  # training
-    "mamba_selective_scan",
-    "mamba_selective_state_update",
 }
 
 
@@ -286,23 +329,41 @@ def test_every_recurrence_of_transformers_is_known():
     assert names <= set(recurrent_functions._REPLACEMENTS) | NOT_REPLACED
 
 
-def test_models_without_attention_are_refused():
-    sizes = {"state_size": 8, "hidden_size": 32, "num_hidden_layers": 2}
-    for model_type, options in (("mamba", {}), ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2})):
-        target = build_target(model_type, **sizes, **options)
-        with pytest.raises(ValueError, match="has no attention layers, and keeps its states in a cache of its own"):
-            greedy(target, padded_prompts(PROMPTS[1]), NoDrafter(target), 3)
+@pytest.mark.core_for(family=["mamba"])
+@pytest.mark.parametrize("family", WITHOUT_ATTENTION)
+def test_models_without_attention(family):
+    """There is no position that has a slot, and transformers gives them their cache by another name."""
+    lengths = (70, 3, 66)
+    check(family, lengths, [(1, 0.6), (3, 0.0), (7, 1.0)])
+    target, inputs, plain = prompts_and_plain(family, lengths)
+    prompts = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
+    drafter, options = copy_of(target), {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=2)
+    out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
+    assert [result.generated_tokens for result in out.values()] == plain[:, -MAX_NEW_TOKENS:].tolist()
+    short = padded_prompts([9, 4])
+    embeddings = target.get_input_embeddings()(short["input_ids"]).detach() + 0.3
+    for given in (short, {**short, "inputs_embeds": embeddings}):
+        expected = greedy(target, given, return_dict_in_generate=True)
+        found = greedy(target, given, drafter, 3, return_dict_in_generate=True)
+        assert torch.equal(found.sequences, expected.sequences) and drafter.stats.engine == "static"
+        same_states(found.past_key_values, expected.past_key_values, has_length=False)
+    assert drafter.stats.accepted < drafter.stats.drafted, "a draft model reads tokens, not embeddings"
+    with pytest.raises(ValueError, match="cache_params, a cache of recurrent states that does not know how many"):
+        greedy(target, short, drafter, 3, cache_params=expected.past_key_values)
 
 
-def test_recurrences_that_cannot_be_replaced_are_refused():
-    options = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
-    target = build_target("jamba", **options, use_mamba_kernels=False)
-    assert "recurrent layers are Mamba-1, whose functions are given no state" in why_not_supported(target)
-    with pytest.raises(ValueError, match=r"cannot draft here, .* the draft model's recurrent layers are Mamba-1"):
-        copy_of(target)
+def test_states_that_a_model_has_computed_by_itself_are_refused():
     layer = RaggedCache([LayerKind(False, 1)], 8, lengths=torch.ones(1, dtype=torch.int64)).layers[0]
     with pytest.raises(TypeError, match=r"has computed a state by itself \(Tensor\); expected it to call one of"):
         layer.update_recurrent_state(torch.zeros(1))
+
+
+def test_steps_of_training_with_recurrent_layers_are_refused():
+    drafter, tokens = copy_of(tiny_target("mamba")), torch.arange(4, 12)[None]
+    assert drafter.unroll(tokens, None, 1)[0].shape == (1, 8, 32)
+    with pytest.raises(ValueError, match="MambaForCausalLM cannot be trained in 2 steps: it has recurrent layers"):
+        drafter.unroll(tokens, None, 2)
 
 
 def test_modules_of_recurrent_layers_are_refused():
@@ -311,7 +372,8 @@ def test_modules_of_recurrent_layers_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "num_layers"), cases([("falcon-h1", 1), ("qwen3-next", 3), ("lfm2", 3)], [("falcon-h1", 1)])
+    ("family", "num_layers"),
+    cases([("falcon-h1", 1), ("qwen3-next", 3), ("lfm2", 3), ("jamba", 2), ("mamba", 2)], [("falcon-h1", 1)]),
 )
 def test_round_with_the_gpu_policy(family, num_layers, monkeypatch):
     """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""

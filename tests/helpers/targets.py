@@ -76,7 +76,7 @@ FAMILIES = {
 }
 STATIC_FAMILIES = list(FAMILIES)
 # Targets with recurrent layers: the delta rule, with decays of heads and of key channels; Mamba-2, alone and beside
-# attention, with time steps that are bounded in the prompt; short convolutions alone.
+# attention, with time steps that are bounded in the prompt; Mamba-1; short convolutions alone.
 _MAMBA2 = {"mamba_d_head": 8, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 _LINEAR = ["linear_attention", "linear_attention", "full_attention"]
 HYBRIDS = {
@@ -121,9 +121,27 @@ HYBRIDS = {
         **_MOE,
     },
     "falcon-h1": {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_d_conv": 4, **_MAMBA2},
+    "jamba": {
+        "model_type": "jamba",
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 3},
 }
 FAMILIES |= HYBRIDS
+# Heads of Mamba-1 that run one by one.
+_ZAMBA = {"head_dim": 16, "num_key_value_heads": 4, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+FAMILIES["zamba"] = {"model_type": "zamba", **_ZAMBA}
+# Recurrent layers only.
+WITHOUT_ATTENTION = {
+    "mamba": {"model_type": "mamba", "state_size": 8, "time_step_rank": 4},
+    "mamba2": {"model_type": "mamba2", "state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 16},
+}
+FAMILIES |= WITHOUT_ATTENTION
 # Its RoPE changes with the length of the text, and computes the frequencies by itself.
 STOCK_FAMILY = "phimoe-longrope"
 FAMILIES[STOCK_FAMILY] = {
@@ -182,7 +200,7 @@ def new_target(family: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> PreT
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("sinks", "dt_bias")):
+            if name.endswith(("sinks", "dt_bias", "dt_proj.bias", "dt_proj_bias")):
                 parameter.normal_()
             elif name.endswith("A_log"):
                 parameter.uniform_(-3, 0.7)

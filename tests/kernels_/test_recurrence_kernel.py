@@ -358,7 +358,7 @@ def test_a_replayed_token_changes_the_state_as_in_its_block(form):
 @pytest.mark.parametrize("run", [recurrence_reference.recurrence, recurrence], ids=["torch", "triton"])
 def test_disturbances_are_seen(run):
     """Negative controls: a ring whose slots are used again too early, and one element of a state."""
-    for form in cases([FORMS["gated DeltaNet"], FORMS["Mamba2"]], [FORMS["gated DeltaNet"]]):
+    for form in cases([FORMS["gated DeltaNet"], FORMS["Mamba2"], FORMS["Mamba1"]], [FORMS["gated DeltaNet"]]):
         rounds = list(verification_rounds(3, 4, [4, 2], seed=2))
         assert max(errors_against_text(run, form, rounds, 8)) < 1e-5
         assert max(errors_against_text(run, form, rounds, 2), key=poisoned) > 1e-2
