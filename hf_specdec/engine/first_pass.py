@@ -130,6 +130,8 @@ class _ColumnRecurrentLayer(_ByColumn, RaggedRecurrentLayer):
 class _ColumnCache(RaggedCache):
     """A cache for one pass over prompts: recurrent states by position, keys and values by column."""
 
+    is_by_slot = False
+
     def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
         if not kind.has_keys:
             return super()._new_layer(kind)

@@ -49,6 +49,8 @@ class RaggedLayer(CacheLayerMixin):
         self._cache = cache
         # `[B, slots, D]`, what an indexer chooses slots by; None before the first pass, and without an indexer.
         self.indexer_keys: torch.Tensor | None = None
+        # `[sections, B, slots]` int64, position ids of tokens by slot, where a model keeps them for its indexers.
+        self._position_ids: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.allocate(key_states, value_states, len(key_states))
@@ -98,6 +100,22 @@ class RaggedLayer(CacheLayerMixin):
         self.indexer_keys[rows, self._cache.positions] = indexer_key_states
         return self.indexer_keys[:, : self._cache.span]
 
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Position ids `[sections, B, span]` of the tokens by slot, as of before the pass; None before the first one.
+
+        A model reads them, concatenates those of the pass's columns, and stores all of it.
+        """
+        return None if self._position_ids is None else self._position_ids[..., : self._cache.span]
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: torch.Tensor) -> None:
+        positions = self._cache.positions
+        sections, batch, _ = position_ids.shape
+        if self._position_ids is None:
+            self._position_ids = position_ids.new_zeros(sections, batch, self._cache.slots)
+        self._position_ids.scatter_(2, positions.expand(sections, -1, -1), position_ids[..., -positions.shape[1] :])
+
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views."""
         span = self._cache.span
@@ -116,12 +134,16 @@ class RaggedLayer(CacheLayerMixin):
             self.values[rows, :slots] = source.values[taken, :slots]
         if source.indexer_keys is not None:
             self.indexer_keys[rows, :slots] = source.indexer_keys[taken, :slots]
+        if source._position_ids is not None:
+            self._position_ids[:, rows, :slots] = source._position_ids[:, taken, :slots]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows `indices` `[n]` int64."""
         self.keys, self.values = self.keys[indices], self.values[indices]
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys[indices]
+        if self._position_ids is not None:
+            self._position_ids = self._position_ids[:, indices]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.span, 0
@@ -199,7 +221,10 @@ class RaggedCache(Cache):
             given one less, without the dummy slot: no more than there are positions.
         kernel_span: `span` with Triton kernels, if not all slots: a launch for fewer slots has fewer splits.
         row_memory: what `keys` and `values` of the layers are in; None if they have buffers of their own.
+        is_by_slot: whether keys are stored by slot.
     """
+
+    is_by_slot = True
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from .cache import RaggedCache
+from .former_inputs import former_inputs
 from .hidden_states import modules_of
 from .patch import Replacements, original
 from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentState
@@ -266,6 +268,23 @@ _REPLACEMENTS: dict[str, Callable] = {
 }
 
 
+def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Which columns recurrent layers are to read, `[B, n]` bool; None for all.
+
+    transformers cuts it out of a mask of as many columns as there are keys, after it has looked whether all are ones,
+    for which the host waits.
+
+    Args:
+        function: the model's own, with transformers' arguments.
+    """
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if not isinstance(cache, RaggedCache) or mask is None or mask.dim() != 2:
+        return function(*args, **kwargs)
+    return cache.positions < cache.dummy_slot
+
+
+_MASKS: dict[str, Callable] = {"create_recurrent_attention_mask": _token_mask}
+
 # Those that cannot be replaced, with the reason.
 _NOT_REPLACED = {"mamba_selective_scan": "Mamba-1, whose functions are given no state over several tokens"}
 
@@ -289,17 +308,16 @@ def why_not_replaced(model: nn.Module) -> str | None:
 
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    files = files_of(*models)
-    return Replacements(
-        {
-            name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-            for name in _REPLACEMENTS
-        }
-    )
+    files, functions = files_of(*models), _REPLACEMENTS | _MASKS
+    replaced = {
+        name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
+        for name in functions
+    }
+    return Replacements(replaced | former_inputs(functions, *models))
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:
-    return _over(_REPLACEMENTS[name], original(file, name))
+    return _over((_REPLACEMENTS | _MASKS)[name], original(file, name))
 
 
 @functools.cache
