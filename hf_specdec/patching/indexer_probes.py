@@ -23,8 +23,8 @@ from .pooled_indexers import AS_BIAS, AS_INDICES, AS_MASK, TOKENS, PooledIndexer
 
 # Pools of the text and of the budget. Of the text's last tokens, more than half a pool is not in a complete one.
 _NUM_POOLS, _BUDGET = 5, 2
-# Share of pairs of query and token that may differ: scores of several pools may be equal, such as zero.
-_TIES = 0.02
+# Share of queries for which the choice may differ: scores of several pools may be equal, such as zero.
+_TIES = 0.05
 # Of a head so many elements are rotated.
 _NUM_ANGLES = 4
 _PLAIN_VALUES = (bool, int, float, str, type(None))
@@ -117,7 +117,7 @@ def _probe(module: nn.Module, kind: PooledIndexer) -> str | None:
         part = {name: _of_pass(value, first, end) for name, value in given.items()}
         passes.append(visible_slots(kind.choose(module, **part, past_key_values=cache), count))
         first = end
-    differ = torch.cat(passes, dim=1) != expected
+    differ = (torch.cat(passes, dim=1) != expected).any(-1)
     selects = not bool(expected[:, -1].all())
     return form if selects and float(differ.float().mean()) <= _TIES else None
 

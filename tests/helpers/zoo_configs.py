@@ -146,7 +146,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
-    "qwen4_exp_text": {**_QWEN4_INDEXER, "indexer_compress_ratio": 2},
+    "qwen4_exp_text": {**_QWEN4_INDEXER, "indexer_compress_ratio": 2, "ple_layer_ids": [1, 3], "number_of_conv_states": 3, "eos_token_id": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": VOCAB - 9},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCAB - 9},
     "qwen2_5_omni_text": {"rope_parameters": _MROPE},
