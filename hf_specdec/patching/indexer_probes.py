@@ -19,7 +19,7 @@ from .. import ops
 from .cache import LayerKind, RaggedCache
 from .hidden_states import modules_of
 from .patch import Replacements
-from .pooled_indexers import AS_BIAS, AS_INDICES, AS_MASK, TOKENS, PooledIndexer, indexer_forward, kind_of, visible_slots
+from .pooled_indexers import Form, PooledIndexer, indexer_forward, kind_of, visible_slots
 
 # Pools of the text and of the budget. Of the text's last tokens, more than half a pool is not in a complete one.
 _NUM_POOLS, _BUDGET = 5, 2
@@ -29,7 +29,7 @@ _TIES = 0.05
 _NUM_ANGLES = 4
 _PLAIN_VALUES = (bool, int, float, str, type(None))
 
-_found: dict[Hashable, str | None] = {}
+_found: dict[Hashable, Form | None] = {}
 
 
 def pooled_indexers(*models: nn.Module) -> Replacements:
@@ -48,12 +48,12 @@ def pooled_indexers(*models: nn.Module) -> Replacements:
     return Replacements({"forward": chosen})
 
 
-def _over(kind: PooledIndexer, form: str, module: nn.Module) -> Callable:
+def _over(kind: PooledIndexer, form: Form, module: nn.Module) -> Callable:
     return functools.partial(indexer_forward, module, kind, form)
 
 
-def _form_of(module: nn.Module, kind: PooledIndexer) -> str | None:
-    """What `module` returns, see `indexer_forward`; None if it is not of `kind`. Modules of equal settings are alike."""
+def _form_of(module: nn.Module, kind: PooledIndexer) -> Form | None:
+    """What `module` returns, see `indexer_forward`; None if it is not of `kind`. One of equal settings is tried."""
     settings = sorted((name, value) for name, value in vars(module).items() if type(value) in _PLAIN_VALUES)
     key = (type(module), *((name, value) for name, value in settings if name not in ("layer_idx", "training")))
     if key not in _found:
@@ -81,17 +81,18 @@ class _Linear(nn.Module):
 def _random_copy(module: nn.Module, kind: PooledIndexer) -> nn.Module:
     """An indexer like `module`, with random weights in float32 on a CPU and a budget of a few pools."""
     size = getattr(module, kind.size)
-    clone = copy.copy(module)
     children = {
-        name: _Linear(one) if hasattr(one, "in_features") else _random_norm(one) for name, one in module._modules.items()
+        name: _Linear(one) if hasattr(one, "in_features") else _with_random_parameters(one)
+        for name, one in module._modules.items()
     }
-    parameters = {name: torch.randn(one.shape, device="cpu") for name, one in module._parameters.items()}
-    vars(clone).update(_modules=children, _parameters=parameters, layer_idx=0)
-    vars(clone).update({name: _BUDGET * (size if unit == TOKENS else 1) for name, unit in kind.budget.items()})
+    clone = _with_random_parameters(module)
+    vars(clone).update(_modules=children, layer_idx=0)
+    vars(clone).update(dict.fromkeys(kind.most_pools, _BUDGET) | dict.fromkeys(kind.most_tokens, _BUDGET * size))
     return clone
 
 
-def _random_norm(module: nn.Module) -> nn.Module:
+def _with_random_parameters(module: nn.Module) -> nn.Module:
+    """A copy of `module` itself, with its children."""
     clone = copy.copy(module)
     vars(clone)["_parameters"] = {
         name: None if one is None else torch.randn(one.shape, device="cpu") for name, one in module._parameters.items()
@@ -99,16 +100,18 @@ def _random_norm(module: nn.Module) -> nn.Module:
     return clone
 
 
-def _probe(module: nn.Module, kind: PooledIndexer) -> str | None:
+def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
     """See `_form_of`; of a copy with random weights."""
     size = getattr(module, kind.size)
     count = _NUM_POOLS * size + size // 2
     given = _random_inputs(module, kind, count)
     found = type(module).forward(module, **given, past_key_values=None)
-    form = AS_INDICES
-    if found.dim() == 4:
-        form = AS_MASK if found.dtype == torch.bool else AS_BIAS
-    expected = visible_slots(found, count) if form == AS_INDICES else (found if form == AS_MASK else found == 0)[:, 0]
+    if found.dim() == 3:
+        form, expected = "indices", visible_slots(found, count)
+    elif found.dtype == torch.bool:
+        form, expected = "mask", found[:, 0]
+    else:
+        form, expected = "bias", found[:, 0] == 0
 
     cache = RaggedCache([LayerKind(takes_mask=True)], count + 2)
     passes, first = [], 0

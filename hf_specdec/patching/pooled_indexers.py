@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -68,7 +68,8 @@ class Pools(NamedTuple):
         lowest = torch.finfo(scores.dtype).min
         best = scores.masked_fill(~is_complete, lowest).topk(min(count, scores.shape[-1])).indices
         steps = torch.arange(self.size, device=scores.device)
-        chosen = torch.where(is_complete.gather(-1, best)[..., None], best[..., None] * self.size + steps, -1).flatten(-2)
+        is_best = is_complete.gather(-1, best)[..., None]
+        chosen = torch.where(is_best, best[..., None] * self.size + steps, -1).flatten(-2)
         if with_tail:
             tail = complete * self.size + steps[:-1]
             chosen = torch.cat([chosen, torch.where(tail < self.num_seen[..., None], tail, -1)], dim=-1)
@@ -97,6 +98,13 @@ def _at_slots(angles: torch.Tensor, slots: torch.Tensor, cache: RaggedCache, spa
     where.scatter_(1, cache.positions.clamp(max=span), own)
     at = where.gather(1, slots.clamp(max=span)).clamp(max=angles.shape[1] - 1)
     return angles.expand(batch, -1, -1).gather(1, at[..., None].expand(-1, -1, angles.shape[2]))
+
+
+def _products(query: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    """`[B, n, heads, P]` float32: of queries `[B, n, heads, D]` and the keys of pools `[B, P, D]`."""
+    # Heads as further queries: torch would copy the keys for every query.
+    flat = torch.matmul(query.flatten(1, 2).float(), pooled.float().transpose(-1, -2))
+    return flat.unflatten(1, query.shape[1:3])
 
 
 def _choose_by_means(
@@ -131,9 +139,9 @@ def _choose_by_means(
     pooled = module.k_layernorm(pools.split(keys).float().mean(dim=2).to(keys.dtype))
     slots, span = pools.first_slots(keys.shape[1]), keys.shape[1]
     cos, sin = (_at_slots(angles, slots, past_key_values, span) for angles in position_embeddings)
-    pooled = rotate(pooled[:, None], cos=cos, sin=sin)
-    scores = torch.matmul(query.float(), pooled.float().transpose(-1, -2))
-    return pools.choose(F.relu(scores).sum(dim=2) / math.sqrt(width), module.block_topk)
+    pooled = rotate(pooled[:, None], cos=cos, sin=sin)[:, 0]
+    scores = F.relu(_products(query, pooled)).sum(dim=2) / math.sqrt(width)
+    return pools.choose(scores, module.block_topk)
 
 
 def _choose_by_gates(
@@ -165,9 +173,9 @@ def _choose_by_gates(
     shares = (gates.float() + module.index_kpool_compress_ape.float()).softmax(dim=2).to(keys.dtype)
     pooled = (shares * keys).sum(dim=2)
 
-    scores = torch.matmul(query.float(), pooled.transpose(-1, -2).float().unsqueeze(1))
+    scores = F.relu(_products(query, pooled) * module.softmax_scale)
     weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float() * module.n_heads**-0.5
-    scores = torch.matmul(weights.unsqueeze(-2), F.relu(scores * module.softmax_scale)).squeeze(-2)
+    scores = torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
     return pools.choose(scores, module.index_topk // module.index_kpool, module.index_kpool_always_select_tail)
 
 
@@ -179,37 +187,39 @@ class PooledIndexer(NamedTuple):
         names: of the modules, parameters and settings that it has.
         inputs: names of the arguments that are states of tokens, and of the linear layers that read them.
         size: name of the setting for the tokens of a pool.
-        budget: names of the settings for how much a query sees, and of how many pools or tokens each of them counts.
+        most_pools, most_tokens: names of the settings for how much a query sees, in pools or in tokens.
     """
 
     choose: Callable[..., torch.Tensor]
     names: frozenset[str]
     inputs: dict[str, str]
     size: str
-    budget: dict[str, str]
+    most_pools: tuple[str, ...]
+    most_tokens: tuple[str, ...]
 
     @property
     def arguments(self) -> list[str]:
         """Names of the arguments of `forward`."""
-        return list(inspect.signature(self.choose).parameters)[1:]
+        return _arguments(self.choose)
 
 
-POOLS, TOKENS = "pools", "tokens"
 KINDS = (
     PooledIndexer(
         _choose_by_means,
-        frozenset({"index_qk_proj", "q_layernorm", "k_layernorm", "index_n_heads", "index_head_dim"}),
-        {"hidden_states": "index_qk_proj"},
-        "compress_ratio",
-        {"block_topk": POOLS, "token_budget": TOKENS},
+        names=frozenset({"index_qk_proj", "q_layernorm", "k_layernorm", "index_n_heads", "index_head_dim"}),
+        inputs={"hidden_states": "index_qk_proj"},
+        size="compress_ratio",
+        most_pools=("block_topk",),
+        most_tokens=("token_budget",),
     ),
     PooledIndexer(
         _choose_by_gates,
-        frozenset({"wq_b", "wk", "k_norm", "weights_proj", "softmax_scale", "n_heads", "head_dim"})
+        names=frozenset({"wq_b", "wk", "k_norm", "weights_proj", "softmax_scale", "n_heads", "head_dim"})
         | {"index_kpool_compress_ape", "index_kpool_compress_gate", "index_kpool_always_select_tail"},
-        {"hidden_states": "wk", "q_resid": "wq_b"},
-        "index_kpool",
-        {"index_topk": TOKENS},
+        inputs={"hidden_states": "wk", "q_resid": "wq_b"},
+        size="index_kpool",
+        most_pools=(),
+        most_tokens=("index_topk",),
     ),
 )
 
@@ -217,35 +227,32 @@ KINDS = (
 def kind_of(module: nn.Module) -> PooledIndexer | None:
     """The kind of indexer that `module` may be by what it has; None if it is none."""
     for kind in KINDS:
-        if all(hasattr(module, name) for name in (*kind.names, kind.size, *kind.budget)):
-            if list(inspect.signature(type(module).forward).parameters)[1:] == kind.arguments:
-                return kind
+        names = (*kind.names, kind.size, *kind.most_pools, *kind.most_tokens)
+        if all(hasattr(module, name) for name in names) and _arguments(type(module).forward) == kind.arguments:
+            return kind
     return None
 
 
-AS_INDICES, AS_MASK, AS_BIAS = "indices", "mask", "bias"
+def _arguments(function: Callable) -> list[str]:
+    return list(inspect.signature(function).parameters)[1:]
 
 
-def indexer_forward(
-    module: nn.Module, kind: PooledIndexer, form: str, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """What the indexer `module` gives on a `RaggedCache`.
+# What an indexer returns: the indices of slots `[B, n, m]` int32, or a mask `[B, 1, n, span]`, bool or to be added.
+Form = Literal["indices", "mask", "bias"]
 
-    Args:
-        module: of `kind`.
-        kind: what it computes.
-        form: what it returns: the indices of slots `[B, n, m]` int32; a mask `[B, 1, n, span]`, bool, or to be added.
-    """
+
+def indexer_forward(module: nn.Module, kind: PooledIndexer, form: Form, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What the indexer `module`, of `kind`, gives on a `RaggedCache`, in its `form`."""
     given = dict(zip(kind.arguments, args, strict=False)) | kwargs
     cache = given.get("past_key_values")
     if not isinstance(cache, RaggedCache) or not cache.is_by_slot:
         return type(module).forward(module, *args, **kwargs)
     with torch.no_grad():
         chosen = kind.choose(module, **given)
-    if form == AS_INDICES:
+    if form == "indices":
         return chosen.to(torch.int32)
     seen = visible_slots(chosen, cache.span)[:, None]
-    if form == AS_MASK:
+    if form == "mask":
         return seen
     dtype = given["hidden_states"].dtype
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)

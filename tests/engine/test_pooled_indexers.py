@@ -1,4 +1,4 @@
-"""Hybrids whose attention sees pools of tokens that an indexer chooses, with n-gram embeddings (Qwen4-exp, GLM-5-next)."""
+"""Hybrids with indexers that choose pools of tokens, and n-gram embeddings (Qwen4-exp, GLM-5-next)."""
 
 from functools import cache, partial
 
@@ -12,7 +12,6 @@ from targets import PAD, build_target, padded_prompts, set_policy
 from transformers import AutoConfig, AutoModelForImageTextToText, ContinuousBatchingConfig, DynamicCache
 
 from hf_specdec.patching import indexer_probes, recurrent_layers
-from hf_specdec.patching.cache import LayerKind, RaggedCache
 
 LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 # Two pools of four tokens, and the tokens after the last complete pool: fewer than the prompts have.
@@ -93,9 +92,9 @@ def target_of(name, **options):
         for name, parameter in target.named_parameters():
             if name.endswith("A_log"):
                 parameter.uniform_(-3, 0.7)
-            elif name.endswith(("dt_bias", "hc.base", "hc.scale", "compress_ape", "compress_gate")):
-                parameter.normal_(std=0.5)
-            elif name.endswith(("conv1d.weight", "hc.fn")):
+            elif name.endswith(
+                ("dt_bias", "hc.base", "hc.scale", "hc.fn", "compress_ape", "compress_gate", "conv1d.weight")
+            ):
                 parameter.normal_(std=0.5)
         # Otherwise that of padding is zero, and so are all scores of an indexer for it.
         target.get_input_embeddings().weight.normal_(std=0.3)
@@ -142,7 +141,7 @@ def test_drafters(name):
         drafter = TEXTS.check(name, PROMPTS[3], lambda *_: copy_of(target), num)
         assert drafter.stats.accepted == drafter.stats.drafted > 0
     TEXTS.check(name, PROMPTS[3], lambda *_: random_draft_model(target))
-    with pytest.raises(ValueError, match="reads hidden states of .* its layers return .* a draft model, which reads"):
+    with pytest.raises(ValueError, match=r"reads hidden states of .* its layers return .* a draft model, which reads"):
         random_eagle3(target)
 
 
