@@ -102,7 +102,7 @@ def target_of(name, **options):
 
 
 KINDS = ["qwen4-exp", "glm5-next"]
-TEXTS = GreedyTexts(target_of, max_new_tokens=24)
+TEXTS = GreedyTexts(target_of, max_new_tokens=20)
 
 
 @pytest.mark.core
@@ -204,10 +204,11 @@ def test_other_indexers_are_left_as_they_are(monkeypatch):
     assert indexer_probes._form_of(indexer, other) is None
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("triton", cases([False, True], [False]))
+@pytest.mark.parametrize(
+    ("name", "triton"), cases([(name, triton) for name in KINDS for triton in (False, True)], [(KINDS[0], False)])
+)
 def test_round_with_the_gpu_policy(name, triton, monkeypatch):
-    """One compiled graph, replayed, and slowly with kernels in the interpreter: what a GPU runs."""
+    """One compiled graph, and slowly with kernels in the interpreter: what a GPU runs."""
     few = {"ple_layer_ids": (1,)} if name == "qwen4-exp" else {"mlp_layer_types": ("dense", "sparse")}
     target = target_of(name, layer_types=tuple(LAYERS[:2]), num_hidden_layers=2, **few)
     inputs = padded_prompts([5, 11])
@@ -216,6 +217,6 @@ def test_round_with_the_gpu_policy(name, triton, monkeypatch):
         set_policy(monkeypatch, "cpu", **{option: value})
     replay_on_cpu(monkeypatch)
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
-    drafter = oracle(target, inputs, plain)
+    drafter = oracle(target, inputs, plain, accuracy=1.0)  # a single round: without kernels each has another span
     assert torch.equal(TEXTS.greedy(target, inputs, drafter, 2, max_new_tokens=3), plain)
     assert drafter.stats.execution == "captured in one graph, compiled"
