@@ -204,11 +204,11 @@ def test_other_indexers_are_left_as_they_are(monkeypatch):
     assert indexer_probes._form_of(indexer, other) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "triton"), cases([(name, triton) for name in KINDS for triton in (False, True)], [(KINDS[0], False)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("triton", [False, True])
 def test_round_with_the_gpu_policy(name, triton, monkeypatch):
-    """One compiled graph, and slowly with kernels in the interpreter: what a GPU runs."""
+    """One compiled graph, also with kernels in the interpreter: what a GPU runs."""
     few = {"ple_layer_ids": (1,)} if name == "qwen4-exp" else {"mlp_layer_types": ("dense", "sparse")}
     target = target_of(name, layer_types=tuple(LAYERS[:2]), num_hidden_layers=2, **few)
     inputs = padded_prompts([5, 11])
