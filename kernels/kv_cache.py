@@ -118,7 +118,7 @@ def write_kv(
     assert keys.stride(3) == values.stride(3) == 1
     assert keys.shape[2:] == (kv_heads, dim) and values.shape[2:] == (kv_heads, value_dim), "shapes must agree"
     assert value_states.shape[:3] == key_states.shape[:3] and positions.shape == (batch, num_states)
-    dim_block, value_block = (triton.next_power_of_2(size) for size in (dim, value_dim))
+    dim_block, value_block = (triton.next_power_of_2(max(size, 1)) for size in (dim, value_dim))
     head_block = min(triton.next_power_of_2(kv_heads), max(1, _TILE // max(dim_block, value_block)))
     _write_kv_kernel[(num_states, batch, triton.cdiv(kv_heads, head_block))](
         keys,

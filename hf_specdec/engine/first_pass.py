@@ -104,6 +104,7 @@ class _ByColumn:
     is_compileable = False
     keys: torch.Tensor | None
     values: torch.Tensor | None
+    indexer_keys: torch.Tensor | None
     is_initialized: bool
 
     def update(
@@ -111,6 +112,10 @@ class _ByColumn:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys, self.values, self.is_initialized = key_states, value_states, True
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        self.indexer_keys = indexer_key_states
+        return indexer_key_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -129,6 +134,8 @@ class _ColumnRecurrentLayer(_ByColumn, RaggedRecurrentLayer):
 
 class _ColumnCache(RaggedCache):
     """A cache for one pass over prompts: recurrent states by position, keys and values by column."""
+
+    is_by_slot = False
 
     def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
         if not kind.has_keys:
@@ -224,7 +231,8 @@ class FirstPass:
         if not has_recurrent_layers(model):
             return DynamicCache(config=model.config.get_text_config(decoder=True))
         lengths = torch.tensor(prompts.lengths, device=model.device)
-        cache = _ColumnCache(cache_layers(model), slots, None, lengths, num_draft_tokens)
+        kinds = [kind._replace(takes_mask=False) for kind in cache_layers(model)]
+        cache = _ColumnCache(kinds, slots, None, lengths, num_draft_tokens)
         cache.restart()
         cache.advance(self._positions, slots)
         return cache

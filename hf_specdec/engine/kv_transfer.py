@@ -77,6 +77,7 @@ def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, 
                 held, slots = slice(begin - first, end - first), slice(begin - pad, end - pad)
                 for theirs, buffer in ((keys, ours.keys), (values, ours.values)):
                     buffer[rows, slots] = theirs[rows, :, held].transpose(1, 2).to(buffer)
+                ours.read_indexer(layer, rows, slice(begin, end), slots)
 
 
 def run_as_given(

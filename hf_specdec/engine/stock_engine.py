@@ -27,6 +27,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
 from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.indexer_probes import pooled_indexers
 from ..patching.length_rope import length_rope
 from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
@@ -390,6 +391,7 @@ def _assist_row(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
         stack.enter_context(recurrent_functions(drafter))
+        stack.enter_context(pooled_indexers(drafter))
         stack.enter_context(length_rope(drafter))
         cache = model_kwargs.get("past_key_values")
         stack.enter_context(_restored(cache))

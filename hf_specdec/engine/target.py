@@ -18,6 +18,7 @@ from ..patching.attention import ragged_attention
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
+from ..patching.indexer_probes import pooled_indexers
 from ..patching.layer_kernels import layer_kernels
 from ..patching.length_rope import length_rope, mark_long
 from ..patching.linear import patched_linear
@@ -129,6 +130,7 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     """What is to be patched; each is to be entered before the next is looked up, which depends on it."""
     yield ragged_attention(model)
     yield recurrent_functions(model, drafter)
+    yield pooled_indexers(model, drafter)
     yield length_rope(model, drafter)
     yield triton_experts(model, drafter)
     yield local_linears(model)

@@ -98,6 +98,23 @@ class RaggedLayer(CacheLayerMixin):
         self.indexer_keys[rows, self._cache.positions] = indexer_key_states
         return self.indexer_keys[:, : self._cache.span]
 
+    def read_indexer(self, layer: CacheLayerMixin, rows: list[int], columns: slice, slots: slice) -> None:
+        """Copy the keys of an indexer that a layer of another cache has in `columns` of `rows`, if any, to `slots`."""
+        keys = getattr(layer, "indexer_keys", None)
+        if keys is not None:
+            if self.indexer_keys is None:
+                self.indexer_keys = keys.new_zeros(len(self.keys), self._cache.slots, keys.shape[2], device=self.device)
+            self.indexer_keys[rows, slots] = keys[rows, columns].to(self.indexer_keys)
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """`RaggedCache.position_ids`, which models look for in a layer; None before the first pass."""
+        return getattr(self._cache, "position_ids", None)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: torch.Tensor) -> None:
+        self._cache.position_ids = position_ids
+
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views."""
         span = self._cache.span
@@ -200,7 +217,10 @@ class RaggedCache(Cache):
             given one less, without the dummy slot: no more than there are positions.
         kernel_span: `span` with Triton kernels, if not all slots: a launch for fewer slots has fewer splits.
         row_memory: what `keys` and `values` of the layers are in; None if they have buffers of their own.
+        is_by_slot: whether keys are stored by slot.
     """
+
+    is_by_slot = True
 
     def __init__(
         self,
@@ -220,6 +240,7 @@ class RaggedCache(Cache):
         self.late_starts: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self.num_before: int | None = None
+        self._position_ids: torch.Tensor | None = None
         # Of tokens whose inputs are in rings instead of recurrent states.
         self._most_uncertain = num_draft_tokens + num_again
         has_states = any(kind.num_states for kind in kinds)
@@ -244,6 +265,26 @@ class RaggedCache(Cache):
     def has_keys(self) -> bool:
         """Whether layers store keys and values."""
         return any(isinstance(layer, RaggedLayer) for layer in self.layers)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Position ids `[sections, B, span]` int64 by slot, as of before the pass, where models keep them for indexers.
+
+        A model reads them, concatenates those of the pass's columns, and stores all of it.
+
+        Raises:
+            AttributeError: none have been stored.
+        """
+        if self._position_ids is None:
+            raise AttributeError("no pass has stored position ids")
+        return self._position_ids[..., : self.span]
+
+    @position_ids.setter
+    def position_ids(self, position_ids: torch.Tensor) -> None:
+        sections, (batch, columns) = len(position_ids), self.positions.shape
+        if self._position_ids is None:
+            self._position_ids = position_ids.new_zeros(sections, batch, self.slots)
+        self._position_ids.scatter_(2, self.positions.expand(sections, -1, -1), position_ids[..., -columns:])
 
     @property
     def has_indexers(self) -> bool:
@@ -317,9 +358,20 @@ class RaggedCache(Cache):
             layer.copy_rows(rows, other, taken, slots)
         if self.recurrence is not None:
             self.recurrence.copy_rows(rows, source.recurrence, taken)
+        self._copy_position_ids(rows, source, taken)
+
+    def _copy_position_ids(self, rows: torch.Tensor, source: RaggedCache, taken: slice | torch.Tensor) -> None:
+        theirs = source._position_ids
+        if theirs is None:
+            return
+        if self._position_ids is None:
+            self._position_ids = theirs.new_zeros(len(theirs), len(self.recurrence.base), self.slots)
+        slots = min(self.slots, source.slots) - 1
+        self._position_ids[:, rows, :slots] = theirs[:, taken, :slots]
 
     def copy_states(self, rows: torch.Tensor, source: RaggedCache) -> None:
-        """Copy the recurrent states of all rows of another cache of the same layers and K, no keys and values.
+        """Copy the recurrent states and position ids of all rows of another cache of the same layers and K, no keys and
+        values.
 
         Args:
             rows: `[n]` int64, where to.
@@ -329,6 +381,7 @@ class RaggedCache(Cache):
             if isinstance(layer, RecurrentLayer):
                 RecurrentLayer.copy_rows(layer, rows, other, slice(len(rows)), 0)
         self.recurrence.copy_rows(rows, source.recurrence, slice(len(rows)))
+        self._copy_position_ids(rows, source, slice(len(rows)))
 
     def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.

@@ -13,8 +13,11 @@ from transformers import PreTrainedModel
 from ..errors import first_line
 from .attention import ragged_attention
 from .cache import LayerKind, RaggedCache, RaggedLayer
+from .indexer_probes import pooled_indexers
 from .mask_rules import ordinary_tokens
-from .support import cache_layers, stated_positions
+from .recurrent_functions import recurrent_functions
+from .recurrent_layers import RecurrentLayer
+from .support import cache_layers, has_recurrent_layers, stated_positions
 
 # Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
 # number, since keys and values of one layer take memory; the first number where it states none.
@@ -36,8 +39,8 @@ class _PassingLayer(RaggedLayer):
 
 
 class _PassingCache(RaggedCache):
-    def _new_layer(self, kind: LayerKind) -> RaggedLayer:
-        return _PassingLayer(self)
+    def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
+        return super()._new_layer(kind) if kind.num_states else _PassingLayer(self)
 
 
 @torch.no_grad()
@@ -73,12 +76,14 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
     mask = torch.ones_like(tokens)
     expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.double()
 
-    # Their order in a pass does not matter where slots say what a token sees.
-    tokens, steps = tokens.flip(1), steps.flip(1)
+    # Their order in a pass does not matter where slots say what a token sees; it does for a recurrence.
+    in_order = has_recurrent_layers(model)
+    tokens, steps = (tokens, steps) if in_order else (tokens.flip(1), steps.flip(1))
     slots = starts[:, None] + steps
-    cache = _PassingCache(cache_layers(model), span + 1, starts)
+    cache = _PassingCache(cache_layers(model), span + 1, starts, starts + count)
+    cache.restart()
     cache.advance(slots, span)
-    with ragged_attention(model):
+    with ragged_attention(model), recurrent_functions(model), pooled_indexers(model):
         found = model(
             input_ids=tokens,
             attention_mask=cache.attention_mask(slots),
@@ -87,7 +92,7 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
             use_cache=True,
         ).logits.double()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
-    difference = float(((found.flip(1) - expected).norm(dim=-1) / spread).max())
+    difference = float((((found if in_order else found.flip(1)) - expected).norm(dim=-1) / spread).max())
     if difference <= limit:
         return None
     return f"its own attention does not do what a mask over {span} slots says (its logits differ by {difference:.2g})"

@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from .cache import RaggedCache
+from .former_inputs import former_inputs
 from .hidden_states import modules_of
 from .patch import Replacements, original
 from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentState
@@ -350,6 +352,24 @@ _REPLACEMENTS: dict[str, Callable] = {
 }
 
 
+def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Which columns recurrent layers are to read, `[B, n]` bool; None for all.
+
+    transformers cuts it out of a mask of as many columns as there are keys, after it has looked whether all are ones,
+    for which the host waits.
+
+    Args:
+        function: the model's own, with transformers' arguments.
+    """
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if not isinstance(cache, RaggedCache) or mask is None or mask.dim() != 2:
+        return function(*args, **kwargs)
+    return cache.positions < cache.dummy_slot
+
+
+_MASKS: dict[str, Callable] = {"create_recurrent_attention_mask": _token_mask}
+
+
 def files_of(*models: nn.Module) -> list[ModuleType]:
     """The files that the modules of `models` are defined in."""
     names = {type(module).__module__ for module in modules_of(*models)}
@@ -365,16 +385,18 @@ def why_not_replaced(model: nn.Module) -> str | None:
 
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    files = files_of(*models)
-    functions = {
+    files, functions = files_of(*models), _REPLACEMENTS | _MASKS
+    replaced = {
         name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-        for name in _REPLACEMENTS
+        for name in functions
     }
-    return Replacements(functions | {"forward": running_layer_forwards(*models)})
+    for name, methods in (*former_inputs(functions, *models).items(), ("forward", running_layer_forwards(*models))):
+        replaced[name] = [*replaced.get(name, ()), *methods]
+    return Replacements(replaced)
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:
-    return _over(_REPLACEMENTS[name], original(file, name))
+    return _over((_REPLACEMENTS | _MASKS)[name], original(file, name))
 
 
 @functools.cache

@@ -234,6 +234,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.recurrent_states = {index: RecurrentState(cache) for index in range(num_states)}
         self.conv_states = {index: ConvolutionState(self, index) for index in range(num_states)}
         self._rings: dict[int, torch.Tensor] = {}
+        # What rings hold where no token has been.
+        self._fills: dict[int, float] = {}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """States and rings are allocated where they are first needed."""
@@ -247,19 +249,45 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             what the model's convolution is to run over: for up to `MOST_STEPS` columns the inputs for its replacement,
             which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
         """
-        if state_idx not in self._rings:
-            batch, channels, _ = conv_states.shape
-            slots = self._cache.convolution_slots(conv_kernel_size)
-            self._rings[state_idx] = conv_states.new_zeros(batch, slots, channels)
-        ring = self._rings[state_idx]
-        if conv_states.shape[-1] <= MOST_STEPS:
+        inputs = conv_states.transpose(1, 2)
+        ring = self._ring(state_idx, inputs, conv_kernel_size)
+        if inputs.shape[1] <= MOST_STEPS:
             return ConvolutionInputs(self._cache, ring, conv_states)
-        # Columns that are no tokens may stand before a row's first token.
-        is_token = self._cache.positions < self._cache.dummy_slot
-        inputs = torch.where(is_token[..., None], conv_states.transpose(1, 2), 0)
-        extended = torch.cat([self._before(ring, conv_kernel_size - 1).to(inputs.dtype), inputs], dim=1)
-        self._store(ring, inputs)
-        return extended.transpose(1, 2)
+        return self.with_former(inputs, state_idx, conv_kernel_size - 1).transpose(1, 2)
+
+    def _ring(self, state_idx: int, inputs: torch.Tensor, kernel_size: int, fill: float = 0) -> torch.Tensor:
+        """`[B, slots, ...]`, in which the last ones of inputs `[B, n, ...]` are kept: allocated at the first pass."""
+        if state_idx not in self._rings:
+            slots = self._cache.convolution_slots(kernel_size)
+            self._rings[state_idx] = inputs.new_full((len(inputs), slots, *inputs.shape[2:]), fill)
+            self._fills[state_idx] = fill
+        return self._rings[state_idx]
+
+    def with_former(self, inputs: torch.Tensor, state_idx: int, count: int, fill: float = 0) -> torch.Tensor:
+        """Store inputs of a block, and give them with those of the tokens before it.
+
+        Args:
+            inputs: `[B, n, ...]`, of the cache's positions.
+            state_idx: of the state that they are, which no other method stores.
+            count: how many inputs before them.
+            fill: what stands before the first token of a row.
+
+        Returns:
+            `[B, count + n, ...]`. Columns of the block that are no tokens have the inputs of tokens before it, too.
+        """
+        ring = self._ring(state_idx, inputs, count + 1, fill)
+        first, last = self._span()
+        positions = first + torch.arange(-count, inputs.shape[1], device=first.device)
+        held = _gather(ring, positions % ring.shape[1]).to(inputs.dtype)
+        held = torch.where(_like(positions >= 0, held), held, self._fills[state_idx])
+        is_token = _like(self._cache.positions < self._cache.dummy_slot, inputs)
+        whole = torch.cat([held[:, :count], torch.where(is_token, inputs, held[:, count:])], dim=1)
+        # The column of the latest position that a slot is for; before the block it keeps what it has.
+        slots = torch.arange(ring.shape[1], device=first.device)
+        columns = last - (last - slots) % ring.shape[1] - first
+        latest = _gather(whole, columns.clamp(min=0) + count)
+        ring.copy_(torch.where(_like(columns >= 0, ring), latest, ring))
+        return whole
 
     def _span(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The position of the first column and the last position of each row's block, `[B, 1]` each.
@@ -273,22 +301,6 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         last = torch.where(is_token, positions, -1).amax(dim=1, keepdim=True)
         first = torch.where(is_token, positions - columns, dummy).amin(dim=1, keepdim=True)
         return first, last
-
-    def _before(self, ring: torch.Tensor, count: int) -> torch.Tensor:
-        """The last `count` inputs before the block, `[B, count, C]`; 0 where there are none."""
-        first, _ = self._span()
-        positions = first + torch.arange(-count, 0, device=first.device)
-        index = (positions % ring.shape[1])[..., None].expand(-1, -1, ring.shape[2])
-        return torch.where((positions >= 0)[..., None], ring.gather(1, index), 0)
-
-    def _store(self, ring: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Store the last inputs `[B, n, C]` of each row in `ring`."""
-        first, last = self._span()
-        slots = torch.arange(ring.shape[1], device=first.device)
-        # The column of the latest position that a slot is for; before the block it keeps what it has.
-        columns = last - (last - slots) % ring.shape[1] - first
-        index = columns.clamp(min=0)[..., None].expand(-1, -1, ring.shape[2])
-        ring.copy_(torch.where((columns >= 0)[..., None], inputs.gather(1, index), ring))
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads.
@@ -312,8 +324,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         """Begin with no text in any row."""
         for state in self.recurrent_states.values():
             state.restart()
-        for ring in self._rings.values():
-            ring.zero_()
+        for index, ring in self._rings.items():
+            ring.fill_(self._fills.get(index, 0))
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, taken: slice | torch.Tensor, slots: int) -> None:
         for index, state in source.recurrent_states.items():
@@ -321,7 +333,18 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         for index, ring in source._rings.items():
             if index not in self._rings:
                 self._rings[index] = ring.new_zeros(len(self._cache.recurrence.base), *ring.shape[1:])
+                self._fills = dict(source._fills)
             self._rings[index][rows] = ring[taken]
 
     def get_max_length(self) -> int:
         return self._cache.slots
+
+
+def _like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`values` `[B, n]` as `[B, n, 1, ...]`, with as many dimensions as `other`."""
+    return values.view(*values.shape, *[1] * (other.dim() - 2))
+
+
+def _gather(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`[B, m, ...]`: `columns` `[B, m]` int64 of `values` `[B, n, ...]`."""
+    return values.gather(1, _like(columns, values).expand(-1, -1, *values.shape[2:]))

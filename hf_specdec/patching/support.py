@@ -21,7 +21,7 @@ from .recurrent_functions import why_not_replaced
 _T = TypeVar("_T")
 
 # Layers with an indexer, by the names that versions of transformers have for them.
-_INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+_INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
 SUPPORTED_LAYER_TYPES = _INDEXED | frozenset(
     {
         "full_attention",

@@ -26,6 +26,8 @@ QWEN, HYBRID, GEMMA, PALIGEMMA = (
     f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3_5", "Gemma3", "PaliGemma")
 )
 LLAVA = "LlavaForConditionalGeneration"
+# Keys and position ids of an indexer, n-gram embeddings.
+INDEXED = "Qwen4ExpForConditionalGeneration"
 
 model_of = functools.cache(image_model)
 
@@ -42,7 +44,7 @@ def plain(name):
 
 
 ALL = [(name, k, accuracy) for name in KINDS for k in (1, 3, 7) for accuracy in (0.0, 0.6, 1.0)]
-FEW = [(name, 3, 0.6) for name in (QWEN, HYBRID, GEMMA, PALIGEMMA, "Idefics3ForConditionalGeneration")]
+FEW = [(name, 3, 0.6) for name in (QWEN, HYBRID, INDEXED, GEMMA, PALIGEMMA, "Idefics3ForConditionalGeneration")]
 
 
 @pytest.mark.core

@@ -124,6 +124,10 @@ KINDS = {
     "Qwen3VLMoeForConditionalGeneration": _DEEPSTACK,
     "Qwen3_5ForConditionalGeneration": _QWEN,
     "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "Qwen4ExpForConditionalGeneration": _QWEN,
+    "Glm5NextForConditionalGeneration": Kind(
+        {"vision_config": {"depth": 2}}, _patches, marks=("image_start_token_id", "image_end_token_id")
+    ),
     "Glm4vForConditionalGeneration": _SHALLOW._replace(marks=("image_start_token_id", "image_end_token_id")),
     "Gemma3ForConditionalGeneration": Kind(
         {"vision_config": _CLIP | {"image_size": 56}, "mm_tokens_per_image": 4}, _square, "token_type_ids"

@@ -367,7 +367,7 @@ def draw_states(batch, num_states, kv_heads, dim, value_dim, dtype):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "dim", "value_dim"), [(1, 16, 16), (8, 128, 128), (3, 24, 40), (40, 192, 128), (5, 80, 80)]
+    ("kv_heads", "dim", "value_dim"), [(1, 16, 16), (8, 128, 128), (3, 24, 40), (40, 192, 128), (5, 80, 80), (1, 16, 0)]
 )
 @pytest.mark.parametrize(
     ("num_states", "cache_dtype"),

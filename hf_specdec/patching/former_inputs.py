@@ -1,0 +1,119 @@
+"""Methods of modules that read former inputs from the cache, over a `RaggedCache`.
+
+N-gram embeddings read the tokens before their own, dilated convolutions the inputs before theirs, and keep them as
+states of the cache. Without a cache such a method computes the same over the former inputs and its own in one, so on a
+`RaggedCache` it runs so, and the layer finds the former inputs by position.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .cache import RaggedCache
+from .hidden_states import modules_of
+
+# Parameters of such methods after the inputs.
+_CACHE = ["past_key_values"]
+
+
+class _State(NamedTuple):
+    """What a method keeps in the cache.
+
+    Attributes:
+        layer_idx, index: of the layer, and of the state in it.
+        count: how many inputs before its own a method reads.
+        fill: what it takes for inputs before the first token.
+    """
+
+    layer_idx: int
+    index: int
+    count: int
+    fill: float
+
+
+class _FoundState(Exception):
+    """Raised in the place of storing a state."""
+
+    def __init__(self, state: _State):
+        super().__init__(state)
+        self.state = state
+
+
+class _Finder:
+    """In the place of a cache: raises `_FoundState` when a method without inputs stores its state."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        # A method that takes anything but zeros for what is before the first token stores it.
+        fill = conv_states.flatten()[0].item() if conv_states.numel() else 0
+        raise _FoundState(_State(layer_idx, state_idx, conv_kernel_size, fill))
+
+
+def _state_of(method: Callable) -> _State | None:
+    """What `method` keeps in the cache; None if that cannot be told."""
+    for inputs in (torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 0, 1)):  # tokens, hidden states
+        try:
+            method(inputs, _Finder())
+        except _FoundState as found:
+            return found.state
+        except Exception:  # a method may raise anything
+            continue
+    return None
+
+
+@functools.cache
+def _methods(kind: type, others: frozenset[str]) -> tuple[str, ...]:
+    """Names of the methods of the class `kind` that store inputs, and call none of the functions `others`."""
+    functions = inspect.getmembers(kind, inspect.isfunction)
+    storing = ((name, one) for name, one in functions if "update_conv_state" in one.__code__.co_names)
+    return tuple(
+        name
+        for name, one in storing
+        if others.isdisjoint(one.__code__.co_names) and list(inspect.signature(one).parameters)[2:] == _CACHE
+    )
+
+
+def _run(method: Callable, state: _State, inputs: torch.Tensor, past_key_values: Any) -> torch.Tensor:
+    """What `method` gives of `inputs` `[B, n, ...]`."""
+    if not isinstance(past_key_values, RaggedCache):
+        return method(inputs, past_key_values)
+    layer = past_key_values.layers[state.layer_idx]
+    return method(layer.with_former(inputs, state.index, state.count, state.fill), None)[:, state.count :]
+
+
+def former_inputs(others: Collection[str], *models: nn.Module) -> dict[str, list[tuple[nn.Module, Callable]]]:
+    """For `Replacements`: the methods of modules of `models` that read former inputs, as they run on a `RaggedCache`.
+
+    Args:
+        others: names of functions that are replaced themselves; methods that call them are not.
+        models: whose modules are looked through. Methods that somebody has replaced are left as they are.
+    """
+    found: dict[str, list[tuple[nn.Module, Callable]]] = {}
+    for module in modules_of(*models):
+        for name in _methods(type(module), frozenset(others)):
+            is_own = name in vars(module) and getattr(vars(module)[name], "func", None) is not _run
+            state = None if is_own else _state_of(_method(module, name))
+            if state is not None:
+                found.setdefault(name, []).append((module, functools.partial(_over_method, name, state)))
+    return found
+
+
+def _method(module: nn.Module, name: str) -> Callable:
+    return functools.partial(getattr(type(module), name), module)
+
+
+def _over_method(name: str, state: _State, module: nn.Module) -> Callable:
+    return functools.partial(_run, _method(module, name), state)

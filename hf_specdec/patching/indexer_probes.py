@@ -1,0 +1,146 @@
+"""Which modules are indexers that `pooled_indexers` computes: found out by running them on a few random tokens.
+
+An indexer is copied with random weights and a small budget, and run on a CPU in float32, once as it is over a text and
+once on a `RaggedCache` in two passes. It is of a kind if both choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .. import ops
+from .cache import LayerKind, RaggedCache
+from .hidden_states import modules_of
+from .patch import Replacements
+from .pooled_indexers import Form, PooledIndexer, indexer_forward, kind_of, visible_slots
+
+# Pools of the text and of the budget. Of the text's last tokens, more than half a pool is not in a complete one.
+_NUM_POOLS, _BUDGET = 5, 2
+# Share of queries for which the choice may differ: scores of several pools may be equal, such as zero.
+_TIES = 0.05
+# Of a head so many elements are rotated.
+_NUM_ANGLES = 4
+_PLAIN_VALUES = (bool, int, float, str, type(None))
+
+_found: dict[Hashable, Form | None] = {}
+
+
+def pooled_indexers(*models: nn.Module) -> Replacements:
+    """Context in which indexers of `models` that choose pools of tokens run on a `RaggedCache`.
+
+    Other indexers, and modules with a `forward` attribute, are left as they are.
+    """
+    chosen = []
+    for module in modules_of(*models):
+        kind = kind_of(module)
+        forward = vars(module).get("forward")
+        if kind is not None and (forward is None or getattr(forward, "func", None) is indexer_forward):
+            form = _form_of(module, kind)
+            if form is not None:
+                chosen.append((module, functools.partial(_over, kind, form)))
+    return Replacements({"forward": chosen})
+
+
+def _over(kind: PooledIndexer, form: Form, module: nn.Module) -> Callable:
+    return functools.partial(indexer_forward, module, kind, form)
+
+
+def _form_of(module: nn.Module, kind: PooledIndexer) -> Form | None:
+    """What `module` returns, see `indexer_forward`; None if it is not of `kind`. One of equal settings is tried."""
+    settings = sorted((name, value) for name, value in vars(module).items() if type(value) in _PLAIN_VALUES)
+    key = (type(module), *((name, value) for name, value in settings if name not in ("layer_idx", "training")))
+    if key not in _found:
+        try:
+            with torch.no_grad(), ops.references(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                _found[key] = _probe(_random_copy(module, kind), kind)
+        except Exception:  # a module may raise anything
+            _found[key] = None
+    return _found[key]
+
+
+class _Linear(nn.Module):
+    """A linear layer with random weights, as wide as another of any kind."""
+
+    def __init__(self, other: nn.Module):
+        super().__init__()
+        self.in_features, self.out_features = other.in_features, other.out_features
+        self.weight = torch.randn(other.out_features, other.in_features, device="cpu") * other.in_features**-0.5
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return F.linear(inputs, self.weight)
+
+
+def _random_copy(module: nn.Module, kind: PooledIndexer) -> nn.Module:
+    """An indexer like `module`, with random weights in float32 on a CPU and a budget of a few pools."""
+    size = getattr(module, kind.size)
+    children = {
+        name: _Linear(one) if hasattr(one, "in_features") else _with_random_parameters(one)
+        for name, one in module._modules.items()
+    }
+    clone = _with_random_parameters(module)
+    vars(clone).update(_modules=children, layer_idx=0)
+    vars(clone).update(dict.fromkeys(kind.most_pools, _BUDGET) | dict.fromkeys(kind.most_tokens, _BUDGET * size))
+    return clone
+
+
+def _with_random_parameters(module: nn.Module) -> nn.Module:
+    """A copy of `module` itself, with its children."""
+    clone = copy.copy(module)
+    vars(clone)["_parameters"] = {
+        name: None if one is None else torch.randn(one.shape, device="cpu") for name, one in module._parameters.items()
+    }
+    return clone
+
+
+def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
+    """See `_form_of`; of a copy with random weights."""
+    size = getattr(module, kind.size)
+    count = _NUM_POOLS * size + size // 2
+    given = _random_inputs(module, kind, count)
+    found = type(module).forward(module, **given, past_key_values=None)
+    if found.dim() == 3:
+        form, expected = "indices", visible_slots(found, count)
+    elif found.dtype == torch.bool:
+        form, expected = "mask", found[:, 0]
+    else:
+        form, expected = "bias", found[:, 0] == 0
+
+    cache = RaggedCache([LayerKind(takes_mask=True)], count + 2)
+    passes, first = [], 0
+    for end in (count - size - 1, count):
+        cache.advance(torch.arange(first, end, device="cpu")[None], end)
+        part = {name: _of_pass(value, first, end) for name, value in given.items()}
+        passes.append(visible_slots(kind.choose(module, **part, past_key_values=cache), count))
+        first = end
+    differ = (torch.cat(passes, dim=1) != expected).any(-1)
+    selects = not bool(expected[:, -1].all())
+    return form if selects and float(differ.float().mean()) <= _TIES else None
+
+
+def _of_pass(value: torch.Tensor | tuple[torch.Tensor, ...], first: int, end: int) -> Any:
+    """What an indexer is given for the tokens from `first` to `end`; `value` is for the whole text."""
+    if not isinstance(value, tuple):
+        return value[:, first:end]
+    if first == 0:
+        return tuple(angles[:, :end] for angles in value)
+    # Angles of slots as of before the pass, and of its columns.
+    return tuple(torch.cat([F.pad(one[:, :first], (0, 0, 0, end - first)), one[:, first:end]], dim=1) for one in value)
+
+
+def _random_inputs(module: nn.Module, kind: PooledIndexer, count: int) -> dict[str, Any]:
+    """Arguments of `module` for a text of `count` tokens without a cache."""
+    widths = {name: getattr(module, linear).in_features for name, linear in kind.inputs.items()}
+    given: dict[str, Any] = {name: torch.randn(1, count, width, device="cpu") for name, width in widths.items()}
+    given["attention_mask"] = torch.ones(1, count, dtype=torch.bool, device="cpu")
+    if "position_embeddings" in kind.arguments:  # it is given those of all tokens, and a mask over them
+        given["position_embeddings"] = tuple(torch.randn(1, count, _NUM_ANGLES, device="cpu") for _ in range(2))
+        given["attention_mask"] = torch.full((1, 1, count, count), torch.finfo(torch.float32).min, device="cpu").triu(1)
+    return given

@@ -1,0 +1,258 @@
+"""Indexers that choose pools of adjacent tokens, over a `RaggedCache`, without reading anything on the host.
+
+A query sees the tokens of a few pools, those that an indexer scores highest among the complete ones, and the tokens
+after the last complete pool. Pools are counted from the first token of a text, so with slot == position those of a row
+are the same whatever the other rows are. What transformers' indexers look up on the host (which tokens a query sees,
+which pools are complete) is here a function of positions. A kind of indexer is recognised by the modules and settings
+that it has, and by what it chooses among a few random tokens (see `indexer_probes`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .cache import RaggedCache
+
+
+class Pools(NamedTuple):
+    """Pools of the slots of a cache during a pass.
+
+    Attributes:
+        size: tokens of a pool.
+        first: `[B, 1]` int64, the first slot of each row.
+        num_seen: `[B, n]` int64, how many tokens each query sees.
+    """
+
+    size: int
+    first: torch.Tensor
+    num_seen: torch.Tensor
+
+    @classmethod
+    def of(cls, cache: RaggedCache, size: int) -> Pools:
+        """Those of a pass at the positions of `cache`."""
+        positions = cache.positions
+        first = torch.zeros_like(positions[:, :1]) if cache.starts is None else cache.starts[:, None]
+        return cls(size, first, positions - first + 1)
+
+    def first_slots(self, span: int) -> torch.Tensor:
+        """The first slot of each pool that may be complete within `span` slots, `[B, P]` int64."""
+        return self.first + self.size * torch.arange(-(-span // self.size), device=self.first.device)
+
+    def split(self, states: torch.Tensor) -> torch.Tensor:
+        """`[B, P, size, D]`: `states` `[B, span, D]` of slots by pools. What is behind the last slot is any slot's."""
+        first = self.first_slots(states.shape[1])
+        slots = first[..., None] + torch.arange(self.size, device=first.device)
+        at = slots.clamp(max=states.shape[1] - 1).flatten(1)[..., None].expand(-1, -1, states.shape[2])
+        return states.gather(1, at).view(*slots.shape, -1)
+
+    def choose(self, scores: torch.Tensor, count: int, with_tail: bool = True) -> torch.Tensor:
+        """The slots that queries see: those of the complete pools of the highest scores, and those behind the last one.
+
+        Args:
+            scores: `[B, n, P]` of pools, floating point.
+            count: most pools of a query.
+            with_tail: whether a query sees the tokens of the pool that is not complete.
+
+        Returns:
+            `[B, n, m]` int64; -1 for none.
+        """
+        complete = (self.num_seen // self.size)[..., None]
+        is_complete = torch.arange(scores.shape[-1], device=scores.device) < complete
+        lowest = torch.finfo(scores.dtype).min
+        best = scores.masked_fill(~is_complete, lowest).topk(min(count, scores.shape[-1])).indices
+        steps = torch.arange(self.size, device=scores.device)
+        is_best = is_complete.gather(-1, best)[..., None]
+        chosen = torch.where(is_best, best[..., None] * self.size + steps, -1).flatten(-2)
+        if with_tail:
+            tail = complete * self.size + steps[:-1]
+            chosen = torch.cat([chosen, torch.where(tail < self.num_seen[..., None], tail, -1)], dim=-1)
+        return torch.where(chosen < 0, -1, chosen + self.first[..., None])
+
+
+def visible_slots(chosen: torch.Tensor, span: int) -> torch.Tensor:
+    """`[B, n, span]` bool: whether a slot is among `chosen` `[B, n, m]`, of which negative ones are none."""
+    seen = torch.zeros(*chosen.shape[:2], span + 1, dtype=torch.bool, device=chosen.device)
+    return seen.scatter_(-1, torch.where(chosen < 0, span, chosen).clamp(max=span), True)[..., :span]
+
+
+def _at_slots(angles: torch.Tensor, slots: torch.Tensor, cache: RaggedCache, span: int) -> torch.Tensor:
+    """Cosines or sines at slots, `[B, P, R]`.
+
+    Args:
+        angles: `[B, n, R]` of the pass's columns, or `[B, span + n, R]`, with those of slots as of before the pass.
+        slots: `[B, P]` int64.
+        cache: at whose positions the columns are.
+        span: slots that the cache shows.
+    """
+    batch, columns = cache.positions.shape
+    held = angles.shape[1] - columns
+    where = torch.arange(span + 1, device=slots.device).repeat(batch, 1)
+    own = torch.arange(held, held + columns, device=slots.device).expand(batch, -1)
+    where.scatter_(1, cache.positions.clamp(max=span), own)
+    at = where.gather(1, slots.clamp(max=span)).clamp(max=angles.shape[1] - 1)
+    return angles.expand(batch, -1, -1).gather(1, at[..., None].expand(-1, -1, angles.shape[2]))
+
+
+def _products(query: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    """`[B, n, heads, P]` float32: of queries `[B, n, heads, D]` and the keys of pools `[B, P, D]`."""
+    # Heads as further queries: torch would copy the keys for every query.
+    flat = torch.matmul(query.flatten(1, 2).float(), pooled.float().transpose(-1, -2))
+    return flat.unflatten(1, query.shape[1:3])
+
+
+def _choose_by_means(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor,
+    past_key_values: RaggedCache,
+) -> torch.Tensor:
+    """By the mean of the keys of a pool, normalised and rotated as its first token is; Qwen4's QSA.
+
+    Args:
+        module: the indexer.
+        hidden_states: `[B, n, H]`.
+        position_embeddings: see `_at_slots`.
+        attention_mask: not read.
+        past_key_values: at whose positions the tokens are.
+
+    Returns:
+        see `Pools.choose`.
+    """
+    columns, width = hidden_states.shape[1], module.index_head_dim
+    rotate = inspect.unwrap(type(module).forward).__globals__["apply_rotary_pos_emb"]
+    both = module.index_qk_proj(hidden_states)
+    query, key = both.split([module.index_n_heads * width, both.shape[-1] - module.index_n_heads * width], dim=-1)
+    query = module.q_layernorm(query.unflatten(-1, (-1, width)))
+    cos, sin = (angles[:, -columns:] for angles in position_embeddings)
+    query = rotate(query, cos=cos, sin=sin, unsqueeze_dim=2)
+
+    keys = past_key_values.update_indexer(key, module.layer_idx)
+    pools = Pools.of(past_key_values, module.compress_ratio)
+    pooled = module.k_layernorm(pools.split(keys).float().mean(dim=2).to(keys.dtype))
+    slots, span = pools.first_slots(keys.shape[1]), keys.shape[1]
+    cos, sin = (_at_slots(angles, slots, past_key_values, span) for angles in position_embeddings)
+    pooled = rotate(pooled[:, None], cos=cos, sin=sin)[:, 0]
+    scores = F.relu(_products(query, pooled)).sum(dim=2) / math.sqrt(width)
+    return pools.choose(scores, module.block_topk)
+
+
+def _choose_by_gates(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    q_resid: torch.Tensor,
+    attention_mask: torch.Tensor,
+    past_key_values: RaggedCache,
+) -> torch.Tensor:
+    """By the mean of the keys of a pool, weighted by gates; GLM-5-next's.
+
+    Args:
+        module: the indexer.
+        hidden_states: `[B, n, H]`.
+        q_resid: `[B, n, rank]`, of which queries are made.
+        attention_mask: `[B, n]`, stored with the keys as transformers does.
+        past_key_values: at whose positions the tokens are.
+
+    Returns:
+        see `Pools.choose`.
+    """
+    query = module.wq_b(q_resid).unflatten(-1, (-1, module.head_dim))
+    key = module.k_norm(module.wk(hidden_states))
+    gates = F.linear(hidden_states, module.index_kpool_compress_gate)
+    is_token = attention_mask.to(key.dtype)[..., None]
+    stored = past_key_values.update_indexer(torch.cat([key, gates, is_token], dim=-1), module.layer_idx)
+    pools = Pools.of(past_key_values, module.index_kpool)
+    keys, gates, _ = pools.split(stored).split([module.head_dim, module.head_dim, 1], dim=-1)
+    shares = (gates.float() + module.index_kpool_compress_ape.float()).softmax(dim=2).to(keys.dtype)
+    pooled = (shares * keys).sum(dim=2)
+
+    scores = F.relu(_products(query, pooled) * module.softmax_scale)
+    weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float() * module.n_heads**-0.5
+    scores = torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
+    return pools.choose(scores, module.index_topk // module.index_kpool, module.index_kpool_always_select_tail)
+
+
+class PooledIndexer(NamedTuple):
+    """A kind of indexer.
+
+    Attributes:
+        choose: the slots that queries see, see `Pools.choose`; it has the arguments of the indexer's `forward`.
+        names: of the modules, parameters and settings that it has.
+        inputs: names of the arguments that are states of tokens, and of the linear layers that read them.
+        size: name of the setting for the tokens of a pool.
+        most_pools, most_tokens: names of the settings for how much a query sees, in pools or in tokens.
+    """
+
+    choose: Callable[..., torch.Tensor]
+    names: frozenset[str]
+    inputs: dict[str, str]
+    size: str
+    most_pools: tuple[str, ...]
+    most_tokens: tuple[str, ...]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Names of the arguments of `forward`."""
+        return _arguments(self.choose)
+
+
+KINDS = (
+    PooledIndexer(
+        _choose_by_means,
+        names=frozenset({"index_qk_proj", "q_layernorm", "k_layernorm", "index_n_heads", "index_head_dim"}),
+        inputs={"hidden_states": "index_qk_proj"},
+        size="compress_ratio",
+        most_pools=("block_topk",),
+        most_tokens=("token_budget",),
+    ),
+    PooledIndexer(
+        _choose_by_gates,
+        names=frozenset({"wq_b", "wk", "k_norm", "weights_proj", "softmax_scale", "n_heads", "head_dim"})
+        | {"index_kpool_compress_ape", "index_kpool_compress_gate", "index_kpool_always_select_tail"},
+        inputs={"hidden_states": "wk", "q_resid": "wq_b"},
+        size="index_kpool",
+        most_pools=(),
+        most_tokens=("index_topk",),
+    ),
+)
+
+
+def kind_of(module: nn.Module) -> PooledIndexer | None:
+    """The kind of indexer that `module` may be by what it has; None if it is none."""
+    for kind in KINDS:
+        names = (*kind.names, kind.size, *kind.most_pools, *kind.most_tokens)
+        if all(hasattr(module, name) for name in names) and _arguments(type(module).forward) == kind.arguments:
+            return kind
+    return None
+
+
+def _arguments(function: Callable) -> list[str]:
+    return list(inspect.signature(function).parameters)[1:]
+
+
+# What an indexer returns: the indices of slots `[B, n, m]` int32, or a mask `[B, 1, n, span]`, bool or to be added.
+Form = Literal["indices", "mask", "bias"]
+
+
+def indexer_forward(module: nn.Module, kind: PooledIndexer, form: Form, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What the indexer `module`, of `kind`, gives on a `RaggedCache`, in its `form`."""
+    given = dict(zip(kind.arguments, args, strict=False)) | kwargs
+    cache = given.get("past_key_values")
+    if not isinstance(cache, RaggedCache) or not cache.is_by_slot:
+        return type(module).forward(module, *args, **kwargs)
+    with torch.no_grad():
+        chosen = kind.choose(module, **given)
+    if form == "indices":
+        return chosen.to(torch.int32)
+    seen = visible_slots(chosen, cache.span)[:, None]
+    if form == "mask":
+        return seen
+    dtype = given["hidden_states"].dtype
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
