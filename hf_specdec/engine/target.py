@@ -24,6 +24,7 @@ from ..patching.length_rope import length_rope, mark_long
 from ..patching.linear import patched_linear
 from ..patching.patch import Patch, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
+from ..patching.relative_bias import relative_biases
 from ..patching.rotary_functions import rotary_functions
 from ..patching.support import length_limits
 from ..state import DecodeState
@@ -131,6 +132,7 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     yield ragged_attention(model)
     yield recurrent_functions(model, drafter)
     yield compressed_attention(model, drafter)
+    yield relative_biases(model, drafter)
     yield length_rope(model, drafter)
     yield triton_experts(model, drafter)
     yield local_linears(model)

@@ -10,8 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import ops
 from ..virtual_memory import RowMemory
-from .compressed_layers import Block, CompressedWindows
+from .compressed_layers import CompressedWindows
 from .recurrent_layers import RecurrencePositions, RecurrentLayer
+from .rings import Block
 
 
 class LayerKind(NamedTuple):

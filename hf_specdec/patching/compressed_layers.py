@@ -10,36 +10,11 @@ nothing is rolled back.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-
-class Block(NamedTuple):
-    """The positions of the tokens of a pass, `[B, 1]` int64 each.
-
-    Positions of adjacent tokens are consecutive; columns without a token may stand before them and after them.
-
-    Attributes:
-        first: the position that column 0 would have; the dummy slot in a row without a token.
-        begin: of the first token; the dummy slot in a row without one.
-        last: of the last token; -1 in a row without one.
-    """
-
-    first: torch.Tensor
-    begin: torch.Tensor
-    last: torch.Tensor
-
-    @classmethod
-    def of(cls, positions: torch.Tensor, dummy: int) -> Block:
-        """Those of a pass over `positions` `[B, n]` int64, `dummy` for columns without a token."""
-        columns = torch.arange(positions.shape[1], device=positions.device)
-        is_token = positions < dummy
-        return cls(
-            torch.where(is_token, positions - columns, dummy).amin(dim=1, keepdim=True),
-            positions.amin(dim=1, keepdim=True),
-            torch.where(is_token, positions, -1).amax(dim=1, keepdim=True),
-        )
+from .rings import Block
 
 
 class CompressingCache(Protocol):
@@ -91,10 +66,7 @@ class CompressedWindows:
         before = self.rate if self.overlaps else 0
         steps = torch.arange(-before, count * self.rate, device=tokens.device)
         positions = numbers[:, :1] * self.rate + steps
-        # Tokens of earlier passes are in the ring, those of this one behind it.
-        index = torch.where(positions < block.begin, positions % size, size + positions - block.first)
-        index = index.clamp(0, size + tokens.shape[1] - 1)[..., None].expand(-1, -1, tokens.shape[-1])
-        windows = torch.cat([self.ring[:, :size], tokens], dim=1).gather(1, index)
+        windows = block.at(positions, self.ring[:, :size], tokens)
         windows = windows.view(len(tokens), -1, self.rate, tokens.shape[-1])
         values, gates = windows.chunk(2, dim=-1)
         if self.overlaps:

@@ -18,6 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .. import ops
 from ..kernels.types import RecurrenceRing
+from .rings import Block
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
 # takes one step a column.
@@ -230,48 +231,32 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             what the model's convolution is to run over: for up to `MOST_STEPS` columns the inputs for its replacement,
             which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
         """
+        if conv_states.shape[-1] > MOST_STEPS:
+            return self.extended(conv_states, state_idx, conv_kernel_size)
+        return ConvolutionInputs(self._cache, self._ring(conv_states, state_idx, conv_kernel_size), conv_states)
+
+    def _ring(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
         if state_idx not in self._rings:
-            batch, channels, _ = conv_states.shape
-            slots = self._cache.convolution_slots(conv_kernel_size)
-            self._rings[state_idx] = conv_states.new_zeros(batch, slots, channels)
-        ring = self._rings[state_idx]
-        if conv_states.shape[-1] <= MOST_STEPS:
-            return ConvolutionInputs(self._cache, ring, conv_states)
-        # Columns that are no tokens may stand before a row's first token.
-        is_token = self._cache.positions < self._cache.dummy_slot
-        inputs = torch.where(is_token[..., None], conv_states.transpose(1, 2), 0)
-        extended = torch.cat([self._before(ring, conv_kernel_size - 1).to(inputs.dtype), inputs], dim=1)
-        self._store(ring, inputs)
-        return extended.transpose(1, 2)
+            batch, channels, _ = inputs.shape
+            self._rings[state_idx] = inputs.new_zeros(batch, self._cache.convolution_slots(kernel_size), channels)
+        return self._rings[state_idx]
 
-    def _span(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The position of the first column and the last position of each row's block, `[B, 1]` each.
-
-        Positions of adjacent tokens are consecutive. With columns before the tokens the first may be negative; in a row
-        without a token it is the dummy slot's number.
+    def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
+        """The `inputs` `[B, C, n]` of a short convolution with those before them, `[B, C, kernel_size - 1 + n]`; they
+        are stored.
         """
-        positions, dummy = self._cache.positions, self._cache.dummy_slot
-        columns = torch.arange(positions.shape[1], device=positions.device)
-        is_token = positions < dummy
-        last = torch.where(is_token, positions, -1).amax(dim=1, keepdim=True)
-        first = torch.where(is_token, positions - columns, dummy).amin(dim=1, keepdim=True)
-        return first, last
-
-    def _before(self, ring: torch.Tensor, count: int) -> torch.Tensor:
-        """The last `count` inputs before the block, `[B, count, C]`; 0 where there are none."""
-        first, _ = self._span()
-        positions = first + torch.arange(-count, 0, device=first.device)
-        index = (positions % ring.shape[1])[..., None].expand(-1, -1, ring.shape[2])
-        return torch.where((positions >= 0)[..., None], ring.gather(1, index), 0)
-
-    def _store(self, ring: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Store the last inputs `[B, n, C]` of each row in `ring`."""
-        first, last = self._span()
-        slots = torch.arange(ring.shape[1], device=first.device)
+        ring, inputs = self._ring(inputs, state_idx, kernel_size), inputs.transpose(1, 2)
+        block = Block.of(self._cache.positions, self._cache.dummy_slot)
+        steps = torch.arange(1 - kernel_size, inputs.shape[1], device=inputs.device)
+        positions = block.first + steps
+        extended = torch.where((positions >= 0)[..., None], block.at(positions, ring, inputs), 0)
         # The column of the latest position that a slot is for; before the block it keeps what it has.
-        columns = last - (last - slots) % ring.shape[1] - first
-        index = columns.clamp(min=0)[..., None].expand(-1, -1, ring.shape[2])
-        ring.copy_(torch.where((columns >= 0)[..., None], inputs.gather(1, index), ring))
+        slots = torch.arange(ring.shape[1], device=inputs.device)
+        latest = block.last - (block.last - slots) % ring.shape[1]
+        is_new = (latest >= block.begin)[..., None]
+        index = (latest - block.first).clamp(min=0)[..., None].expand(-1, -1, ring.shape[2])
+        ring.copy_(torch.where(is_new, inputs.gather(1, index), ring))
+        return extended.transpose(1, 2)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Nothing: the state was updated where it was used.
