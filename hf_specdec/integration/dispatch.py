@@ -29,6 +29,7 @@ from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
+from ..patching.support import has_compressed_layers
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
@@ -114,6 +115,8 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any], is_padded:
         return request, obstacle
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
     is_by_target = bool(besides) or offsets is None
+    if has_compressed_layers(model) and (is_by_target or any(offsets)):
+        return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
     if drafter.is_equivalence_check:
         is_by_target |= drafter.prompts_by_target
     else:

@@ -114,6 +114,19 @@ def test_padding_that_changes_plain_texts_is_refused():
         TEXTS.greedy(target, inputs, drafter, 3)
 
 
+def test_calls_that_are_not_of_tokens_only_are_refused():
+    target, inputs = target_of(NAME), padded_prompts(ROW)
+    drafter = oracle(target, inputs, TEXTS.plain(NAME, ROW))
+    for positions in (torch.arange(30)[None] + 3, torch.arange(30)[None] * 2):
+        with pytest.raises(ValueError, match="which are made of tokens only, at positions that are counted from 0"):
+            TEXTS.greedy(target, {**inputs, "position_ids": positions}, drafter, 3)
+    filled = TEXTS.greedy(target, inputs, return_dict_in_generate=True)
+    longer = {"input_ids": torch.cat([filled.sequences, filled.sequences[:, :3]], dim=1)}
+    longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+    with pytest.raises(ValueError, match="continues a cache with layers of type DeepseekV4CSACache"):
+        TEXTS.greedy(target, longer, drafter, 3, past_key_values=filled.past_key_values)
+
+
 @pytest.mark.parametrize("kind", [copy_of, random_draft_model])
 def test_draft_models(kind):
     drafter = TEXTS.check(NAME, EQUAL, lambda target, *_: kind(target))
