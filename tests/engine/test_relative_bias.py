@@ -4,7 +4,6 @@ from functools import cache, partial
 
 import pytest
 import torch
-from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_draft_model, random_eagle3
@@ -12,8 +11,6 @@ from targets import build_target, padded_prompts
 from transformers import CONFIG_MAPPING, ContinuousBatchingConfig
 
 from hf_specdec.patching import attention
-
-pytestmark = pytest.mark.core
 
 SETTINGS = {
     "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
@@ -44,13 +41,14 @@ def target_of(name, **options):
     return target
 
 
-TEXTS = GreedyTexts(target_of, max_new_tokens=24)
+TEXTS = GreedyTexts(target_of, max_new_tokens=20)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [70, 9, 33]], ids=str)
+@pytest.mark.parametrize("lengths", [PROMPTS[1], [70, 9, 33]], ids=str)
 def test_greedy_is_identical(name, lengths):
-    for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7)], [(0.6, 3)]):
+    for accuracy, num in [(0.0, 1), (0.6, 3), (1.0, 7)]:
         TEXTS.check(name, lengths, partial(oracle, accuracy=accuracy), num)
     TEXTS.check(name, lengths, oracle, prefill_chunk_size=7)
     assert len(TEXTS.plain(name, lengths).unique()) > 4
@@ -72,6 +70,7 @@ def test_texts_tell_distances(name, monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kind", [copy_of, random_eagle3])
 def test_drafters(name, kind):
@@ -80,12 +79,11 @@ def test_drafters(name, kind):
         assert drafter.stats.accepted == drafter.stats.drafted > 0
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_as_draft_model_of_another_target(name):
+def test_as_draft_model_of_another_target():
     """On the stock engine, where only the drafter runs on a cache of ours."""
     target = build_target("llama")
     inputs = padded_prompts([12])
-    drafter = copy_of(target_of(name)).configure(engine="stock")
+    drafter = copy_of(target_of(KINDS[-1])).configure(engine="stock")
     drafter.bind(target)
     assert torch.equal(TEXTS.greedy(target, inputs, drafter, 3), TEXTS.greedy(target, inputs))
 
