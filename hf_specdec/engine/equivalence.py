@@ -25,7 +25,7 @@ from ..kernels.types import Proposal, VerificationResult
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
-from ..patching.support import length_limits, settings_of, stated_positions, uses_attention_interface
+from ..patching.support import length_limits, longest_window, settings_of, stated_positions, uses_attention_interface
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
@@ -316,7 +316,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
     """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together, whose
     rows plain `generate()` is given with their padding or each by itself.
     """
-    inputs = ordinary_prompts(model)
+    inputs = _prompts(model)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     count = NUM_NEW_TOKENS[engine]
     try:
@@ -331,7 +331,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
     if not is_padded:
         plain = _put_together(plain_alone, _generate(model, _last_row(inputs), count))
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
-        lengths = PROMPT_LENGTHS[: len(expected.tokens)]
+        lengths = given["attention_mask"].sum(dim=1).tolist()
         drafter = _ScriptedDrafter(model, engine, expected.tokens, lengths)
         drafter.prompts_by_target = prompts_by_target
         try:
@@ -358,7 +358,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
 
 def _compare_padding(model: PreTrainedModel) -> str | None:
     """Compare plain `generate()` of a padded row, in a batch, with that of the row alone and without padding."""
-    inputs, count = ordinary_prompts(model), NUM_NEW_TOKENS["stock"]
+    inputs, count = _prompts(model), NUM_NEW_TOKENS["stock"]
     first = {name: tensor[:1] for name, tensor in inputs.items()}
     try:
         batch, unpadded, alone = (_generate(model, given, count) for given in (inputs, first, _last_row(inputs)))
@@ -373,9 +373,15 @@ def _compare_padding(model: PreTrainedModel) -> str | None:
     return f"the padding of a row changes its logits in plain generate(), of a few tokens by {difference:.2g}"
 
 
+def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """`ordinary_prompts`, longer than any window of tokens of which `model` keeps keys."""
+    return ordinary_prompts(model, [longest_window(model) + length for length in PROMPT_LENGTHS])
+
+
 def _last_row(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The last of `ordinary_prompts`, without its padding."""
-    return {name: tensor[-1:, -PROMPT_LENGTHS[-1] :] for name, tensor in inputs.items()}
+    """The last of `_prompts`, without its padding."""
+    is_token = inputs["attention_mask"][-1].bool()
+    return {name: tensor[-1:, is_token] for name, tensor in inputs.items()}
 
 
 def _is_exact(model: PreTrainedModel) -> bool:

@@ -115,11 +115,11 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any], is_padded:
         return request, obstacle
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
     is_by_target = bool(besides) or offsets is None
-    if has_compressed_layers(model) and (is_by_target or any(offsets)):
-        return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
     if drafter.is_equivalence_check:
         is_by_target |= drafter.prompts_by_target
-    else:
+    if has_compressed_layers(model) and (is_by_target or any(offsets)):
+        return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
+    if not drafter.is_equivalence_check:
         why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
         obstacle = why_not()
         if obstacle is not None and why_not(prompts_by_target=True) is None:

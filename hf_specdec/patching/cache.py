@@ -23,13 +23,13 @@ class LayerKind(NamedTuple):
         num_states: how many recurrent states it stores, and as many inputs of short convolutions.
         takes_mask: whether its attention is that of the modeling file, which adds a mask to its scores, and not
             `ragged_attention_forward`.
-        compresses: whether it stores keys of windows of tokens, too, see `compressed_layers`.
+        compress_rate: tokens of the windows of which it stores keys, too, see `compressed_layers`; 0 without windows.
     """
 
     has_keys: bool = True
     num_states: int = 0
     takes_mask: bool = False
-    compresses: bool = False
+    compress_rate: int = 0
 
 
 def attention_layers(count: int) -> tuple[LayerKind, ...]:
@@ -39,7 +39,7 @@ def attention_layers(count: int) -> tuple[LayerKind, ...]:
 
 def only_keys(kinds: Sequence[LayerKind]) -> bool:
     """Whether layers of `kinds` store keys and values only, and attention takes no mask."""
-    return not any(kind.num_states or kind.takes_mask or kind.compresses for kind in kinds)
+    return not any(kind.num_states or kind.takes_mask or kind.compress_rate for kind in kinds)
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -247,13 +247,13 @@ class RaggedCache(Cache):
         self._most_uncertain = num_draft_tokens + num_again
         has_states = any(kind.num_states for kind in kinds)
         self.recurrence = RecurrencePositions(lengths, num_again) if has_states else None
-        self._compresses = any(kind.compresses for kind in kinds)
+        self._compresses = any(kind.compress_rate for kind in kinds)
         self.block: Block | None = None
         super().__init__(layers=[self._new_layer(kind) for kind in kinds])
 
     def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
         if not kind.num_states:
-            return CompressedLayer(self) if kind.compresses else RaggedLayer(self)
+            return CompressedLayer(self) if kind.compress_rate else RaggedLayer(self)
         return (RaggedRecurrentLayer if kind.has_keys else RecurrentLayer)(self, kind.num_states)
 
     @property

@@ -15,7 +15,7 @@ from .attention import ragged_attention
 from .cache import LayerKind, RaggedCache, RaggedLayer
 from .compressed_attention import compressed_attention
 from .mask_rules import ordinary_tokens
-from .support import cache_layers, has_compressed_layers, stated_positions
+from .support import cache_layers, has_compressed_layers, longest_window, stated_positions
 
 # Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
 # number, since keys and values of one layer take memory; the first number where it states none.
@@ -38,7 +38,7 @@ class _PassingLayer(RaggedLayer):
 
 class _PassingCache(RaggedCache):
     def _new_layer(self, kind: LayerKind) -> RaggedLayer:
-        return super()._new_layer(kind) if kind.compresses else _PassingLayer(self)
+        return super()._new_layer(kind) if kind.compress_rate else _PassingLayer(self)
 
 
 @torch.no_grad()
@@ -67,7 +67,8 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
     device = model.device
     span = min(stated_positions(model) or FEWEST_SLOTS, MOST_SLOTS)
     # One row at the end of the slots, one at their beginning; windows of tokens are counted from slot 0.
-    count, is_compressed = min(NUM_TOKENS, span - 1), has_compressed_layers(model)
+    is_compressed = has_compressed_layers(model)
+    count = min(NUM_TOKENS + longest_window(model), span - 1)
     starts = torch.tensor([0, 0] if is_compressed else [span - count, 1], device=device)
     steps = torch.arange(count, device=device).expand(len(starts), -1)
     tokens = torch.tensor(ordinary_tokens(model, steps.numel()), device=device).view_as(steps)

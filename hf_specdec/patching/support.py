@@ -85,7 +85,7 @@ def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
         LayerKind(
             has_keys=isinstance(layer, CacheLayerMixin),
             num_states=layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
-            compresses=hasattr(layer, "store_compression_weights"),
+            compress_rate=layer.compress_rate if hasattr(layer, "store_compression_weights") else 0,
         )
         for layer in layers
     )
@@ -106,7 +106,12 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 
 def has_compressed_layers(model: PreTrainedModel) -> bool:
     """Whether layers of `model` keep keys of windows of tokens, whose last tokens' projections are in no slots."""
-    return any(kind.compresses for kind in _configured_layers(model))
+    return longest_window(model) > 0
+
+
+def longest_window(model: PreTrainedModel) -> int:
+    """Tokens of the longest windows of which layers of `model` keep keys; 0 if there are none."""
+    return max((kind.compress_rate for kind in _configured_layers(model)), default=0)
 
 
 @cached_by_settings

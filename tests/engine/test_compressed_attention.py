@@ -12,6 +12,7 @@ from targets import build_target, padded_prompts
 from transformers import ContinuousBatchingConfig, DynamicCache
 
 from hf_specdec.engine import prefix_reuse
+from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.patching import compressed_layers
 
 SETTINGS = {
@@ -179,3 +180,13 @@ def test_hidden_states_of_several_streams():
     found = TEXTS.greedy(target, inputs, random_draft_model(target), 3, **options).hidden_states
     for ours, theirs in zip(found, plain, strict=True):
         assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_padding_shows_in_windows_that_are_longer_than_a_few_tokens():
+    """The equivalence check runs prompts that fill a window."""
+    rates = {"compressed_sparse_attention": 40, "heavily_compressed_attention": 40}
+    target = target_of.__wrapped__(
+        NAME, num_hidden_layers=1, layer_types=["heavily_compressed_attention"], compress_rates=rates
+    )
+    assert "the padding of a row changes its logits" in why_not_equivalent(target, "static")
+    assert why_not_equivalent(target, "static", is_padded=False) is None
