@@ -25,7 +25,14 @@ from ..kernels.types import Proposal, VerificationResult
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
-from ..patching.support import cache_name, length_limits, settings_of, stated_positions, uses_attention_interface
+from ..patching.support import (
+    cache_name,
+    length_limits,
+    longest_window,
+    settings_of,
+    stated_positions,
+    uses_attention_interface,
+)
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
@@ -54,7 +61,9 @@ _outcomes: dict[Hashable, str | None] = {}
 _outcomes_lock = threading.Lock()
 
 
-def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: bool = False) -> str | None:
+def why_not_equivalent(
+    model: PreTrainedModel, engine: str, prompts_by_target: bool = False, is_padded: bool = True
+) -> str | None:
     """The reason why `engine`, `"static"` or `"stock"`, does not generate what plain `generate()` does; None if it
     does.
 
@@ -64,11 +73,21 @@ def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: b
         model: the target.
         engine: to check.
         prompts_by_target: whether the static engine lets the target itself run the prompts, see `first_pass`.
+        is_padded: whether rows are to be what plain `generate()` generates with their padding, where that is not the
+            same as without it.
     """
-    key = (engine, prompts_by_target, *_kind_of(model))
+    outcome = _why_not_for(model, engine, prompts_by_target, True)
+    if outcome is None or is_padded or engine == "stock" or why_not_separate_rows(model) is None:
+        return outcome
+    return _why_not_for(model, engine, prompts_by_target, False)
+
+
+def _why_not_for(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_padded: bool) -> str | None:
+    """As `why_not_equivalent`, also where padding makes no difference."""
+    key = (engine, prompts_by_target, is_padded, *_kind_of(model))
     if key not in _outcomes:
         with torch.no_grad(), ops.references(), kept_rope_deltas(model):
-            outcome = _compare(model, engine, prompts_by_target)
+            outcome = _compare(model, engine, prompts_by_target, is_padded)
             if outcome is None and engine == "static":
                 outcome = why_not_rules(model, not prompts_by_target)
         with _outcomes_lock:
@@ -300,9 +319,11 @@ class _ScriptedDrafter(Drafter):
         return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
 
-def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> str | None:
-    """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together."""
-    inputs = ordinary_prompts(model)
+def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_padded: bool) -> str | None:
+    """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together, whose
+    rows plain `generate()` is given with their padding or each by itself.
+    """
+    inputs = _prompts(model)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     count = NUM_NEW_TOKENS[engine]
     try:
@@ -314,8 +335,10 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> st
         return f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})"
     is_exact = _is_exact(model)
     limit = _limit(plain_alone, plain, is_exact)
+    if not is_padded:
+        plain = _put_together(plain_alone, _generate(model, _last_row(inputs), count))
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
-        lengths = PROMPT_LENGTHS[: len(expected.tokens)]
+        lengths = given["attention_mask"].sum(dim=1).tolist()
         drafter = _ScriptedDrafter(model, engine, expected.tokens, lengths)
         drafter.prompts_by_target = prompts_by_target
         try:
@@ -326,7 +349,12 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> st
             return f"it fails there on a few tokens ({type(error).__name__}: {first_line(error)})"
         difference = _difference(generated, expected, is_exact)
         if not difference <= limit:
-            what = "a padded batch" if len(lengths) > 1 else "one row"
+            is_batch = len(lengths) > 1
+            # Rows that plain generate() itself tells other things with padding cannot be right there.
+            padding = why_not_separate_rows(model) if is_batch and is_padded else None
+            if padding is not None:
+                return f"{padding}; expected prompts of the same length, or one row"
+            what = "a padded batch" if is_batch else "one row"
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
     if engine == "stock":
         return None
@@ -337,11 +365,10 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> st
 
 def _compare_padding(model: PreTrainedModel) -> str | None:
     """Compare plain `generate()` of a padded row, in a batch, with that of the row alone and without padding."""
-    inputs, count = ordinary_prompts(model), NUM_NEW_TOKENS["stock"]
+    inputs, count = _prompts(model), NUM_NEW_TOKENS["stock"]
     first = {name: tensor[:1] for name, tensor in inputs.items()}
-    last = {name: tensor[-1:, -PROMPT_LENGTHS[-1] :] for name, tensor in inputs.items()}
     try:
-        batch, unpadded, alone = (_generate(model, given, count) for given in (inputs, first, last))
+        batch, unpadded, alone = (_generate(model, given, count) for given in (inputs, first, _last_row(inputs)))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
@@ -351,6 +378,17 @@ def _compare_padding(model: PreTrainedModel) -> str | None:
     if difference <= _limit(unpadded, batch, is_exact):
         return None
     return f"the padding of a row changes its logits in plain generate(), of a few tokens by {difference:.2g}"
+
+
+def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """`ordinary_prompts`, longer than any window of tokens of which `model` keeps keys."""
+    return ordinary_prompts(model, [longest_window(model) + length for length in PROMPT_LENGTHS])
+
+
+def _last_row(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The last of `_prompts`, without its padding."""
+    is_token = inputs["attention_mask"][-1].bool()
+    return {name: tensor[-1:, is_token] for name, tensor in inputs.items()}
 
 
 def _is_exact(model: PreTrainedModel) -> bool:
@@ -369,6 +407,11 @@ class _Generated(NamedTuple):
 
     tokens: torch.Tensor
     logits: torch.Tensor
+
+
+def _put_together(*rows: _Generated) -> _Generated:
+    """`rows` as one batch."""
+    return _Generated(torch.cat([row.tokens for row in rows]), torch.cat([row.logits for row in rows], dim=1))
 
 
 def _generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], count: int, **options: Any) -> _Generated:

@@ -133,9 +133,9 @@ class FinishedCall:
         """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.
 
         Recurrent states are of the last position of each row, and cannot be taken back to one that all rows have; and
-        caches take the keys of indexers from the model only.
+        caches take the keys of indexers and of windows of tokens from the model only.
         """
-        if self.ragged.recurrence is not None or self.ragged.has_indexers:
+        if not self.ragged.stores_only_keys:
             return
         device, padding = self.sequences.device, torch.tensor(self.prompts.padding)[:, None]
         columns = torch.arange(int(cache.get_seq_length()), self.columns)

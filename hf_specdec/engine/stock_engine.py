@@ -26,11 +26,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
+from ..patching.compressed_attention import compressed_attention
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.indexer_probes import pooled_indexers
 from ..patching.length_rope import length_rope
 from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
+from ..patching.relative_bias import relative_biases
 from ..patching.support import has_recurrent_layers, length_limits
 from ..state import DecodeState, Shape
 from ..stats import Counters
@@ -390,9 +392,8 @@ def _assist_row(
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
-        stack.enter_context(recurrent_functions(drafter))
-        stack.enter_context(pooled_indexers(drafter))
-        stack.enter_context(length_rope(drafter))
+        for patches in (recurrent_functions, pooled_indexers, compressed_attention, relative_biases, length_rope):
+            stack.enter_context(patches(drafter))
         cache = model_kwargs.get("past_key_values")
         stack.enter_context(_restored(cache))
         stack.enter_context(_continuing(model, request.prompts.cached))

@@ -15,6 +15,7 @@ from ..op_choice import unseen
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
 from ..patching.attention import ragged_attention
+from ..patching.compressed_attention import compressed_attention
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
@@ -24,6 +25,7 @@ from ..patching.length_rope import length_rope, mark_long
 from ..patching.linear import patched_linear
 from ..patching.patch import Patch, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
+from ..patching.relative_bias import relative_biases
 from ..patching.rotary_functions import rotary_functions
 from ..patching.support import cache_name, length_limits
 from ..state import DecodeState
@@ -38,7 +40,7 @@ class HiddenStates:
 
     def store(self, layers: tuple[torch.Tensor, ...], slots: torch.Tensor, num_slots: int) -> None:
         if not self._buffers:
-            self._buffers = [layer.new_zeros(layer.shape[0], num_slots, layer.shape[2]) for layer in layers]
+            self._buffers = [layer.new_zeros(layer.shape[0], num_slots, *layer.shape[2:]) for layer in layers]
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         for buffer, layer in zip(self._buffers, layers, strict=True):
             buffer[rows, slots] = layer
@@ -51,7 +53,7 @@ class HiddenStates:
             if step > 0:
                 rows = torch.arange(buffer.shape[0], device=buffer.device)
                 return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step][:, None]
-            out = buffer.new_zeros(buffer.shape[0], width, buffer.shape[2])
+            out = buffer.new_zeros(buffer.shape[0], width, *buffer.shape[2:])
             for row, (length, cached) in enumerate(zip(prompt_lengths, prompts.cached_lengths, strict=True)):
                 out[row, width - (length - cached) :] = buffer[row, cached:length]
             return out
@@ -131,6 +133,8 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     yield ragged_attention(model)
     yield recurrent_functions(model, drafter)
     yield pooled_indexers(model, drafter)
+    yield compressed_attention(model, drafter)
+    yield relative_biases(model, drafter)
     yield length_rope(model, drafter)
     yield triton_experts(model, drafter)
     yield local_linears(model)

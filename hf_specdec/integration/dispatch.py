@@ -29,6 +29,7 @@ from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
+from ..patching.support import has_compressed_layers
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
@@ -103,8 +104,11 @@ def _warn(message: str) -> None:
     logger.warning("hf_specdec: %s", message)
 
 
-def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[Request, str | None]:
-    """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
+def _on_static_engine(request: Request, model_kwargs: dict[str, Any], is_padded: bool) -> tuple[Request, str | None]:
+    """`request` as the static engine is to run it, and the reason why it cannot; None if it can.
+
+    `is_padded`: see `why_not_equivalent`.
+    """
     model, prompts, drafter = request.model, request.prompts, request.drafter
     obstacle = why_not_static(model, request.config, prompts, model_kwargs)
     if obstacle is not None:
@@ -113,9 +117,12 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[R
     is_by_target = bool(besides) or offsets is None
     if drafter.is_equivalence_check:
         is_by_target |= drafter.prompts_by_target
-    else:
-        obstacle = why_not_equivalent(model, "static")
-        if obstacle is not None and why_not_equivalent(model, "static", prompts_by_target=True) is None:
+    if has_compressed_layers(model) and (is_by_target or any(offsets)):
+        return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
+    if not drafter.is_equivalence_check:
+        why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
+        obstacle = why_not()
+        if obstacle is not None and why_not(prompts_by_target=True) is None:
             is_by_target, obstacle = True, None
     if obstacle is not None or not is_by_target:
         return replace(request, position_offsets=offsets), obstacle
@@ -132,14 +139,14 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[R
     return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
 
 
-def _choose_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[Request, str]:
+def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_padded: bool) -> tuple[Request, str]:
     """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = request.drafter
-    on_static, obstacle = _on_static_engine(request, model_kwargs)
+    on_static, obstacle = _on_static_engine(request, model_kwargs, is_padded)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
@@ -210,7 +217,9 @@ def generate_with_drafter(
     if attentions is not None:
         generation_config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
-    request, engine = _choose_engine(request, model_kwargs)
+    # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
+    is_padded = continuous is None and any(request.prompts.padding)
+    request, engine = _choose_engine(request, model_kwargs, is_padded)
     request = _for_engine(request, engine)
     if drafter.batch_invariant and not drafter.is_equivalence_check:
         check_batch_invariant(request, engine)

@@ -50,10 +50,12 @@ def why_not_static(
 def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: Prompts) -> str | None:
     """The reason why what a token is run with in texts as long as those of the call is not known; None if it is."""
     text = model.config.get_text_config()
-    if getattr(text, "attn_temperature_tuning", False) and config.max_length > text.floor_scale:
+    floor = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
+    floor = getattr(text, "log_scaling_n_floor", floor)
+    if floor is not None and config.max_length > floor:
         return (
-            f"queries are scaled by the number of cached tokens from {text.floor_scale} tokens on, padding included, "
-            f"and a text may have {config.max_length}"
+            f"queries are scaled by the number of cached tokens from {floor} tokens on, padding included, and a text "
+            f"may have {config.max_length}"
         )
     limits = length_limits(model)
     # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.

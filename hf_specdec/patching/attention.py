@@ -19,6 +19,7 @@ from .cache import RaggedCache
 from .implementations import IMPLEMENTATION, runs_flash_attention, submodel_configs
 from .mask_rules import MaskRule, rules_by_module
 from .patch import Replacements, constant, original
+from .relative_bias import biased_attention
 from .support import uses_attention_interface
 
 ATTENTION_NAME, MASKED_NAME = "hf_specdec", "hf_specdec_masked"
@@ -46,7 +47,8 @@ def ragged_attention_forward(
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
         attention_mask: `[B, 1, n, 0, 1 or 2]` int64, or `[1, 2, n, 1]` of a `PackedCache`.
-        options: `scaling`, `sliding_window`, `s_aux` (attention sinks), `softcap`; others are ignored.
+        options: `scaling`, `sliding_window`, `s_aux` (attention sinks), `softcap`, and with `position_bias` (see
+            `relative_bias`) `sinks` of each query; others are ignored.
 
     Returns:
         `[B, n, heads, head_dim]`, and None in the place of attention weights.
@@ -93,6 +95,8 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    position_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
     if scaling is None:
@@ -101,7 +105,8 @@ def _attend(
     if mask.shape[3] == 0:
         num_queries, live = query.shape[2], key.shape[2] - 1
         sizes = (size for size in (sliding_window, chunk) if size is not None)
-        is_causal = s_aux is None and softcap is None and min(sizes, default=live) >= live
+        is_plain = s_aux is None and softcap is None and position_bias is None
+        is_causal = is_plain and min(sizes, default=live) >= live
         if is_causal and not ops.is_batch_invariant():
             return _causal_attention(query, key[:, :, :live], value[:, :, :live], scaling)
         positions = torch.arange(live - num_queries, live, device=query.device).expand(len(query), -1)
@@ -111,6 +116,8 @@ def _attend(
         positions = mask[:, 0, :, 0]
         if mask.shape[3] == 2:
             starts = mask[:, 0, 0, 1]
+    if position_bias is not None:
+        return biased_attention(query, key, value, positions, position_bias, scaling, sliding_window, sinks, starts)
     return ops.attention(
         query,
         key,

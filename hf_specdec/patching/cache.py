@@ -10,7 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import ops
 from ..virtual_memory import RowMemory
+from .compressed_layers import CompressedWindows
 from .recurrent_layers import RecurrencePositions, RecurrentLayer
+from .rings import Block
 
 
 class LayerKind(NamedTuple):
@@ -21,11 +23,13 @@ class LayerKind(NamedTuple):
         num_states: how many recurrent states it stores, and as many inputs of short convolutions.
         takes_mask: whether its attention is that of the modeling file, which adds a mask to its scores, and not
             `ragged_attention_forward`.
+        compress_rate: tokens of the windows of which it stores keys, too, see `compressed_layers`; 0 without windows.
     """
 
     has_keys: bool = True
     num_states: int = 0
     takes_mask: bool = False
+    compress_rate: int = 0
 
 
 def attention_layers(count: int) -> tuple[LayerKind, ...]:
@@ -35,7 +39,7 @@ def attention_layers(count: int) -> tuple[LayerKind, ...]:
 
 def only_keys(kinds: Sequence[LayerKind]) -> bool:
     """Whether layers of `kinds` store keys and values only, and attention takes no mask."""
-    return not any(kind.num_states or kind.takes_mask for kind in kinds)
+    return not any(kind.num_states or kind.takes_mask or kind.compress_rate for kind in kinds)
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -150,6 +154,26 @@ class RaggedLayer(CacheLayerMixin):
         return self._cache.slots
 
 
+class CompressedLayer(RaggedLayer):
+    """A layer with keys of windows of tokens, too."""
+
+    def __init__(self, cache: RaggedCache):
+        super().__init__(cache)
+        self._windows: dict[str, CompressedWindows] = {}
+
+    def windows(self, name: str, rate: int, overlaps: bool) -> CompressedWindows:
+        """What is kept for the compressor called `name`; the others as of `CompressedWindows`."""
+        if name not in self._windows:
+            self._windows[name] = CompressedWindows(self._cache, rate, overlaps)
+        return self._windows[name]
+
+    def copy_rows(self, rows: torch.Tensor, source: CompressedLayer, taken: slice | torch.Tensor, slots: int) -> None:
+        super().copy_rows(rows, source, taken, slots)
+        for name, windows in source._windows.items():
+            ours = self.windows(name, windows.rate, windows.overlaps)
+            ours.copy_rows(rows, windows, taken, slots, len(self.keys))
+
+
 class PackedLayer(RaggedLayer):
     """Keys and values of a layer of another cache as those of one row, `[1, B * slots, kv_heads, head_dim]`.
 
@@ -200,14 +224,15 @@ class RaggedCache(Cache):
         slots: slots of each layer, the dummy slot included.
         starts: see below.
         lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs; needed for recurrent states.
-        num_draft_tokens: most draft tokens of a round; needed for recurrent states.
-        num_again: how many of the last committed tokens may be run again; needed for recurrent states.
+        num_draft_tokens: most draft tokens of a round; needed for recurrent states and compressed windows.
+        num_again: how many of the last committed tokens may be run again; needed for the same.
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
         num_before: how many slots are before those of the next forward pass, where these follow each other without
             padding, in all rows from the same one on; None where that is not known. Set by `advance`.
         recurrence: positions of the recurrent states; None if there are none.
+        block: positions of the next forward pass, set by `advance` if layers compress; otherwise None.
         starts: `[B]` int64, the first slot of each row that queries attend to; None for slot 0 in all rows.
         late_starts: takes the place of `starts` for a while; None if it does not.
         takes_mask: whether attention is that of the modeling file, see `LayerKind`.
@@ -241,15 +266,17 @@ class RaggedCache(Cache):
         self.positions: torch.Tensor | None = None
         self.num_before: int | None = None
         self._position_ids: torch.Tensor | None = None
-        # Of tokens whose inputs are in rings instead of recurrent states.
+        # Of tokens whose inputs are in rings.
         self._most_uncertain = num_draft_tokens + num_again
         has_states = any(kind.num_states for kind in kinds)
         self.recurrence = RecurrencePositions(lengths, num_again) if has_states else None
+        self._compresses = any(kind.compress_rate for kind in kinds)
+        self.block: Block | None = None
         super().__init__(layers=[self._new_layer(kind) for kind in kinds])
 
     def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
         if not kind.num_states:
-            return RaggedLayer(self)
+            return CompressedLayer(self) if kind.compress_rate else RaggedLayer(self)
         return (RaggedRecurrentLayer if kind.has_keys else RecurrentLayer)(self, kind.num_states)
 
     @property
@@ -287,9 +314,10 @@ class RaggedCache(Cache):
         self._position_ids.scatter_(2, self.positions.expand(sections, -1, -1), position_ids[..., -columns:])
 
     @property
-    def has_indexers(self) -> bool:
-        """Whether layers hold keys of indexers."""
-        return any(getattr(layer, "indexer_keys", None) is not None for layer in self.layers)
+    def stores_only_keys(self) -> bool:
+        """Whether layers hold keys and values only, neither states nor compressed windows nor keys of indexers."""
+        has_indexers = any(getattr(layer, "indexer_keys", None) is not None for layer in self.layers)
+        return self.recurrence is None and not self._compresses and not has_indexers
 
     @property
     def ring_slots(self) -> int:
@@ -400,6 +428,8 @@ class RaggedCache(Cache):
             return
         if self.recurrence is not None:
             self.recurrence.advance(positions, self.dummy_slot)
+        if self._compresses:
+            self.block = Block.of(positions, self.dummy_slot)
         self.show(live, positions.device)
 
     def show(self, live: int, device: torch.device) -> None:

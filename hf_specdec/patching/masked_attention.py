@@ -7,17 +7,20 @@ what a query sees, made of the numbers of queries and keys: GPT-Neo's is that qu
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from transformers import PreTrainedModel
 
 from ..errors import first_line
 from .attention import ragged_attention
 from .cache import LayerKind, RaggedCache, RaggedLayer
+from .compressed_attention import compressed_attention
 from .indexer_probes import pooled_indexers
 from .mask_rules import ordinary_tokens
 from .recurrent_functions import recurrent_functions
 from .recurrent_layers import RecurrentLayer
-from .support import cache_layers, has_recurrent_layers, stated_positions
+from .support import cache_layers, has_compressed_layers, has_recurrent_layers, longest_window, stated_positions
 
 # Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
 # number, since keys and values of one layer take memory; the first number where it states none.
@@ -40,7 +43,8 @@ class _PassingLayer(RaggedLayer):
 
 class _PassingCache(RaggedCache):
     def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
-        return super()._new_layer(kind) if kind.num_states else _PassingLayer(self)
+        is_ordinary = kind.num_states or kind.compress_rate
+        return super()._new_layer(kind) if is_ordinary else _PassingLayer(self)
 
 
 @torch.no_grad()
@@ -68,22 +72,27 @@ def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
 def _compare(model: PreTrainedModel, limit: float) -> str | None:
     device = model.device
     span = min(stated_positions(model) or FEWEST_SLOTS, MOST_SLOTS)
-    # One row at the end of the slots, one at their beginning.
-    count = min(NUM_TOKENS, span - 1)
-    starts = torch.tensor([span - count, 1], device=device)
+    # One row at the end of the slots, one at their beginning; windows of tokens are counted from slot 0.
+    is_compressed = has_compressed_layers(model)
+    count = min(NUM_TOKENS + longest_window(model), span - 1)
+    starts = torch.tensor([0, 0] if is_compressed else [span - count, 1], device=device)
     steps = torch.arange(count, device=device).expand(len(starts), -1)
     tokens = torch.tensor(ordinary_tokens(model, steps.numel()), device=device).view_as(steps)
     mask = torch.ones_like(tokens)
     expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.double()
 
-    # Their order in a pass does not matter where slots say what a token sees; it does for a recurrence.
-    in_order = has_recurrent_layers(model)
-    tokens, steps = (tokens, steps) if in_order else (tokens.flip(1), steps.flip(1))
+    # Their order in a pass does not matter where slots say what a token sees; it does to windows and to a recurrence.
+    in_order = is_compressed or has_recurrent_layers(model)
+    order = slice(None) if in_order else torch.arange(count - 1, -1, -1, device=device)
+    tokens, steps = tokens[:, order], steps[:, order]
     slots = starts[:, None] + steps
     cache = _PassingCache(cache_layers(model), span + 1, starts, starts + count)
     cache.restart()
     cache.advance(slots, span)
-    with ragged_attention(model), recurrent_functions(model), pooled_indexers(model):
+    replaced = (ragged_attention, recurrent_functions, pooled_indexers, compressed_attention)
+    with ExitStack() as stack:
+        for patches in replaced:
+            stack.enter_context(patches(model))
         found = model(
             input_ids=tokens,
             attention_mask=cache.attention_mask(slots),
@@ -92,7 +101,7 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
             use_cache=True,
         ).logits.double()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
-    difference = float((((found if in_order else found.flip(1)) - expected).norm(dim=-1) / spread).max())
+    difference = float(((found - expected[:, order]).norm(dim=-1) / spread[:, order]).max())
     if difference <= limit:
         return None
     return f"its own attention does not do what a mask over {span} slots says (its logits differ by {difference:.2g})"

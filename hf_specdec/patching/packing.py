@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from .cache import only_keys
 from .mask_rules import rules_by_module
-from .support import cache_layers, has_recurrent_layers, length_limits
+from .support import cache_layers, has_compressed_layers, has_recurrent_layers, length_limits
 
 
 def packs_prompts(model: PreTrainedModel) -> bool:
@@ -22,8 +22,10 @@ def packs_prompts(model: PreTrainedModel) -> bool:
 def reuses_prefixes(model: PreTrainedModel) -> bool:
     """Whether what `model` stores at a slot is a function of the tokens up to it, wherever a text begins with them.
 
-    That is so of keys and values, also with windows and chunks. It is not so of a recurrent state, which is that of the
-    last position only, nor with RoPE that depends on the length of the whole prompt.
+    That is so of keys and values, also with windows and chunks. It is not so of a recurrent state and of what a
+    compressor keeps of tokens, which are those of the last positions only, nor with RoPE that depends on the length of
+    the whole prompt.
     """
     limits = length_limits(model)
-    return not has_recurrent_layers(model) and limits.long is None and limits.fixed is None
+    is_by_slot = not has_recurrent_layers(model) and not has_compressed_layers(model)
+    return is_by_slot and limits.long is None and limits.fixed is None

@@ -8,6 +8,7 @@ a `RecurrentLayer` hands out, and the original function otherwise.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -17,12 +18,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 
 from .cache import RaggedCache
 from .former_inputs import former_inputs
 from .hidden_states import modules_of
 from .patch import Replacements, original
-from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentState
+from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
 from .running_layer import next_state, running_layer_forwards
 
 
@@ -337,6 +339,46 @@ def _convolution_step(
     return _convolution(function, inputs, weight, bias, activation)
 
 
+class _ExtendedInputs:
+    """What a convolution that is no function of its file is given as a cache: one that hands out tensors.
+
+    Args:
+        cache: a `RaggedCache`.
+    """
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+
+    def update_conv_state(
+        self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """See `RecurrentLayer.extended`."""
+        return self._cache.layers[layer_idx].extended(inputs, state_idx, conv_kernel_size)
+
+
+def _own_convolution(module: nn.Module, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
+    """The `forward` of a module that takes the inputs of a convolution from the cache and convolves them itself."""
+    index = getattr(module, "layer_idx", None)
+    if past_key_values is not None and isinstance(past_key_values.layers[index], RecurrentLayer):
+        past_key_values = _ExtendedInputs(past_key_values)
+    return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
+
+
+def _convolves_itself(module: nn.Module) -> bool:
+    names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
+    forward = vars(module).get("forward")
+    return (
+        "update_conv_state" in names
+        and _REPLACEMENTS.keys().isdisjoint(names)
+        and hasattr(module, "layer_idx")
+        and (forward is None or getattr(forward, "func", None) is _own_convolution)
+    )
+
+
+def _own_convolution_of(module: nn.Module) -> Callable:
+    return functools.partial(_own_convolution, module)
+
+
 # By the names that transformers' modeling files use.
 _REPLACEMENTS: dict[str, Callable] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -390,7 +432,9 @@ def recurrent_functions(*models: nn.Module) -> Replacements:
         name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
         for name in functions
     }
-    for name, methods in (*former_inputs(functions, *models).items(), ("forward", running_layer_forwards(*models))):
+    convolving = [(module, _own_convolution_of) for module in modules_of(*models) if _convolves_itself(module)]
+    forwards = [*running_layer_forwards(*models), *convolving]
+    for name, methods in (*former_inputs(functions, *models).items(), ("forward", forwards)):
         replaced[name] = [*replaced.get(name, ()), *methods]
     return Replacements(replaced)
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .. import ops
 from ..kernels.types import RecurrenceRing
+from .rings import Block
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
 # takes one step a column.
@@ -249,11 +250,10 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             what the model's convolution is to run over: for up to `MOST_STEPS` columns the inputs for its replacement,
             which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
         """
-        inputs = conv_states.transpose(1, 2)
-        ring = self._ring(state_idx, inputs, conv_kernel_size)
-        if inputs.shape[1] <= MOST_STEPS:
-            return ConvolutionInputs(self._cache, ring, conv_states)
-        return self.with_former(inputs, state_idx, conv_kernel_size - 1).transpose(1, 2)
+        if conv_states.shape[-1] > MOST_STEPS:
+            return self.extended(conv_states, state_idx, conv_kernel_size)
+        ring = self._ring(state_idx, conv_states.transpose(1, 2), conv_kernel_size)
+        return ConvolutionInputs(self._cache, ring, conv_states)
 
     def _ring(self, state_idx: int, inputs: torch.Tensor, kernel_size: int, fill: float = 0) -> torch.Tensor:
         """`[B, slots, ...]`, in which the last ones of inputs `[B, n, ...]` are kept: allocated at the first pass."""
@@ -276,7 +276,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             `[B, count + n, ...]`. Columns of the block that are no tokens have the inputs of tokens before it, too.
         """
         ring = self._ring(state_idx, inputs, count + 1, fill)
-        first, last = self._span()
+        block = Block.of(self._cache.positions, self._cache.dummy_slot)
+        first, last = block.first, block.last
         positions = first + torch.arange(-count, inputs.shape[1], device=first.device)
         held = _gather(ring, positions % ring.shape[1]).to(inputs.dtype)
         held = torch.where(_like(positions >= 0, held), held, self._fills[state_idx])
@@ -289,18 +290,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         ring.copy_(torch.where(_like(columns >= 0, ring), latest, ring))
         return whole
 
-    def _span(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The position of the first column and the last position of each row's block, `[B, 1]` each.
-
-        Positions of adjacent tokens are consecutive. With columns before the tokens the first may be negative; in a row
-        without a token it is the dummy slot's number.
+    def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
+        """The `inputs` `[B, C, n]` of a short convolution with those before them, `[B, C, kernel_size - 1 + n]`; they
+        are stored.
         """
-        positions, dummy = self._cache.positions, self._cache.dummy_slot
-        columns = torch.arange(positions.shape[1], device=positions.device)
-        is_token = positions < dummy
-        last = torch.where(is_token, positions, -1).amax(dim=1, keepdim=True)
-        first = torch.where(is_token, positions - columns, dummy).amin(dim=1, keepdim=True)
-        return first, last
+        return self.with_former(inputs.transpose(1, 2), state_idx, kernel_size - 1).transpose(1, 2)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads.

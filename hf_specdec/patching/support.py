@@ -32,6 +32,9 @@ SUPPORTED_LAYER_TYPES = _INDEXED | frozenset(
         "conv",
         "hybrid",
         "hybrid_sliding",
+        # Attention to windows of tokens beside single ones.
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
         # Layers of which the cache stores nothing.
         "moe",
         "mlp",
@@ -85,6 +88,7 @@ def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
         LayerKind(
             has_keys=isinstance(layer, CacheLayerMixin),
             num_states=layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
+            compress_rate=layer.compress_rate if hasattr(layer, "store_compression_weights") else 0,
         )
         for layer in layers
     )
@@ -103,11 +107,21 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
     return any(kind.num_states for kind in _configured_layers(model))
 
 
+def has_compressed_layers(model: PreTrainedModel) -> bool:
+    """Whether layers of `model` keep keys of windows of tokens, whose last tokens' projections are in no slots."""
+    return longest_window(model) > 0
+
+
+def longest_window(model: PreTrainedModel) -> int:
+    """Tokens of the longest windows of which layers of `model` keep keys; 0 if there are none."""
+    return max((kind.compress_rate for kind in _configured_layers(model)), default=0)
+
+
 @cached_by_settings
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Whether attention layers of `model` look their function up in transformers' attention interface and read no mask.
 
-    Indexers read one, to choose among the tokens that a query sees.
+    Indexers read one, to choose among the tokens that a query sees; compressors add keys, and columns to the mask.
 
     Few classes state that all of them do (`_supports_attention_backend`). Of others it is known of the layers that name
     the interface; whether these are all is found by the equivalence check. Attention layers of a model where none does
@@ -117,6 +131,8 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     if kinds and not any(kind.has_keys for kind in kinds):
         return True
     if not _INDEXED.isdisjoint(getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return False
+    if has_compressed_layers(model):
         return False
     if getattr(model, "_supports_attention_backend", False):
         return True

@@ -143,11 +143,13 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
 def tape_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Tape]:
     """Let calls on a CPU capture and replay what was captured; returns `Tape`, whose count begins anew."""
 
-    def advance(cache, positions, live, num_before=None):
+    def show(cache, live, device):
         # Where kernels run, what is launched does not depend on the host's bound.
-        cache.positions, cache.span = positions, cache.slots
+        cache.span = cache.slots - cache.takes_mask
 
-    monkeypatch.setattr(RaggedCache, "advance", advance)
+    advance = RaggedCache.advance
+    monkeypatch.setattr(RaggedCache, "advance", lambda cache, positions, live, _=None: advance(cache, positions, live))
+    monkeypatch.setattr(RaggedCache, "show", show)
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", Tape)
     monkeypatch.setattr(Tape, "count", 0)

@@ -1,0 +1,133 @@
+"""Compressors of transformers' models over a `RaggedCache`, see `compressed_layers`.
+
+A compressor of a modeling file makes entries of what its cache hands out, as many as are complete, for all rows the
+same number. Inside `compressed_attention` such modules, on a `RaggedCache`, make entries by window numbers of each row;
+their projections, norms, rotary embeddings and scorers are called as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cache import CompressedLayer, RaggedCache
+from .hidden_states import modules_of
+from .patch import Replacements
+
+# Attributes of a compressor, of those that choose among its entries, and the function by which its file rotates.
+_PARTS = ("kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary_emb", "rope_layer_type", "compress_rate")
+_INDEXER_PARTS = (*_PARTS, "q_b_proj", "scorer", "index_topk")
+_ROTATION = "apply_rotary_pos_emb"
+
+
+def _file_of(module: nn.Module) -> ModuleType:
+    """The file that the `forward` of `module` is defined in."""
+    return sys.modules[inspect.unwrap(type(module).forward).__module__]
+
+
+def _has(module: nn.Module, names: tuple[str, ...]) -> bool:
+    return all(hasattr(module, name) for name in names)
+
+
+def compressors_of(*models: nn.Module) -> list[nn.Module]:
+    """The compressors of attention layers of `models`; those inside of indexers are not among them."""
+    return [
+        module
+        for module in modules_of(*models)
+        if _has(module, _PARTS)
+        and not hasattr(module, "scorer")
+        and getattr(vars(module).get("forward"), "func", _forward) is _forward
+        and hasattr(_file_of(module), _ROTATION)
+        and (not hasattr(module, "indexer") or _has(module.indexer, _INDEXER_PARTS))
+    ]
+
+
+def compressed_attention(*models: nn.Module) -> Replacements:
+    """Context in which compressors of `models` run on a `RaggedCache`; on other caches they run as they are."""
+    return Replacements({"forward": [(module, _forward_of) for module in compressors_of(*models)]})
+
+
+def _forward_of(module: nn.Module) -> Callable:
+    return functools.partial(_forward, module, _file_of(module))
+
+
+def _compress(
+    module: nn.Module, layer: CompressedLayer, name: str, hidden_states: torch.Tensor, rotate: Callable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make and store the entries that `hidden_states` `[B, n, hidden_size]` complete.
+
+    Returns:
+        the entries, `[B, S, D]`, and which of them a query may see, `[B, n, S]` bool.
+    """
+    values, gates, width = module.kv_proj(hidden_states), module.gate_proj(hidden_states), module.head_dim
+    overlaps = values.shape[-1] == 2 * width
+    windows = layer.windows(name, module.compress_rate, overlaps)
+    values, gates, numbers = windows.add(values, gates)
+    gates = gates + module.position_bias
+    if overlaps:  # the first half of a token is for the window after its own
+        values, gates = (torch.cat([one[:, :-1, :, :width], one[:, 1:, :, width:]], dim=2) for one in (values, gates))
+    weights = gates.softmax(dim=2, dtype=torch.float32).to(values.dtype)
+    entries = module.kv_norm((values * weights).sum(dim=2))
+    positions = numbers * module.compress_rate
+    cos, sin = module.rotary_emb(entries, position_ids=positions, layer_type=module.rope_layer_type)
+    windows.store(rotate(entries.unsqueeze(1), cos, sin).squeeze(1), numbers)
+    return windows.shown()
+
+
+def _choose(
+    module: nn.Module,
+    entries: torch.Tensor,
+    is_seen: torch.Tensor,
+    hidden_states: torch.Tensor,
+    q_residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotate: Callable,
+) -> torch.Tensor:
+    """Which entries the indexer `module` chooses for each query among those that it sees, `[B, n, S]` bool."""
+    cos, sin = module.rotary_emb(hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type)
+    query = module.q_b_proj(q_residual).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    query = rotate(query, cos, sin).transpose(1, 2)
+    scores = module.scorer(query, entries, hidden_states).masked_fill(~is_seen, float("-inf"))
+    chosen = scores.topk(min(module.index_topk, entries.shape[1]), dim=-1).indices
+    return torch.zeros_like(is_seen).scatter_(-1, chosen, True) & is_seen
+
+
+def _forward(
+    module: nn.Module,
+    file: ModuleType,
+    hidden_states: torch.Tensor,
+    q_residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    past_key_values: Any,
+    layer_idx: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `forward` of a compressor.
+
+    Args:
+        module: the compressor.
+        file: its modeling file.
+        hidden_states: `[B, n, hidden_size]`.
+        q_residual: `[B, n, q_lora_rank]`, what queries are projected from.
+        position_ids: `[B, n]` int64.
+        past_key_values: the cache.
+        layer_idx: of the attention layer.
+
+    Returns:
+        the entries as keys and values, `[B, 1, S, D]`, and what is added to their scores, `[B, 1, n, S]`.
+    """
+    if not isinstance(past_key_values, RaggedCache):
+        return type(module).forward(module, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+    layer, rotate = past_key_values.layers[layer_idx], getattr(file, _ROTATION)
+    entries, is_seen = _compress(module, layer, "compressor", hidden_states, rotate)
+    if hasattr(module, "indexer"):
+        keys, _ = _compress(module.indexer, layer, "indexer", hidden_states, rotate)
+        is_seen = _choose(module.indexer, keys, is_seen, hidden_states, q_residual, position_ids, rotate)
+    bias = entries.new_zeros(is_seen.shape).masked_fill_(~is_seen, float("-inf"))
+    return entries.unsqueeze(1), bias.unsqueeze(1)

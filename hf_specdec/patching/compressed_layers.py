@@ -1,0 +1,110 @@
+"""Cache layers of compressed attention (DeepSeek-V4): keys of windows of tokens beside those of single tokens.
+
+A compressor makes one entry of every window of `rate` tokens, and attention sees it from the window's last token on. An
+entry is a function of what the compressor has projected of the tokens of its window, and of the window before if
+windows overlap. So a layer keeps the projections of the last tokens in a ring, slot == position mod its size, and the
+entries in slots of their own, slot == number of the window. A pass makes the entries of the windows that its tokens
+complete. The tokens that take the place of rejected drafts make those entries again before a query sees them, so
+nothing is rolled back.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from .rings import Block
+
+
+class CompressingCache(Protocol):
+    """What compressed windows read of the cache that they belong to, a `RaggedCache`."""
+
+    slots: int
+    dummy_slot: int
+    span: int
+    positions: torch.Tensor
+    block: Block
+
+    def convolution_slots(self, kernel_size: int) -> int: ...
+
+
+class CompressedWindows:
+    """What a layer keeps for one compressor, allocated at the first pass.
+
+    Args:
+        cache: that the layer is one of.
+        rate: tokens of a window.
+        overlaps: whether an entry is made of two windows, its own and the one before.
+
+    Attributes:
+        ring: `[B, R + 1, 2 * C]`, the projections of the last tokens, values and then gates; the last slot is a dummy
+            slot.
+        entries: `[B, E + 1, D]`, the entry of each window; the last slot is a dummy slot.
+    """
+
+    def __init__(self, cache: CompressingCache, rate: int, overlaps: bool):
+        self._cache, self.rate, self.overlaps = cache, rate, overlaps
+        self.ring: torch.Tensor | None = None
+        self.entries: torch.Tensor | None = None
+
+    def add(self, values: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Take the projections of the tokens of a pass, `[B, n, C]` each, at the cache's `positions`.
+
+        Returns:
+            values and gates of the windows that the tokens may complete, `[B, W, rate, C]` each, and the numbers of
+            these windows, `[B, W]` int64. If windows overlap, `[B, W + 1, rate, C]`, with the window before the first
+            one; gates are -inf before the text. What is not known of windows that are not complete is any number.
+        """
+        tokens = torch.cat([values, gates], dim=-1)
+        if self.ring is None:
+            slots = self._cache.convolution_slots(self.rate * (1 + self.overlaps))
+            self.ring = tokens.new_zeros(len(tokens), slots + 1, tokens.shape[-1])
+        size, block = self.ring.shape[1] - 1, self._cache.block
+        count = (tokens.shape[1] - 1) // self.rate + 1
+        numbers = block.begin // self.rate + torch.arange(count, device=tokens.device)
+        before = self.rate if self.overlaps else 0
+        steps = torch.arange(-before, count * self.rate, device=tokens.device)
+        positions = numbers[:, :1] * self.rate + steps
+        windows = block.at(positions, self.ring[:, :size], tokens)
+        windows = windows.view(len(tokens), -1, self.rate, tokens.shape[-1])
+        values, gates = windows.chunk(2, dim=-1)
+        if self.overlaps:
+            is_before = (positions < 0).view(len(tokens), -1, self.rate, 1)
+            gates = gates.masked_fill(is_before, float("-inf"))
+        self._keep(tokens, size)
+        return values, gates, numbers
+
+    def _keep(self, tokens: torch.Tensor, size: int) -> None:
+        """Put the last `size` of the `tokens` of each row into the ring."""
+        positions = self._cache.positions
+        is_kept = (positions < self._cache.dummy_slot) & (positions > self._cache.block.last - size)
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        self.ring[rows, torch.where(is_kept, positions % size, size)] = tokens
+
+    def store(self, entries: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Store those `entries` `[B, W, D]` of the windows `numbers` `[B, W]` int64 that are complete."""
+        if self.entries is None:
+            self.entries = entries.new_zeros(len(entries), self._cache.slots // self.rate + 1, entries.shape[-1])
+        is_complete = (numbers + 1) * self.rate <= self._cache.block.last + 1
+        rows = torch.arange(len(entries), device=entries.device)[:, None]
+        self.entries[rows, torch.where(is_complete, numbers, self.entries.shape[1] - 1)] = entries
+
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries of the cache's `span`, `[B, S, D]`, and which of them a query may see, `[B, n, S]` bool."""
+        count = self._cache.span // self.rate
+        known = (self._cache.positions + 1) // self.rate
+        is_seen = torch.arange(count, device=known.device) < known[..., None]
+        return self.entries[:, :count], is_seen
+
+    def copy_rows(
+        self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int, batch: int
+    ) -> None:
+        """Copy rows of the windows of another cache, see `RaggedCache.copy_rows`; this one has `batch` rows."""
+        if self.ring is None:
+            self.ring = source.ring.new_zeros(batch, *source.ring.shape[1:])
+            count = self._cache.slots // self.rate + 1
+            self.entries = source.entries.new_zeros(batch, count, source.entries.shape[-1])
+        count = slots // self.rate
+        self.ring[rows] = source.ring[taken]
+        self.entries[rows, :count] = source.entries[taken, :count]

@@ -1,0 +1,105 @@
+"""Attention with relative biases of a modeling file over a `RaggedCache` (Inkling).
+
+Such attention adds to a score what its query says about the distance of the key. Modeling files make these biases for
+all keys, of the numbers of queries and keys, which are the same for all rows. Inside `relative_biases` the modules that
+make them hand on what the queries say of each distance, and attention takes it by the positions of its rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+
+from .hidden_states import modules_of
+from .patch import Replacements, runs_engine
+
+_ARGUMENTS = ["self", "relative_states", "query_positions", "key_positions"]
+
+
+def _makes_biases(module: nn.Module) -> bool:
+    """Whether `module` makes biases of the positions of queries and keys."""
+    forward = vars(module).get("forward")
+    return (
+        "proj" in module._parameters
+        and hasattr(module, "rel_extent")
+        and list(inspect.signature(inspect.unwrap(type(module).forward)).parameters) == _ARGUMENTS
+        and (forward is None or getattr(forward, "func", None) is _forward)
+    )
+
+
+def relative_biases(*models: nn.Module) -> Replacements:
+    """Context in which attention of `models` with relative biases runs on a `RaggedCache`."""
+    found = (module for module in modules_of(*models) if _makes_biases(module))
+    return Replacements({"forward": [(module, _forward_of) for module in found]})
+
+
+def _forward_of(module: nn.Module) -> functools.partial:
+    return functools.partial(_forward, module)
+
+
+def _forward(
+    module: nn.Module, relative_states: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor
+) -> torch.Tensor:
+    """The `forward` of a module that makes biases.
+
+    Args:
+        module: it.
+        relative_states: `[B, n, heads, d_rel]`.
+        query_positions, key_positions: `[n]` and `[m]` int64, as the modeling file counts them.
+
+    Returns:
+        the biases of the distances 0, 1 and so on, `[B, heads, n, rel_extent]`; outside of an engine those of the keys,
+        `[B, heads, n, m]`.
+    """
+    if not runs_engine():
+        return type(module).forward(module, relative_states, query_positions, key_positions)
+    return (relative_states @ module.proj).transpose(1, 2)
+
+
+def biased_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    biases: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention with a bias for every distance, over all slots that are given.
+
+    Args:
+        query: `[B, heads, n, head_dim]`.
+        key, value: `[B, kv_heads, slots, head_dim]`.
+        positions: `[B, n]` int64, the slots of the queries.
+        biases: `[B, heads, n, E]`, what is added to the scores of keys at the distances 0 to E - 1.
+        scaling: of the products of queries and keys.
+        window: a query sees slots at distances below it only.
+        sinks: `[B, heads, n, 1]`, a score without a value for each query.
+        starts: `[B]` int64, the first slot of each row that is seen.
+
+    Returns:
+        `[B, n, heads, head_dim]`.
+    """
+    slots = torch.arange(key.shape[2], device=key.device)
+    distance = (positions[..., None] - slots)[:, None]
+    is_seen = distance >= 0
+    if window is not None:
+        is_seen = is_seen & (distance < window)
+    if starts is not None:
+        is_seen = is_seen & (slots >= starts[:, None, None, None])
+    extent = biases.shape[-1]
+    index = distance.clamp(0, extent - 1).expand(-1, biases.shape[1], -1, -1)
+    bias = biases.gather(-1, index).masked_fill(distance >= extent, 0.0)
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    scores = query @ keys.transpose(2, 3) * scaling + bias
+    scores = scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
+    return (weights @ values).transpose(1, 2).contiguous()
