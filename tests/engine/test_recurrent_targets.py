@@ -175,7 +175,7 @@ def test_continuous_batching(family):
 def test_heads_that_run_one_by_one(monkeypatch):
     """Each has a state of its own, which is copied from row to row and cleared with the others."""
     lengths = (70, 3, 66)
-    check("zamba", lengths, [(1, 0.6), (3, 0.0), (7, 1.0)])
+    check("zamba", lengths, [(3, 0.6)])
     target, inputs, plain = prompts_and_plain("zamba", lengths)
     prompts = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
     drafter = copy_of(target)

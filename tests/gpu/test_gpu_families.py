@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from oracle import OracleDrafter, copy_of, random_eagle3
-from targets import HYBRIDS, padded_prompts
+from targets import HYBRIDS, WITHOUT_ATTENTION, padded_prompts
 from targets import on_gpu as family_on_gpu
 from torch.nn.functional import pad
 from zoo import is_refusal
@@ -77,7 +77,7 @@ def test_text_of_a_batch_and_of_one_prompt(name, is_compiled):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, "zamba", *WITHOUT_ATTENTION])
 def test_recurrent_layers(family, is_compiled):
     """Drafts of a copy, whose own states are advanced by drafting, and of a random drafter; then other prompts."""
     target = family_on_gpu(family)
