@@ -432,11 +432,12 @@ def recurrent_functions(*models: nn.Module) -> Replacements:
         name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
         for name in functions
     }
-    convolving = [(module, _own_convolution_of) for module in modules_of(*models) if _convolves_itself(module)]
-    forwards = [*running_layer_forwards(*models), *convolving]
-    for name, methods in (*former_inputs(functions, *models).items(), ("forward", forwards)):
-        replaced[name] = [*replaced.get(name, ()), *methods]
-    return Replacements(replaced)
+    methods = former_inputs(functions, *models)
+    forwards = methods.pop("forward", [])
+    taken = {id(module) for module, _ in forwards}
+    others = (module for module in modules_of(*models) if id(module) not in taken and _convolves_itself(module))
+    forwards += [*running_layer_forwards(*models), *((module, _own_convolution_of) for module in others)]
+    return Replacements(replaced | methods | {"forward": forwards})
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:
