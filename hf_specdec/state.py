@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .kernels.types import NO_TOP_K, SamplingSettings, VerificationResult
-from .patching.cache import LayerKind, PackedCache, RaggedCache
+from .patching.cache import LayerKind, RaggedCache
+from .patching.packed_cache import PackedCache
 
 # Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
 NO_TOKEN = -1

@@ -11,7 +11,8 @@ from .. import ops
 from ..config import DrafterConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
-from ..patching.cache import LayerKind, PackedCache, RaggedCache, attention_layers, only_keys
+from ..patching.cache import LayerKind, RaggedCache, attention_layers, only_keys
+from ..patching.packed_cache import PackedCache
 from ..state import DecodeState
 from .base import Drafter, no_drafts
 

@@ -56,7 +56,7 @@ class LazyTarget:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._contexts:
-            self.unpatch()
+            self._patches.close()
 
     def unpatch(self) -> None:
         """Let the target be as it was, until it is used again."""
