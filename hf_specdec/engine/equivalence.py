@@ -25,7 +25,9 @@ from ..kernels.types import Proposal, VerificationResult
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
+from ..patching.module_hooks import without_hooks
 from ..patching.support import length_limits, settings_of, stated_positions, uses_attention_interface
+from ..patching.variants import variant_of
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
@@ -68,9 +70,10 @@ def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: b
     key = (engine, prompts_by_target, *_kind_of(model))
     if key not in _outcomes:
         with torch.no_grad(), ops.references(), kept_rope_deltas(model):
-            outcome = _compare(model, engine, prompts_by_target)
+            checked = without_hooks(model)
+            outcome = _compare(checked, engine, prompts_by_target)
             if outcome is None and engine == "static":
-                outcome = why_not_rules(model, not prompts_by_target)
+                outcome = why_not_rules(checked, not prompts_by_target)
         with _outcomes_lock:
             _outcomes[key] = outcome
     return _outcomes[key]
@@ -217,7 +220,7 @@ def why_not_separate_rows(model: PreTrainedModel) -> str | None:
     key = ("separate rows", *_kind_of(model))
     if key not in _outcomes:
         with torch.no_grad():
-            outcome = _compare_padding(model)
+            outcome = _compare_padding(without_hooks(model))
         with _outcomes_lock:
             _outcomes[key] = outcome
     return _outcomes[key]
@@ -235,7 +238,7 @@ def why_not_batch_invariant(model: PreTrainedModel) -> str | None:
     key = ("batch-invariant", *_kind_of(model))
     if key not in _outcomes:
         with torch.no_grad(), kept_rope_deltas(model):
-            outcome = _compare_bits(model)
+            outcome = _compare_bits(without_hooks(model))
         with _outcomes_lock:
             _outcomes[key] = outcome
     return _outcomes[key]
@@ -261,9 +264,10 @@ def _compare_bits(model: PreTrainedModel) -> str | None:
 
 
 def _kind_of(model: PreTrainedModel) -> tuple[Hashable, ...]:
-    """The key of an outcome: class, configurations, dtype, kind of device, and how inputs are prepared."""
+    """The key of an outcome: class, configurations, variant, dtype, kind of device, and how inputs are prepared."""
     prepare = model.prepare_inputs_for_generation
-    return type(model), getattr(prepare, "__func__", prepare), model.dtype, model.device.type, settings_of(model.config)
+    by = getattr(prepare, "__func__", prepare)
+    return type(model), by, model.dtype, model.device.type, settings_of(model.config), variant_of(model)
 
 
 class _ScriptedDrafter(Drafter):

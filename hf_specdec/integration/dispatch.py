@@ -29,6 +29,7 @@ from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
+from ..patching.variants import note_variant
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
@@ -187,6 +188,7 @@ def generate_with_drafter(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     check_prompts(input_ids, mask, model_kwargs)
+    note_variant(model)
     logits_processor = _usable(logits_processor, continuous)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)

@@ -8,7 +8,6 @@ a `RecurrentLayer` hands out, and the original function otherwise.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from transformers.activations import ACT2FN
 from .hidden_states import modules_of
 from .patch import Replacements, original
 from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentState
+from .variants import files_of
 
 
 def _delta_rule(
@@ -270,15 +270,9 @@ _REPLACEMENTS: dict[str, Callable] = {
 _NOT_REPLACED = {"mamba_selective_scan": "Mamba-1, whose functions are given no state over several tokens"}
 
 
-def files_of(*models: nn.Module) -> list[ModuleType]:
-    """The files that the modules of `models` are defined in."""
-    names = {type(module).__module__ for module in modules_of(*models)}
-    return [sys.modules[name] for name in names if name in sys.modules]
-
-
 def why_not_replaced(model: nn.Module) -> str | None:
     """The reason why recurrent layers of `model` cannot run on a `RaggedCache`, as far as it is known beforehand."""
-    found = {name for file in files_of(model) for name in vars(file)}
+    found = {name for file in files_of(map(type, modules_of(model))) for name in vars(file)}
     reasons = [reason for name, reason in _NOT_REPLACED.items() if name in found]
     if reasons:
         return f"recurrent layers are {reasons[0]}"
@@ -289,7 +283,7 @@ def why_not_replaced(model: nn.Module) -> str | None:
 
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    files = files_of(*models)
+    files = files_of(map(type, modules_of(*models)))
     return Replacements(
         {
             name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]

@@ -1,0 +1,81 @@
+"""Forward hooks that treat each row of a batch in its own way, and ones that an engine must not take for the target."""
+
+import functools
+
+import pytest
+import torch
+from adapters import with_adapters
+from lossless import greedy
+from oracle import random_draft_model
+from targets import new_target, padded_prompts
+
+from hf_specdec import NoDrafter
+from hf_specdec.engine import equivalence, prefix_reuse
+from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.patching.module_hooks import without_hooks
+
+greedy = functools.partial(greedy, max_new_tokens=4)
+
+
+def steered(target, batch):
+    """`target` with a hook that adds another vector to the hidden states of each row."""
+    vectors = torch.randn(batch, 1, target.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    target.model.layers[0].register_forward_hook(lambda module, args, output: output + vectors)
+    return target
+
+
+# Whether prompts could be packed, and whether rows with the same prompt could be prefilled once.
+@pytest.mark.core_for(family=["llama"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-next"])
+def test_hooks_with_something_for_each_row(family, monkeypatch):
+    monkeypatch.setattr(prefix_reuse, "FEWEST_SAVED", 1)
+    target = steered(new_target(family, num_layers=3), batch=3)
+    drafter = random_draft_model(target)
+    inputs = {name: tensor[[0, 1, 0]] for name, tensor in padded_prompts([9, 5]).items()}
+    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+    assert drafter.stats.engine == "static"
+
+
+@pytest.mark.core
+def test_adapters_of_each_row():
+    target = new_target("llama", num_layers=2)
+    adapted, drafter = with_adapters(target), random_draft_model(target)
+    inputs, adapters = padded_prompts([9, 5, 7]), {"adapter_names": ["b", "__base__", "a"]}
+    plain = greedy(adapted, inputs, **adapters)
+    assert torch.equal(greedy(adapted, inputs, drafter, 3, **adapters), plain)
+    assert drafter.stats.engine == "static"
+
+
+@pytest.mark.core
+def test_rows_of_the_stock_engine_are_not_separated():
+    target = steered(new_target("llama", num_layers=2), batch=2)
+    drafter = NoDrafter(target).configure(engine="stock")
+    with pytest.raises(ValueError, match="modules of the target have forward hooks, which may treat each row"):
+        greedy(target, padded_prompts([9, 5]), drafter)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_what_is_known_of_a_class_does_not_depend_on_hooks(engine, monkeypatch):
+    monkeypatch.setattr(equivalence, "_outcomes", {})
+    target = new_target("llama", num_layers=2)
+    equivalence._outcomes.clear()
+    heard, layer = [], target.model.layers[0]
+    layer.register_forward_hook(lambda *_: heard.append(1))
+    layer.self_attn.register_forward_pre_hook(lambda module, args, kwargs: 1 / 0, with_kwargs=True)
+    assert why_not_equivalent(target, engine) is None and not heard
+    assert len(layer._forward_hooks) == len(layer.self_attn._forward_pre_hooks) == 1
+
+
+def test_models_without_their_hooks():
+    target = new_target("llama", num_layers=2)
+    assert without_hooks(target) is target
+    attention, inputs = target.model.layers[0].self_attn, padded_prompts([9])
+    attention.forward = attention.forward  # bound to the module
+    expected = target(**inputs).logits
+    steered(target, batch=1)
+    other = without_hooks(target)
+    assert other is not target and torch.equal(other(**inputs).logits, expected)
+    assert list(map(id, other.parameters())) == list(map(id, target.parameters()))
+    attention.forward = functools.partial(type(attention).forward, attention)
+    assert without_hooks(target) is target
