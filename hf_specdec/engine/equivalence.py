@@ -8,7 +8,6 @@ target, it generates a few tokens with drafts of which some are wrong, and the l
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rule
 from ..patching.masked_attention import why_not_masked
 from ..patching.module_hooks import without_hooks
 from ..patching.support import length_limits, settings_of, stated_positions, uses_attention_interface
-from ..patching.variants import variant_of
+from ..patching.variants import keep, variant_of
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
@@ -53,7 +52,6 @@ _TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_t
 _GIVEN_WITH_EVERY_TOKEN = "are read with every token, also in rounds"
 
 _outcomes: dict[Hashable, str | None] = {}
-_outcomes_lock = threading.Lock()
 
 
 def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: bool = False) -> str | None:
@@ -68,15 +66,24 @@ def why_not_equivalent(model: PreTrainedModel, engine: str, prompts_by_target: b
         prompts_by_target: whether the static engine lets the target itself run the prompts, see `first_pass`.
     """
     key = (engine, prompts_by_target, *_kind_of(model))
-    if key not in _outcomes:
+    if key in _outcomes:
+        return _outcomes[key]
+    try:
         with torch.no_grad(), ops.references(), kept_rope_deltas(model):
             checked = without_hooks(model)
             outcome = _compare(checked, engine, prompts_by_target)
             if outcome is None and engine == "static":
                 outcome = why_not_rules(checked, not prompts_by_target)
-        with _outcomes_lock:
-            _outcomes[key] = outcome
-    return _outcomes[key]
+    except _PlainFails as error:
+        return str(error)
+    return keep(_outcomes, key, outcome)
+
+
+class _PlainFails(Exception):
+    """Plain `generate()` raised an error, in which case nothing is kept: the next time it may not."""
+
+    def __init__(self, error: Exception):
+        super().__init__(f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})")
 
 
 class CallWithInputs(NamedTuple):
@@ -128,22 +135,22 @@ def why_not_equivalent_with(call: CallWithInputs) -> str | None:
     others = [name for name, value in call.repeated.items() if isinstance(value, (Mapping, list, tuple))]
     if others:
         return f"{what}, of which {', '.join(others)} {_GIVEN_WITH_EVERY_TOKEN}"
-    if call.key not in _outcomes:
-        with torch.no_grad(), ops.references(), kept_rope_deltas(call.model):
-            try:
-                read = _read_with_every_token(call)
-                expected = _generate_with(call)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # a model may raise anything
-                return f"{what}, on which plain generate() fails ({type(error).__name__}: {first_line(error)})"
-            if read:
-                outcome = f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
-            else:
-                outcome = _compare_with(call, expected, what)
-        with _outcomes_lock:
-            _outcomes[call.key] = outcome
-    return _outcomes[call.key]
+    key = call.key
+    if key in _outcomes:
+        return _outcomes[key]
+    with torch.no_grad(), ops.references(), kept_rope_deltas(call.model):
+        try:
+            read = _read_with_every_token(call)
+            expected = _generate_with(call)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may raise anything
+            return f"{what}, on which plain generate() fails ({type(error).__name__}: {first_line(error)})"
+        if read:
+            outcome = f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
+        else:
+            outcome = _compare_with(call, expected, what)
+    return keep(_outcomes, key, outcome)
 
 
 def _read_with_every_token(call: CallWithInputs) -> list[str]:
@@ -218,12 +225,14 @@ def why_not_separate_rows(model: PreTrainedModel) -> str | None:
     The first call for a class and configuration runs the model on a few tokens.
     """
     key = ("separate rows", *_kind_of(model))
-    if key not in _outcomes:
+    if key in _outcomes:
+        return _outcomes[key]
+    try:
         with torch.no_grad():
             outcome = _compare_padding(without_hooks(model))
-        with _outcomes_lock:
-            _outcomes[key] = outcome
-    return _outcomes[key]
+    except _PlainFails as error:
+        return str(error)
+    return keep(_outcomes, key, outcome)
 
 
 def why_not_batch_invariant(model: PreTrainedModel) -> str | None:
@@ -236,12 +245,10 @@ def why_not_batch_invariant(model: PreTrainedModel) -> str | None:
         ValueError: an operation is not known to be batch-invariant, see `patching.batch_invariance`.
     """
     key = ("batch-invariant", *_kind_of(model))
-    if key not in _outcomes:
-        with torch.no_grad(), kept_rope_deltas(model):
-            outcome = _compare_bits(without_hooks(model))
-        with _outcomes_lock:
-            _outcomes[key] = outcome
-    return _outcomes[key]
+    if key in _outcomes:
+        return _outcomes[key]
+    with torch.no_grad(), kept_rope_deltas(model):
+        return keep(_outcomes, key, _compare_bits(without_hooks(model)))
 
 
 def _compare_bits(model: PreTrainedModel) -> str | None:
@@ -315,7 +322,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool) -> st
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
-        return f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})"
+        raise _PlainFails(error) from error
     is_exact = _is_exact(model)
     limit = _limit(plain_alone, plain, is_exact)
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
@@ -349,7 +356,7 @@ def _compare_padding(model: PreTrainedModel) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
-        return f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})"
+        raise _PlainFails(error) from error
     is_exact = _is_exact(model)
     difference = _difference(alone, _Generated(batch.tokens[-1:], batch.logits[:, -1:]), is_exact)
     if difference <= _limit(unpadded, batch, is_exact):

@@ -176,7 +176,8 @@ def separate_rows(request: Request, model_kwargs: dict[str, Any]) -> Iterator[Ro
 
 def _input_of_row(name: str, value: Any, row: int, pad: int) -> Any:
     if isinstance(value, Cache):
-        return copy.deepcopy(value)  # nothing is in it
+        # Nothing is in it. Streams, which offloaded caches have, cannot be copied.
+        return copy.deepcopy(value, {id(one): one for one in vars(value).values() if isinstance(one, torch.Stream)})
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     value = value.narrow(_row_dim(name), row, 1)

@@ -17,7 +17,7 @@ from .cache import LayerKind, attention_layers
 from .hidden_states import decoder_layers, find_decoder_layers, modules_of
 from .length_rope import RopeLimits, rope_limits
 from .recurrent_functions import why_not_replaced
-from .variants import variant_of
+from .variants import keep, variant_of
 
 _T = TypeVar("_T")
 
@@ -65,9 +65,9 @@ def cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[P
     @functools.wraps(function)
     def cached(model: PreTrainedModel) -> _T:
         key = type(model), settings_of(model.config), variant_of(model)
-        if key not in results:
-            results[key] = function(model)
-        return results[key]
+        if key in results:
+            return results[key]
+        return keep(results, key, function(model))
 
     return cached
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -25,9 +26,14 @@ from .patch import is_anything_replaced, original
 
 # They compute token by token, whatever their class: quantised and parametrised ones are of classes of their own.
 _OF_ONE_TOKEN = (nn.Linear, nn.Embedding)
+_T = TypeVar("_T")
 _EAGER = "eager_attention_forward"
 
+# Results that are kept by variant; a model whose modules get another `forward` for every call has one for each.
+MOST_KEPT = 256
+
 _variants: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
+_keeping = threading.Lock()
 
 
 class Identity(WeakIdRef):
@@ -69,6 +75,15 @@ def note_variant(model: PreTrainedModel) -> None:
     functions = frozenset(map(Identity, functions_of(files_of(kinds))))
     attention = frozenset((name, _identity(ALL_ATTENTION_FUNCTIONS.get(name))) for name in names)
     _variants[model] = classes, tuple(forwards), functions, attention
+
+
+def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
+    """Put `result` into `results`, of which the oldest beyond `MOST_KEPT` are dropped; returns it."""
+    with _keeping:
+        results[key] = result
+        while len(results) > MOST_KEPT:
+            del results[next(iter(results))]
+    return result
 
 
 def _identity(value: Any) -> Identity | None:

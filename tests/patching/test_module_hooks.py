@@ -12,7 +12,9 @@ from targets import new_target, padded_prompts
 from hf_specdec import NoDrafter
 from hf_specdec.engine import equivalence, prefix_reuse
 from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.patching import variants
 from hf_specdec.patching.module_hooks import without_hooks
+from hf_specdec.patching.variants import note_variant
 
 greedy = functools.partial(greedy, max_new_tokens=4)
 
@@ -65,6 +67,25 @@ def test_what_is_known_of_a_class_does_not_depend_on_hooks(engine, monkeypatch):
     layer.self_attn.register_forward_pre_hook(lambda module, args, kwargs: 1 / 0, with_kwargs=True)
     assert why_not_equivalent(target, engine) is None and not heard
     assert len(layer._forward_hooks) == len(layer.self_attn._forward_pre_hooks) == 1
+
+
+@pytest.mark.core
+def test_an_error_of_the_target_is_not_kept(monkeypatch):
+    """Nor are results for every `forward` that modules ever had."""
+    monkeypatch.setattr(variants, "MOST_KEPT", 8)
+    target = new_target("llama", num_layers=1)
+    norm = target.model.norm
+    forward = norm.forward
+    for number in range(12):
+        norm.forward = lambda states, number=number: forward(states) if number else 1 / 0
+        note_variant(target)
+        reason = why_not_equivalent(target, "static")
+        assert (reason is None) == (number > 0)
+        if number == 0:
+            assert "plain generate() fails on a few tokens (ZeroDivisionError" in reason
+            norm.forward.__defaults__ = (1,)
+            assert why_not_equivalent(target, "static") is None
+    assert len(equivalence._outcomes) <= 8
 
 
 def test_models_without_their_hooks():
