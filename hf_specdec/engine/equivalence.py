@@ -21,12 +21,13 @@ from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
 from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
+from ..patching.hidden_states import modules_of
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
-from ..patching.module_hooks import without_hooks
+from ..patching.module_hooks import hooks_of, without_hooks
 from ..patching.support import length_limits, settings_of, stated_positions, uses_attention_interface
-from ..patching.variants import keep, variant_of
+from ..patching.variants import Identity, keep, variant_of
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
@@ -87,7 +88,7 @@ class _PlainFails(Exception):
 
 
 class CallWithInputs(NamedTuple):
-    """A call with inputs besides tokens.
+    """A call with inputs besides tokens, or of a model whose modules have hooks.
 
     Attributes:
         model: the target.
@@ -95,6 +96,8 @@ class CallWithInputs(NamedTuple):
         model_kwargs: its inputs as prepared by `generate()`.
         besides: those that are neither tokens nor replaced by the engine's own.
         following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
+        hooks: see `hooks_of`.
+        engine: to check.
     """
 
     model: PreTrainedModel
@@ -103,10 +106,15 @@ class CallWithInputs(NamedTuple):
     model_kwargs: Mapping[str, Any]
     besides: Mapping[str, Any]
     following: Mapping[str, Any]
+    hooks: tuple[int, ...] = ()
+    engine: str = "static"
 
     @property
-    def names(self) -> str:
-        return ", ".join(sorted(self.besides))
+    def what(self) -> str:
+        """What is to be checked about the call, as the beginning of a reason."""
+        inputs = f"the call has model inputs besides tokens: {', '.join(sorted(self.besides))}"
+        hooks = "modules of the target have forward hooks"
+        return ", and ".join([inputs] * bool(self.besides) + [hooks] * bool(self.hooks))
 
     @property
     def repeated(self) -> dict[str, Any]:
@@ -122,16 +130,18 @@ class CallWithInputs(NamedTuple):
             (name, None if isinstance(value, (torch.Tensor, Mapping, list, tuple)) else repr(value))
             for name, value in sorted(self.besides.items())
         )
-        return ("static", *values, *_kind_of(self.model))
+        hooked = (Identity(self.model), *self.hooks) if self.hooks else ()
+        return (self.engine, hooked, *values, *_kind_of(self.model))
 
 
 def why_not_equivalent_with(call: CallWithInputs) -> str | None:
-    """As `why_not_equivalent` of the static engine for calls with inputs besides tokens, such as images.
+    """As `why_not_equivalent` for calls with inputs besides tokens, such as images, and for hooks.
 
-    What a model takes for images is not known, so the first call with these inputs is itself run, for a few tokens. If
-    plain `generate()` fails, the inputs may be wrong, and nothing is kept of that.
+    What a model takes for images is not known, nor what hooks do with a block of drafts, of which they may change the
+    last token only. So the first call with them is itself run, for a few tokens. If plain `generate()` fails, the
+    inputs may be wrong, and nothing is kept of that.
     """
-    what = f"the call has model inputs besides tokens: {call.names}"
+    what = call.what
     others = [name for name, value in call.repeated.items() if isinstance(value, (Mapping, list, tuple))]
     if others:
         return f"{what}, of which {', '.join(others)} {_GIVEN_WITH_EVERY_TOKEN}"
@@ -151,6 +161,21 @@ def why_not_equivalent_with(call: CallWithInputs) -> str | None:
         else:
             outcome = _compare_with(call, expected, what)
     return keep(_outcomes, key, outcome)
+
+
+def why_not_equivalent_with_hooks(
+    model: PreTrainedModel, prompts: Prompts, config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
+    """As `why_not_equivalent_with` of the stock engine, for hooks; arguments as of `CallWithInputs`."""
+    hooks = hooks_of(modules_of(model))
+    if not hooks:
+        return None
+    besides = {
+        name: value
+        for name, value in model_kwargs.items()
+        if isinstance(value, torch.Tensor) and name not in ("attention_mask", "position_ids", "cache_position")
+    }
+    return why_not_equivalent_with(CallWithInputs(model, prompts, config, model_kwargs, besides, {}, hooks, "stock"))
 
 
 def _read_with_every_token(call: CallWithInputs) -> list[str]:
@@ -199,12 +224,12 @@ def _generate_with(call: CallWithInputs, **options: Any) -> _Generated:
         inputs["attention_mask"] = call.model_kwargs["attention_mask"]
     if call.prompts.cached:
         inputs["past_key_values"] = copy.deepcopy(call.model_kwargs["past_key_values"])
-    return _generate(call.model, inputs, NUM_NEW_TOKENS["static"], **options)
+    return _generate(call.model, inputs, NUM_NEW_TOKENS[call.engine], **options)
 
 
 def _compare_with(call: CallWithInputs, expected: _Generated, what: str) -> str | None:
-    """Compare the static engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
-    drafter = _ScriptedDrafter(call.model, "static", expected.tokens, call.prompts.lengths)
+    """Compare the engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
+    drafter = _ScriptedDrafter(call.model, call.engine, expected.tokens, call.prompts.lengths)
     try:
         generated = _generate_with(call, assistant_model=drafter)
     except torch.OutOfMemoryError:

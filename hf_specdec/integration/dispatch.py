@@ -29,6 +29,8 @@ from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
+from ..patching.hidden_states import modules_of
+from ..patching.module_hooks import hooks_of
 from ..patching.variants import note_variant
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
@@ -118,7 +120,12 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[R
         obstacle = why_not_equivalent(model, "static")
         if obstacle is not None and why_not_equivalent(model, "static", prompts_by_target=True) is None:
             is_by_target, obstacle = True, None
+    hooks = () if drafter.is_equivalence_check else hooks_of(modules_of(model))
     if obstacle is not None or not is_by_target:
+        if obstacle is None and hooks:
+            obstacle = why_not_equivalent_with(
+                CallWithInputs(model, prompts, request.config, model_kwargs, {}, {}, hooks)
+            )
         return replace(request, position_offsets=offsets), obstacle
     if request.config.prefill_chunk_size is not None:
         what = ", ".join(sorted(besides)) or "position_ids of its own"
@@ -127,8 +134,8 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[R
     offsets = following if isinstance(following, str) else position_offsets(prompts, following)
     if isinstance(offsets, str):
         return request, offsets
-    if besides and not drafter.is_equivalence_check:
-        call = CallWithInputs(model, prompts, request.config, model_kwargs, besides, following)
+    if (besides or hooks) and not drafter.is_equivalence_check:
+        call = CallWithInputs(model, prompts, request.config, model_kwargs, besides, following, hooks)
         obstacle = why_not_equivalent_with(call)
     return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from torch import nn
@@ -36,15 +36,23 @@ def has_hooks(modules: Iterable[nn.Module], of_engines: bool = True) -> bool:
         modules: to look at.
         of_engines: whether those count that engines register for the time of a call.
     """
-    if all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks:
-        return True
+    return next(_found(modules, of_engines), None) is not None
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """The numbers that torch gives to each hook when it is registered, of those of the caller; see `has_hooks`."""
+    return tuple(_found(modules, of_engines=False))
+
+
+def _found(modules: Iterable[nn.Module], of_engines: bool) -> Iterator[int]:
+    yield from all_modules._global_forward_hooks
+    yield from all_modules._global_forward_pre_hooks
     harmless = (output_capturing.__name__,) if of_engines else (output_capturing.__name__, f"{_PACKAGE}.")
-    return any(
-        not (getattr(hook, "__module__", None) or "").startswith(harmless)
-        for module in modules
-        if module._forward_hooks or module._forward_pre_hooks
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    )
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks:
+            for number, hook in (*module._forward_hooks.items(), *module._forward_pre_hooks.items()):
+                if not (getattr(hook, "__module__", None) or "").startswith(harmless):
+                    yield number
 
 
 def without_hooks(model: _M) -> _M:

@@ -56,6 +56,24 @@ def test_rows_of_the_stock_engine_are_not_separated():
         greedy(target, padded_prompts([9, 5]), drafter)
 
 
+def of_last_token(module, args, output):
+    return torch.cat([output[:, :-1], output[:, -1:] + 1], dim=1)
+
+
+@pytest.mark.core_for(engine=["auto"])
+@pytest.mark.parametrize("engine", ["auto", "stock"])
+def test_hooks_that_change_the_last_token_of_a_pass(engine):
+    """Which is every new token in plain `generate()`, and the last one of a block of drafts."""
+    target, inputs = new_target("llama", num_layers=2), padded_prompts([9])
+    drafter = random_draft_model(target).configure(engine=engine)
+    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+    handle = target.model.layers[0].register_forward_hook(of_last_token)
+    with pytest.raises(ValueError, match="modules of the target have forward hooks, after which logits differ"):
+        greedy(target, inputs, drafter, 3)
+    handle.remove()
+    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_what_is_known_of_a_class_does_not_depend_on_hooks(engine, monkeypatch):
