@@ -65,6 +65,9 @@ def continuous_batching(settings: ContinuousBatching) -> Iterator[None]:
         _CONTINUOUS.reset(before)
 
 
+# Requests of continuous batching on which hooks are tried.
+_TRIED_REQUESTS = 2
+
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
 
@@ -106,7 +109,21 @@ def _warn(message: str) -> None:
     logger.warning("hf_specdec: %s", message)
 
 
-def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[Request, str | None]:
+def _why_not_hooks(
+    request: Request, model_kwargs: dict[str, Any], hooks: tuple[int, ...], is_continuous: bool
+) -> str | None:
+    """The reason why modules with `hooks` do not compute the same on the static engine; None if they do."""
+    prompts, mask = request.prompts, model_kwargs.get("attention_mask")
+    if is_continuous:  # of many requests a few
+        rows = slice(_TRIED_REQUESTS)
+        prompts = replace(prompts, input_ids=prompts.input_ids[rows], padding=prompts.padding[rows])
+        model_kwargs = {} if mask is None else {"attention_mask": mask[rows]}
+    return why_not_equivalent_with(CallWithInputs(request.model, prompts, request.config, model_kwargs, {}, {}, hooks))
+
+
+def _on_static_engine(
+    request: Request, model_kwargs: dict[str, Any], is_continuous: bool
+) -> tuple[Request, str | None]:
     """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
     model, prompts, drafter = request.model, request.prompts, request.drafter
     obstacle = why_not_static(model, request.config, prompts, model_kwargs)
@@ -123,9 +140,7 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[R
     hooks = () if drafter.is_equivalence_check else hooks_of(modules_of(model))
     if obstacle is not None or not is_by_target:
         if obstacle is None and hooks:
-            obstacle = why_not_equivalent_with(
-                CallWithInputs(model, prompts, request.config, model_kwargs, {}, {}, hooks)
-            )
+            obstacle = _why_not_hooks(request, model_kwargs, hooks, is_continuous)
         return replace(request, position_offsets=offsets), obstacle
     if request.config.prefill_chunk_size is not None:
         what = ", ".join(sorted(besides)) or "position_ids of its own"
@@ -140,14 +155,14 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[R
     return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
 
 
-def _choose_engine(request: Request, model_kwargs: dict[str, Any]) -> tuple[Request, str]:
+def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Request, str]:
     """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = request.drafter
-    on_static, obstacle = _on_static_engine(request, model_kwargs)
+    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
@@ -219,7 +234,7 @@ def generate_with_drafter(
     if attentions is not None:
         generation_config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
-    request, engine = _choose_engine(request, model_kwargs)
+    request, engine = _choose_engine(request, model_kwargs, continuous is not None)
     request = _for_engine(request, engine)
     if drafter.batch_invariant and not drafter.is_equivalence_check:
         check_batch_invariant(request, engine)

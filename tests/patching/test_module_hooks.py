@@ -48,6 +48,19 @@ def test_adapters_of_each_row():
     assert drafter.stats.engine == "static"
 
 
+def test_hooks_are_tried_on_a_few_of_many_requests():
+    target = new_target("llama", num_layers=2)
+    drafter, prompts, rows = random_draft_model(target), padded_prompts([6] * 5)["input_ids"].tolist(), []
+    target.model.layers[0].register_forward_hook(lambda module, args, output: (rows.append(len(output)), output * 2)[1])
+    options = {"do_sample": False, "max_new_tokens": 4}
+    found = target.generate_batch(prompts, assistant_model=drafter, **options)
+    tried = rows[: next(at for at, count in enumerate(rows) if count > 2)]
+    assert max(tried) == 2
+    for number, prompt in enumerate(prompts):
+        plain = target.generate(torch.tensor([prompt]), **options)[0, 6:].tolist()
+        assert found[f"req_{number}"].generated_tokens == plain
+
+
 @pytest.mark.core
 def test_rows_of_the_stock_engine_are_not_separated():
     target = steered(new_target("llama", num_layers=2), batch=2)
