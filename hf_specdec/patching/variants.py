@@ -7,6 +7,7 @@ of them only if that is made of the same classes, functions and attention.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import types
@@ -32,7 +33,12 @@ _EAGER = "eager_attention_forward"
 # Results that are kept by variant; a model whose modules get another `forward` for every call has one for each.
 MOST_KEPT = 256
 
-_variants: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
+_variants: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+# Of variants; numbers are compared in no time.
+_numbers: dict[Hashable, int] = {}
+_next_number = itertools.count()
+# Results of `why_not_known_attention`, by variant.
+_reasons: dict[Hashable, str | None] = {}
 _keeping = threading.Lock()
 
 
@@ -46,8 +52,8 @@ class Identity(WeakIdRef):
         return isinstance(other, Identity) and super().__eq__(other)
 
 
-def variant_of(model: PreTrainedModel) -> Hashable:
-    """The variant of `model` as of the last `note_variant`: equal for models that are made of the same."""
+def variant_of(model: PreTrainedModel) -> int:
+    """The variant of `model` as of the last `note_variant`: a number, equal for models that are made of the same."""
     if model not in _variants:
         note_variant(model)
     return _variants[model]
@@ -74,7 +80,9 @@ def note_variant(model: PreTrainedModel) -> None:
     classes = frozenset((Identity(kind), Identity(_forward_of(kind))) for kind in kinds)
     functions = frozenset(map(Identity, functions_of(files_of(kinds))))
     attention = frozenset((name, _identity(ALL_ATTENTION_FUNCTIONS.get(name))) for name in names)
-    _variants[model] = classes, tuple(forwards), functions, attention
+    parts = classes, tuple(forwards), functions, attention
+    number = _numbers.get(parts)
+    _variants[model] = keep(_numbers, parts, next(_next_number)) if number is None else number
 
 
 def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
@@ -116,6 +124,11 @@ def why_not_known_attention(model: PreTrainedModel) -> str | None:
 
     What any other function computes with a longer text, a short one need not show.
     """
+    number = variant_of(model)
+    return _reasons[number] if number in _reasons else keep(_reasons, number, _find_unknown_attention(model))
+
+
+def _find_unknown_attention(model: PreTrainedModel) -> str | None:
     modules = modules_of(model)
     configs = {id(one): one for one in (vars(module).get("config") for module in modules) if one is not None}
     names = {original(config, IMPLEMENTATION) for config in configs.values() if isinstance(config, PreTrainedConfig)}
