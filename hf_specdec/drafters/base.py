@@ -16,6 +16,7 @@ from ..checkpoints.tensors import KEY_MAPPING, check_tensors
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.cache import LayerKind
+from ..patching.hidden_states import find_decoder_layers
 from ..state import DecodeState, Shape
 from .shared_weights import SharedWeight
 
@@ -81,6 +82,7 @@ class Drafter(PreTrainedModel):
         self._target_config: Any = None
         # Size of the target's vocabulary when the drafter was bound; None if `bind` does not call `_record_binding`.
         self._bound_vocab_size: int | None = None
+        self._bound_num_layers = 0
         # The target's weights that the drafter uses, by "embedding" and "head"; set by `bind`.
         self._shared_weights: dict[str, SharedWeight] = {}
         # Set by engines: buffers and CUDA graphs for further calls, see `release`.
@@ -305,13 +307,14 @@ class Drafter(PreTrainedModel):
         """Last step of `bind`. Releases captured rounds, which may read the weights that were shared before."""
         self._target_config = self.config.target = target.config
         self._bound_vocab_size = target.config.get_text_config().vocab_size
+        self._bound_num_layers = _num_layers(target)
         self.release()
 
     def sync_with(self, target: PreTrainedModel) -> None:
         """Update what the drafter shares with `target` if the target was changed since `bind`; every call begins so.
 
         Copies of shared weights are updated if the target's weights were written to. If the target's embedding or head
-        was replaced, moved, cast or resized, the drafter is bound again.
+        was replaced, moved, cast or resized, or if it has another number of layers, the drafter is bound again.
 
         Raises:
             ValueError: expected a target that the drafter still fits.
@@ -323,6 +326,8 @@ class Drafter(PreTrainedModel):
         vocab_size = target.config.get_text_config().vocab_size
         if vocab_size != self._bound_vocab_size:
             changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
+        if (num_layers := _num_layers(target)) != self._bound_num_layers:
+            changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
         changes = [change for change in changes if change is not None]
         if not changes:
             for what, shared in self._shared_weights.items():
@@ -431,6 +436,10 @@ class Drafter(PreTrainedModel):
                 row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
+
+
+def _num_layers(target: PreTrainedModel) -> int:
+    return len(find_decoder_layers(target) or ())
 
 
 def no_drafts(state: DecodeState) -> Proposal:

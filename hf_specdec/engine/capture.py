@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
-from torch.nn.modules import module as all_modules
 from transformers import PreTrainedModel
-from transformers.utils import output_capturing
 
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
@@ -32,20 +29,6 @@ from .target import Target
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-def has_hooks(modules: list[nn.Module]) -> bool:
-    """Whether `modules` have forward hooks, of their own or global ones, which a replayed graph would not call.
-
-    Hooks that transformers installs for good when a call asks for hidden states do not count: they do nothing in
-    others.
-    """
-    return bool(all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks) or any(
-        getattr(hook, "__module__", None) != output_capturing.__name__
-        for module in modules
-        if module._forward_hooks or module._forward_pre_hooks
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    )
 
 
 class CapturedRound:
@@ -97,19 +80,19 @@ def _plain(results: tuple[Proposal, torch.Tensor, torch.Tensor, torch.Tensor | N
     return tuple(proposal), *others
 
 
-def why_not_captured(model: PreTrainedModel, modules: list[nn.Module], kept: Sequence[str]) -> str | None:
+def why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
     """The reason why the rounds of a call run eagerly, so that its buffers need not be kept; None if they are captured.
 
     Args:
         model: the target.
-        modules: its own and the drafter's.
+        has_hooks: whether its modules or the drafter's have forward hooks, which a replayed graph would not call.
         kept: names of what the caller gets of every step, such as scores.
     """
     if not policy_of(model.device).cuda_graphs:
         return f"there are no CUDA graphs on a device of type {model.device.type}"
     if kept:
         return f"{', '.join(kept)} of every round are kept for the caller"
-    if has_hooks(modules):
+    if has_hooks:
         reason = "modules have hooks, which a replayed CUDA graph does not call"
         _warn_once(f"Rounds of {type(model).__name__} run eagerly: {reason}. Remove the hooks to have rounds captured.")
         return reason

@@ -46,7 +46,8 @@ class EqualPrompts:
         prompts, drafter = request.prompts, type(target.drafter)
         can_copy = drafter.new_memory is Drafter.new_memory or drafter.copy_rows is not Drafter.copy_rows
         most_saved = (request.batch - 1) * prompts.longest
-        is_told = is_told_by_tokens(request) and not target.keeps_hidden_states
+        # Hooks may treat rows with the same prompt in different ways.
+        is_told = is_told_by_tokens(request) and not (target.keeps_hidden_states or target.has_hooks)
         if not can_copy or not is_told or most_saved < prefix_reuse.FEWEST_SAVED:
             return None
         found: dict[tuple[int, ...], int] = {}

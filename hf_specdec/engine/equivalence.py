@@ -8,7 +8,6 @@ target, it generates a few tokens with drafts of which some are wrong, and the l
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +21,11 @@ from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
 from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
+from ..patching.hidden_states import modules_of
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
+from ..patching.module_hooks import hooks_of, without_hooks
 from ..patching.support import (
     cache_name,
     length_limits,
@@ -33,6 +34,7 @@ from ..patching.support import (
     stated_positions,
     uses_attention_interface,
 )
+from ..patching.variants import Identity, keep, variant_of
 from ..state import DecodeState
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
@@ -58,7 +60,6 @@ _TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_t
 _GIVEN_WITH_EVERY_TOKEN = "are read with every token, also in rounds"
 
 _outcomes: dict[Hashable, str | None] = {}
-_outcomes_lock = threading.Lock()
 
 
 def why_not_equivalent(
@@ -85,18 +86,28 @@ def why_not_equivalent(
 def _why_not_for(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_padded: bool) -> str | None:
     """As `why_not_equivalent`, also where padding makes no difference."""
     key = (engine, prompts_by_target, is_padded, *_kind_of(model))
-    if key not in _outcomes:
+    if key in _outcomes:
+        return _outcomes[key]
+    try:
         with torch.no_grad(), ops.references(), kept_rope_deltas(model):
-            outcome = _compare(model, engine, prompts_by_target, is_padded)
+            checked = without_hooks(model)
+            outcome = _compare(checked, engine, prompts_by_target, is_padded)
             if outcome is None and engine == "static":
-                outcome = why_not_rules(model, not prompts_by_target)
-        with _outcomes_lock:
-            _outcomes[key] = outcome
-    return _outcomes[key]
+                outcome = why_not_rules(checked, not prompts_by_target)
+    except _PlainFails as error:
+        return str(error)
+    return keep(_outcomes, key, outcome)
+
+
+class _PlainFails(Exception):
+    """Plain `generate()` raised an error, in which case nothing is kept: the next time it may not."""
+
+    def __init__(self, error: Exception):
+        super().__init__(f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})")
 
 
 class CallWithInputs(NamedTuple):
-    """A call with inputs besides tokens.
+    """A call with inputs besides tokens, or of a model whose modules have hooks.
 
     Attributes:
         model: the target.
@@ -104,6 +115,8 @@ class CallWithInputs(NamedTuple):
         model_kwargs: its inputs as prepared by `generate()`.
         besides: those that are neither tokens nor replaced by the engine's own.
         following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
+        hooks: see `hooks_of`.
+        engine: to check.
     """
 
     model: PreTrainedModel
@@ -112,10 +125,15 @@ class CallWithInputs(NamedTuple):
     model_kwargs: Mapping[str, Any]
     besides: Mapping[str, Any]
     following: Mapping[str, Any]
+    hooks: tuple[int, ...] = ()
+    engine: str = "static"
 
     @property
-    def names(self) -> str:
-        return ", ".join(sorted(self.besides))
+    def what(self) -> str:
+        """What is to be checked about the call, as the beginning of a reason."""
+        inputs = f"the call has model inputs besides tokens: {', '.join(sorted(self.besides))}"
+        hooks = "modules of the target have forward hooks"
+        return ", and ".join([inputs] * bool(self.besides) + [hooks] * bool(self.hooks))
 
     @property
     def repeated(self) -> dict[str, Any]:
@@ -131,35 +149,52 @@ class CallWithInputs(NamedTuple):
             (name, None if isinstance(value, (torch.Tensor, Mapping, list, tuple)) else repr(value))
             for name, value in sorted(self.besides.items())
         )
-        return ("static", *values, *_kind_of(self.model))
+        hooked = (Identity(self.model), *self.hooks) if self.hooks else ()
+        return (self.engine, hooked, *values, *_kind_of(self.model))
 
 
 def why_not_equivalent_with(call: CallWithInputs) -> str | None:
-    """As `why_not_equivalent` of the static engine for calls with inputs besides tokens, such as images.
+    """As `why_not_equivalent` for calls with inputs besides tokens, such as images, and for hooks.
 
-    What a model takes for images is not known, so the first call with these inputs is itself run, for a few tokens. If
-    plain `generate()` fails, the inputs may be wrong, and nothing is kept of that.
+    What a model takes for images is not known, nor what hooks do with a block of drafts, of which they may change the
+    last token only. So the first call with them is itself run, for a few tokens. If plain `generate()` fails, the
+    inputs may be wrong, and nothing is kept of that.
     """
-    what = f"the call has model inputs besides tokens: {call.names}"
+    what = call.what
     others = [name for name, value in call.repeated.items() if isinstance(value, (Mapping, list, tuple))]
     if others:
         return f"{what}, of which {', '.join(others)} {_GIVEN_WITH_EVERY_TOKEN}"
-    if call.key not in _outcomes:
-        with torch.no_grad(), ops.references(), kept_rope_deltas(call.model):
-            try:
-                read = _read_with_every_token(call)
-                expected = _generate_with(call)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # a model may raise anything
-                return f"{what}, on which plain generate() fails ({type(error).__name__}: {first_line(error)})"
-            if read:
-                outcome = f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
-            else:
-                outcome = _compare_with(call, expected, what)
-        with _outcomes_lock:
-            _outcomes[call.key] = outcome
-    return _outcomes[call.key]
+    key = call.key
+    if key in _outcomes:
+        return _outcomes[key]
+    with torch.no_grad(), ops.references(), kept_rope_deltas(call.model):
+        try:
+            read = _read_with_every_token(call)
+            expected = _generate_with(call)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may raise anything
+            return f"{what}, on which plain generate() fails ({type(error).__name__}: {first_line(error)})"
+        if read:
+            outcome = f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
+        else:
+            outcome = _compare_with(call, expected, what)
+    return keep(_outcomes, key, outcome)
+
+
+def why_not_equivalent_with_hooks(
+    model: PreTrainedModel, prompts: Prompts, config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
+    """As `why_not_equivalent_with` of the stock engine, for hooks; arguments as of `CallWithInputs`."""
+    hooks = hooks_of(modules_of(model))
+    if not hooks:
+        return None
+    besides = {
+        name: value
+        for name, value in model_kwargs.items()
+        if isinstance(value, torch.Tensor) and name not in ("attention_mask", "position_ids", "cache_position")
+    }
+    return why_not_equivalent_with(CallWithInputs(model, prompts, config, model_kwargs, besides, {}, hooks, "stock"))
 
 
 def _read_with_every_token(call: CallWithInputs) -> list[str]:
@@ -208,12 +243,12 @@ def _generate_with(call: CallWithInputs, **options: Any) -> _Generated:
         inputs["attention_mask"] = call.model_kwargs["attention_mask"]
     if call.prompts.cached:
         inputs["past_key_values"] = copy.deepcopy(call.model_kwargs["past_key_values"])
-    return _generate(call.model, inputs, NUM_NEW_TOKENS["static"], **options)
+    return _generate(call.model, inputs, NUM_NEW_TOKENS[call.engine], **options)
 
 
 def _compare_with(call: CallWithInputs, expected: _Generated, what: str) -> str | None:
-    """Compare the static engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
-    drafter = _ScriptedDrafter(call.model, "static", expected.tokens, call.prompts.lengths)
+    """Compare the engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
+    drafter = _ScriptedDrafter(call.model, call.engine, expected.tokens, call.prompts.lengths)
     try:
         generated = _generate_with(call, assistant_model=drafter)
     except torch.OutOfMemoryError:
@@ -234,12 +269,14 @@ def why_not_separate_rows(model: PreTrainedModel) -> str | None:
     The first call for a class and configuration runs the model on a few tokens.
     """
     key = ("separate rows", *_kind_of(model))
-    if key not in _outcomes:
+    if key in _outcomes:
+        return _outcomes[key]
+    try:
         with torch.no_grad():
-            outcome = _compare_padding(model)
-        with _outcomes_lock:
-            _outcomes[key] = outcome
-    return _outcomes[key]
+            outcome = _compare_padding(without_hooks(model))
+    except _PlainFails as error:
+        return str(error)
+    return keep(_outcomes, key, outcome)
 
 
 def why_not_batch_invariant(model: PreTrainedModel) -> str | None:
@@ -252,12 +289,10 @@ def why_not_batch_invariant(model: PreTrainedModel) -> str | None:
         ValueError: an operation is not known to be batch-invariant, see `patching.batch_invariance`.
     """
     key = ("batch-invariant", *_kind_of(model))
-    if key not in _outcomes:
-        with torch.no_grad(), kept_rope_deltas(model):
-            outcome = _compare_bits(model)
-        with _outcomes_lock:
-            _outcomes[key] = outcome
-    return _outcomes[key]
+    if key in _outcomes:
+        return _outcomes[key]
+    with torch.no_grad(), kept_rope_deltas(model):
+        return keep(_outcomes, key, _compare_bits(without_hooks(model)))
 
 
 def _compare_bits(model: PreTrainedModel) -> str | None:
@@ -280,9 +315,10 @@ def _compare_bits(model: PreTrainedModel) -> str | None:
 
 
 def _kind_of(model: PreTrainedModel) -> tuple[Hashable, ...]:
-    """The key of an outcome: class, configurations, dtype, kind of device, and how inputs are prepared."""
+    """The key of an outcome: class, configurations, variant, dtype, kind of device, and how inputs are prepared."""
     prepare = model.prepare_inputs_for_generation
-    return type(model), getattr(prepare, "__func__", prepare), model.dtype, model.device.type, settings_of(model.config)
+    by = getattr(prepare, "__func__", prepare)
+    return type(model), by, model.dtype, model.device.type, settings_of(model.config), variant_of(model)
 
 
 class _ScriptedDrafter(Drafter):
@@ -332,7 +368,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
-        return f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})"
+        raise _PlainFails(error) from error
     is_exact = _is_exact(model)
     limit = _limit(plain_alone, plain, is_exact)
     if not is_padded:
@@ -372,7 +408,7 @@ def _compare_padding(model: PreTrainedModel) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
-        return f"plain generate() fails on a few tokens ({type(error).__name__}: {first_line(error)})"
+        raise _PlainFails(error) from error
     is_exact = _is_exact(model)
     difference = _difference(alone, _Generated(batch.tokens[-1:], batch.logits[:, -1:]), is_exact)
     if difference <= _limit(unpadded, batch, is_exact):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -14,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdRef
 from transformers import PreTrainedModel
 
 from ..parallel.tensor_parallel import local_shard
 from ..patching.linear import PLAIN_WEIGHTS
-from ..patching.rotary_functions import own_rotary_functions
+from ..patching.variants import Identity, files_of, functions_of
 
 # Attributes of every module. Children, parameters and buffers are compared separately; modules with forward hooks are
 # not captured; other hooks are not called in a forward pass without gradients.
@@ -103,7 +101,7 @@ def fingerprint(modules: Sequence[nn.Module], device: torch.device) -> Fingerpri
 
 def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
     """How `modules` compute except for their weights: classes, names of children and attributes, values of attributes,
-    and the rotary functions of their files.
+    and the functions of their files.
 
     Compared by value are numbers, strings and the like, containers of them, and the attributes of objects such as
     configurations; functions (a `forward` set on a module) are compared by identity. A class may list attributes that
@@ -121,8 +119,7 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
     # A child is among `modules`, which a fingerprint compares by references: the same `id` is the same module.
     ids = [id(child) for some in children if some for child in some.values()]
     forwards = [(contents.of(kind.forward), contents.of(kind.__call__)) for kind in by_kind]
-    files = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in by_kind) if name in sys.modules]
-    functions = list(map(contents.of, own_rotary_functions(files)))
+    functions = list(map(contents.of, functions_of(files_of(by_kind))))
     return kinds, values, list(map(len, children)), names, ids, forwards, functions, contents.of_objects
 
 
@@ -205,16 +202,6 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
     return len(attributes), tuple(names), itemgetter(*(names or ["training"]), "training")
 
 
-class _Identity(WeakIdRef):
-    """A weak reference that equals another one to the same object, and nothing else."""
-
-    __slots__ = ()
-    __hash__ = WeakIdRef.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and super().__eq__(other)
-
-
 class _Held(NamedTuple):
     """A reference to an object that cannot have a weak one."""
 
@@ -227,9 +214,9 @@ class _Held(NamedTuple):
         return id(self.held)
 
 
-def _identity(value: Any) -> _Identity | _Held:
+def _identity(value: Any) -> Identity | _Held:
     try:
-        return _Identity(value)
+        return Identity(value)
     except TypeError:
         return _Held(value)
 

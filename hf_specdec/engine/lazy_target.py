@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..drafters.base import Drafter
 from ..patching.batch_invariance import batch_invariant
 from ..patching.hidden_states import modules_of
+from ..patching.module_hooks import has_hooks
 from ..patching.patch import Patch, engine, is_anything_replaced
 from .capture import why_not_captured
 from .fingerprint import Fingerprint, fingerprint, weights_of
@@ -30,6 +31,7 @@ class LazyTarget:
         kept: names of what the caller gets of every step, such as scores.
 
     Attributes:
+        has_hooks: whether modules of target or drafter have forward hooks of the caller.
         eager_reason: why rounds are not captured; None if they are.
         keeps_hidden_states: whether the caller gets all hidden states.
         key_layout: where keys and values are in a `RowMemory`; None until a session needs it.
@@ -38,7 +40,8 @@ class LazyTarget:
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
         self.model, self.drafter = model, drafter
         self.modules = modules_of(model, drafter)
-        self.eager_reason = why_not_captured(model, self.modules, kept)
+        self.has_hooks = has_hooks(self.modules)
+        self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None
         self._contexts, self._patches = ExitStack(), ExitStack()

@@ -13,6 +13,8 @@ from transformers import Cache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..patching.hidden_states import modules_of
+from ..patching.module_hooks import has_hooks
 from ..patching.patch import caller
 from ..patching.support import SUPPORTED_LAYER_TYPES, length_limits
 from ..sampling.processors import processors_of_row
@@ -85,6 +87,8 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
             f"past_key_values holds {prompts.cached} tokens of each of {batch} rows, which cannot be taken apart; "
             "expected an empty cache, or one row"
         )
+    if has_hooks(modules_of(request.model), of_engines=False):
+        return "modules of the target have forward hooks, which may treat each row differently; remove them"
     obstacles = (_why_not_split(name, value, prompts) for name, value in model_kwargs.items())
     obstacle = next(filter(None, obstacles), None)
     if obstacle is not None or not any(prompts.padding):
@@ -172,7 +176,8 @@ def separate_rows(request: Request, model_kwargs: dict[str, Any]) -> Iterator[Ro
 
 def _input_of_row(name: str, value: Any, row: int, pad: int) -> Any:
     if isinstance(value, Cache):
-        return copy.deepcopy(value)  # nothing is in it
+        # Nothing is in it. Streams, which offloaded caches have, cannot be copied.
+        return copy.deepcopy(value, {id(one): one for one in vars(value).values() if isinstance(one, torch.Stream)})
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     value = value.narrow(_row_dim(name), row, 1)

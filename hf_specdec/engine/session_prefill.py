@@ -26,8 +26,13 @@ FEWEST_PADDED_COLUMNS = 2
 
 
 def can_pack(target: LazyTarget) -> bool:
-    """Whether prompts of several rows are prefilled as one row."""
-    return target.drafter.packs_prompts and not target.keeps_hidden_states and packs_prompts(target.model)
+    """Whether prompts of several rows are prefilled as one row.
+
+    Not where modules have hooks, which may treat each row of the batch in its own way.
+    """
+    if target.has_hooks or target.keeps_hidden_states:
+        return False
+    return target.drafter.packs_prompts and packs_prompts(target.model)
 
 
 class SessionPrefill:

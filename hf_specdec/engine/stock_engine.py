@@ -36,7 +36,7 @@ from ..patching.relative_bias import relative_biases
 from ..patching.support import has_recurrent_layers, length_limits
 from ..state import DecodeState, Shape
 from ..stats import Counters
-from .equivalence import why_not_equivalent
+from .equivalence import why_not_equivalent, why_not_equivalent_with_hooks
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import propose
@@ -434,6 +434,8 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             "expected the whole text in input_ids."
         )
     obstacle = None if request.drafter.is_equivalence_check else why_not_equivalent(request.model, "stock")
+    if obstacle is None and prompts.input_ids.shape[0] == 1 and not request.drafter.is_equivalence_check:
+        obstacle = why_not_equivalent_with_hooks(request.model, prompts, request.config, model_kwargs)
     if obstacle is not None:
         raise ValueError(
             f"{name} cannot generate with a drafter: neither on the static engine ({reason}), nor in transformers' own "

@@ -29,7 +29,10 @@ from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
+from ..patching.hidden_states import modules_of
+from ..patching.module_hooks import hooks_of
 from ..patching.support import has_compressed_layers
+from ..patching.variants import note_variant
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
@@ -62,6 +65,9 @@ def continuous_batching(settings: ContinuousBatching) -> Iterator[None]:
     finally:
         _CONTINUOUS.reset(before)
 
+
+# Requests of continuous batching on which hooks are tried.
+_TRIED_REQUESTS = 2
 
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
@@ -104,11 +110,22 @@ def _warn(message: str) -> None:
     logger.warning("hf_specdec: %s", message)
 
 
-def _on_static_engine(request: Request, model_kwargs: dict[str, Any], is_padded: bool) -> tuple[Request, str | None]:
-    """`request` as the static engine is to run it, and the reason why it cannot; None if it can.
+def _why_not_hooks(
+    request: Request, model_kwargs: dict[str, Any], hooks: tuple[int, ...], is_continuous: bool
+) -> str | None:
+    """The reason why modules with `hooks` do not compute the same on the static engine; None if they do."""
+    prompts, mask = request.prompts, model_kwargs.get("attention_mask")
+    if is_continuous:  # of many requests a few
+        rows = slice(_TRIED_REQUESTS)
+        prompts = replace(prompts, input_ids=prompts.input_ids[rows], padding=prompts.padding[rows])
+        model_kwargs = {} if mask is None else {"attention_mask": mask[rows]}
+    return why_not_equivalent_with(CallWithInputs(request.model, prompts, request.config, model_kwargs, {}, {}, hooks))
 
-    `is_padded`: see `why_not_equivalent`.
-    """
+
+def _on_static_engine(
+    request: Request, model_kwargs: dict[str, Any], is_continuous: bool
+) -> tuple[Request, str | None]:
+    """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
     model, prompts, drafter = request.model, request.prompts, request.drafter
     obstacle = why_not_static(model, request.config, prompts, model_kwargs)
     if obstacle is not None:
@@ -120,11 +137,16 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any], is_padded:
     if has_compressed_layers(model) and (is_by_target or any(offsets)):
         return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
     if not drafter.is_equivalence_check:
+        # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
+        is_padded = not is_continuous and any(prompts.padding)
         why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
         obstacle = why_not()
         if obstacle is not None and why_not(prompts_by_target=True) is None:
             is_by_target, obstacle = True, None
+    hooks = () if drafter.is_equivalence_check else hooks_of(modules_of(model))
     if obstacle is not None or not is_by_target:
+        if obstacle is None and hooks:
+            obstacle = _why_not_hooks(request, model_kwargs, hooks, is_continuous)
         return replace(request, position_offsets=offsets), obstacle
     if request.config.prefill_chunk_size is not None:
         what = ", ".join(sorted(besides)) or "position_ids of its own"
@@ -133,20 +155,20 @@ def _on_static_engine(request: Request, model_kwargs: dict[str, Any], is_padded:
     offsets = following if isinstance(following, str) else position_offsets(prompts, following)
     if isinstance(offsets, str):
         return request, offsets
-    if besides and not drafter.is_equivalence_check:
-        call = CallWithInputs(model, prompts, request.config, model_kwargs, besides, following)
+    if (besides or hooks) and not drafter.is_equivalence_check:
+        call = CallWithInputs(model, prompts, request.config, model_kwargs, besides, following, hooks)
         obstacle = why_not_equivalent_with(call)
     return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
 
 
-def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_padded: bool) -> tuple[Request, str]:
+def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Request, str]:
     """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = request.drafter
-    on_static, obstacle = _on_static_engine(request, model_kwargs, is_padded)
+    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
@@ -194,6 +216,7 @@ def generate_with_drafter(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     check_prompts(input_ids, mask, model_kwargs)
+    note_variant(model)
     logits_processor = _usable(logits_processor, continuous)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
@@ -217,9 +240,7 @@ def generate_with_drafter(
     if attentions is not None:
         generation_config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
-    # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
-    is_padded = continuous is None and any(request.prompts.padding)
-    request, engine = _choose_engine(request, model_kwargs, is_padded)
+    request, engine = _choose_engine(request, model_kwargs, continuous is not None)
     request = _for_engine(request, engine)
     if drafter.batch_invariant and not drafter.is_equivalence_check:
         check_batch_invariant(request, engine)

@@ -10,6 +10,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
 from ..patching.support import cache_layers, length_limits, why_not_supported
+from ..patching.variants import why_not_known_attention
 
 # Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
 REPLACED_INPUTS = frozenset(
@@ -42,6 +43,7 @@ def why_not_static(
     return (
         why_not_supported(model)
         or _why_not_inputs(model)
+        or why_not_known_attention(model)
         or _why_not_call(model, config, prompts, model_kwargs)
         or _why_not_length(model, config, prompts)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -72,6 +73,9 @@ class TargetLock:
 
 _LOCKS: WeakKeyDictionary[PreTrainedModel, TargetLock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
+# The threads of which a forked process has the locks are not in it.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
 def lock_of(model: PreTrainedModel) -> TargetLock:

@@ -12,7 +12,8 @@ from torch import nn
 from .. import layer_ops
 from ..device_policy import policy_of
 from .hidden_states import modules_of
-from .layer_probes import GatedMlp, Norm, Probes, has_hooks
+from .layer_probes import GatedMlp, Norm, Probes
+from .module_hooks import has_hooks
 from .patch import Replacements, runs_engine
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,7 +50,7 @@ def _mlp_forward(module: nn.Module, mlp: GatedMlp, *args: torch.Tensor, **kwargs
 def _is_unchanged(module: nn.Module) -> bool:
     """Whether `module` has neither hooks nor a `forward` attribute but one that another call's context has set."""
     forward = vars(module).get("forward")
-    return not has_hooks(module) and (
+    return not has_hooks([module]) and (
         forward is None or getattr(forward, "func", None) in (_norm_forward, _mlp_forward)
     )
 

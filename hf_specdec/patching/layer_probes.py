@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from .. import layer_ops, ops
 from ..layer_ops import ACTIVATIONS, MAX_NORM_WIDTH, NormKind
 from .linear import PLAIN_WEIGHTS
+from .module_hooks import has_hooks
 
 NORM_KINDS = [
     NormKind(cast_first, offset, centered)
@@ -67,11 +68,6 @@ class GatedMlp(NamedTuple):
             return children[self.gate](inputs), children[self.up](inputs)
         first, second = children[self.gate](inputs).chunk(2, dim=-1)
         return (first, second) if self.gate_first else (second, first)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether `module` has forward hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class Probes:
@@ -131,8 +127,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_function(module: nn.Module) -> bool:
-    """Whether `module`, such as an activation, has no parameters, buffers, hooks or children."""
-    return not (module._parameters or module._buffers or module._modules or has_hooks(module))
+    """Whether `module`, such as an activation, has no parameters, buffers, children, hooks or `forward` of its own."""
+    has_content = module._parameters or module._buffers or module._modules
+    return not (has_content or "forward" in vars(module) or has_hooks([module]))
 
 
 def _settings(module: nn.Module) -> tuple[Hashable, ...]:

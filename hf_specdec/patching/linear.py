@@ -36,7 +36,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     matmul for each of the B batch rows and reads the weight B times.
     """
     rows = inputs.numel() // inputs.shape[-1]
-    flat = inputs.reshape(rows, -1)
+    flat = inputs.reshape(rows, inputs.shape[-1])
     policy = policy_of(inputs.device)
     if policy.few_row_linear and ops.has_fast_linear(flat, weight):
         out = ops.linear(flat, weight, bias)
@@ -46,7 +46,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         out = (weight @ (flat.repeat(2, 1) if rows == 1 else flat).t())[:, :rows].t().contiguous()
         if bias is not None:
             out = out + bias
-    return out.reshape(*inputs.shape[:-1], -1)
+    return out.reshape(*inputs.shape[:-1], out.shape[-1])
 
 
 def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -26,6 +25,7 @@ from .hidden_states import modules_of
 from .patch import Replacements, original
 from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
 from .running_layer import next_state, running_layer_forwards
+from .variants import files_of
 
 
 def _delta_rule(
@@ -412,22 +412,16 @@ def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor |
 _MASKS: dict[str, Callable] = {"create_recurrent_attention_mask": _token_mask}
 
 
-def files_of(*models: nn.Module) -> list[ModuleType]:
-    """The files that the modules of `models` are defined in."""
-    names = {type(module).__module__ for module in modules_of(*models)}
-    return [sys.modules[name] for name in names if name in sys.modules]
-
-
 def why_not_replaced(model: nn.Module) -> str | None:
     """The reason why recurrent layers of `model` cannot run on a `RaggedCache`, as far as it is known beforehand."""
-    if all(_REPLACEMENTS.keys().isdisjoint(vars(file)) for file in files_of(model)):
+    if all(_REPLACEMENTS.keys().isdisjoint(vars(file)) for file in files_of(map(type, modules_of(model)))):
         return "recurrent layers call no function that the engine can replace"
     return None
 
 
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    files, functions = files_of(*models), _REPLACEMENTS | _MASKS
+    files, functions = files_of(map(type, modules_of(*models))), _REPLACEMENTS | _MASKS
     replaced = {
         name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
         for name in functions

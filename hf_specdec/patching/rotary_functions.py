@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..layer_ops import RotaryKind
 from .hidden_states import modules_of
 from .layer_kernels import DTYPES, any_has_layer_kernels, uses_layer_kernels
 from .patch import Replacements, original
-from .recurrent_functions import files_of
+from .variants import Identity, files_of, functions_of
 
 # By the names that transformers' modeling files use.
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
@@ -33,12 +33,15 @@ ROTARY_KINDS = [kind for kind in _ALL_KINDS if kind.shared_angles or not kind.ha
 # Rows, columns, and heads of query and key that functions are tried on.
 _BATCH, _COLUMNS, _HEADS = 2, 3, (2, 1)
 
+_states = itertools.count()
 
-def _rotary(function: Callable, count: int, *args: torch.Tensor, **kwargs: Any) -> Any:
+
+def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **kwargs: Any) -> Any:
     """`function` of query and key, or of one of them, `count` tensors, with cosines and sines.
 
     Args:
         function: the model's own, with transformers' arguments.
+        state: a number for the functions that it may call, as `_state_of` gives it.
         count: how many tensors it rotates, its first arguments: `[B, heads, n, D]`, or `[B, n, heads, D]` if
             `unsqueeze_dim` is 2. Cosines and sines follow.
     """
@@ -52,7 +55,8 @@ def _rotary(function: Callable, count: int, *args: torch.Tensor, **kwargs: Any) 
     kind = None
     if _fit(states, cos, sin):
         options = tuple(kwargs.items())
-        kind = _kind_of(function, count, states[0].dtype, cos.dtype, states[0].shape[-1], cos.shape[-1], options)
+        sizes = states[0].shape[-1], cos.shape[-1]
+        kind = _kind_of(function, state, count, states[0].dtype, cos.dtype, *sizes, options)
     if kind is None:
         return function(*args, **kwargs)
     rotated = layer_ops.rotary(cos, sin, states, kind)
@@ -75,6 +79,7 @@ def _fit(states: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bo
 @functools.lru_cache(maxsize=256)
 def _kind_of(
     function: Callable,
+    state: int,
     count: int,
     dtype: torch.dtype,
     angle_dtype: torch.dtype,
@@ -85,7 +90,7 @@ def _kind_of(
     """What `function` does with heads of `size` elements and so many cosines; None if it is nothing known.
 
     Args:
-        function, count: of `_rotary`.
+        function, state, count: of `_rotary`.
         dtype, angle_dtype: of the heads, and of cosines and sines.
         size, angles: last dimensions of both.
         options: keyword arguments of `function`.
@@ -123,7 +128,7 @@ def rotary_functions(*models: nn.Module) -> Replacements:
     """
     if not any_has_layer_kernels(modules_of(*models)):
         return Replacements({})
-    files = files_of(*models)
+    files = files_of(map(type, modules_of(*models)))
     return Replacements(
         {
             name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
@@ -132,22 +137,30 @@ def rotary_functions(*models: nn.Module) -> Replacements:
     )
 
 
-def own_rotary_functions(files: Iterable[ModuleType]) -> list[Callable | None]:
-    """The functions that `files` have themselves, in this order."""
-    return [original(file, name) for file in files for name in _NAMES]
-
-
 def _over_original(name: str, file: ModuleType) -> Callable:
-    return _over(original(file, name))
+    function = original(file, name)
+    called = functions_of([inspect.getmodule(function) or file])
+    return _over(function, _state_of(frozenset(map(Identity, called))))
 
 
-@functools.cache
-def _over(function: Callable) -> Callable:
-    """What replaces `function`: itself if its arguments are not understood; the same object every time."""
+@functools.lru_cache(maxsize=256)
+def _state_of(called: frozenset[Identity]) -> int:
+    """A number for the functions of a file: another one if any was replaced, such as `rotate_half`."""
+    return next(_states)
+
+
+@functools.lru_cache(maxsize=256)
+def _over(function: Callable, state: int) -> Callable:
+    """What replaces `function`: itself if its arguments are not understood; the same object every time.
+
+    Args:
+        function: of a file.
+        state: see `_state_of`.
+    """
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return function
     count = names.index("cos") if "cos" in names else 0
     is_understood = count in (1, 2) and names[count:][:2] == ["cos", "sin"]
-    return functools.partial(_rotary, function, count) if is_understood else function
+    return functools.partial(_rotary, function, state, count) if is_understood else function

@@ -17,6 +17,7 @@ from .cache import LayerKind, attention_layers
 from .hidden_states import decoder_layers, find_decoder_layers, modules_of
 from .length_rope import RopeLimits, rope_limits
 from .recurrent_functions import why_not_replaced
+from .variants import keep, variant_of
 
 _T = TypeVar("_T")
 
@@ -64,15 +65,15 @@ def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
 
 
 def cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
-    """Decorator: caches what `function` returns by the class and the settings of the model."""
+    """Decorator: caches what `function` returns by the class, the settings and the variant of the model."""
     results: dict[Hashable, _T] = {}
 
     @functools.wraps(function)
     def cached(model: PreTrainedModel) -> _T:
-        key = type(model), settings_of(model.config)
-        if key not in results:
-            results[key] = function(model)
-        return results[key]
+        key = type(model), settings_of(model.config), variant_of(model)
+        if key in results:
+            return results[key]
+        return keep(results, key, function(model))
 
     return cached
 

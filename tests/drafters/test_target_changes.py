@@ -208,6 +208,19 @@ def test_resized_vocabulary(kind, size, engine):
 
 
 @pytest.mark.core
+def test_layers_taken_away_and_put_back():
+    target, inputs = own_target(), padded_prompts(PROMPTS[1])
+    drafter, layers = RANDOM_DRAFTERS["eagle3"](target), target.model.layers
+    options = {**inputs, "do_sample": False, "max_new_tokens": 4, "assistant_model": drafter}
+    expected = target.generate(**options)
+    target.model.layers = layers[:3]
+    with pytest.raises(ValueError, match=r"it had 4 decoder layers and has 3\. .* has 3 layers, so ids 0 to 3"):
+        target.generate(**options)
+    target.model.layers = layers
+    assert torch.equal(target.generate(**options), expected)
+
+
+@pytest.mark.core
 def test_vocabulary_resized_back_binds_again():
     target = own_target()
     drafter = random_draft_model(target)

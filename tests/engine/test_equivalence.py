@@ -1,14 +1,20 @@
 """Targets with their own masks, windows, caches or inputs: an engine that generates the same, or an error."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from lossless import continuations
+from lossless import continuations, greedy
 from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
-from targets import PAD, VOCAB, build_target, padded_prompts, tiny_target
+from targets import PAD, VOCAB, build_target, new_target, padded_prompts, tiny_target
+from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from hf_specdec.engine import equivalence
 
@@ -118,10 +124,16 @@ def test_unsupported_targets_are_refused_before_generation(model_type):
 @pytest.mark.core
 def test_a_class_is_checked_once(monkeypatch):
     monkeypatch.setattr(equivalence, "_outcomes", {})
-    runs = []
+    runs, forward = [], Qwen2Model.forward
+
+    @functools.wraps(forward)
+    def counted(*args, **kwargs):
+        runs.append(1)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(Qwen2Model, "forward", counted)
     for seed in range(2):
         target = build_target("qwen2", seed=seed, num_hidden_layers=2, rms_norm_eps=1.5e-6)
-        target.model.register_forward_pre_hook(lambda *_: runs.append(1))
         drafter = random_draft_model(target)
         for _ in range(2):
             before = len(runs)
@@ -130,6 +142,78 @@ def test_a_class_is_checked_once(monkeypatch):
     counts = [-count for count in runs if count < 0]
     assert counts[1] == counts[2] == counts[3] < counts[0] < 60
     assert len(equivalence._outcomes) == 1
+
+
+class OwnAttention(nn.Module):
+    """Attention outside of transformers' interface, with scores three times as large, in the place of `module`."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.own = module
+
+    def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        own, shape = self.own, (*hidden_states.shape[:2], -1, self.own.head_dim)
+        layers = (own.q_proj, own.k_proj, own.v_proj)
+        query, key, value = (layer(hidden_states).view(shape).transpose(1, 2) for layer in layers)
+        query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, own.layer_idx)
+        is_causal = attention_mask is None and query.shape[2] > 1
+        options = {"is_causal": is_causal, "scale": 3 * own.scaling, "enable_gqa": True}
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attention_mask, **options)
+        return own.o_proj(out.transpose(1, 2).reshape(*shape[:2], -1)), None
+
+
+def larger(attention):
+    """An attention function with scores three times as large."""
+    return lambda *args, scaling, **options: attention(*args, scaling=3 * scaling, **options)
+
+
+def put_attention(kind, target, patch):
+    """Let `target` run other attention than its class does."""
+    layers, sdpa = [layer.self_attn for layer in target.model.layers], ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if kind == "implementation":
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "larger", larger(sdpa))
+        masks = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+        patch.setitem(masks, "larger", masks["sdpa"])
+        target.set_attn_implementation("larger")
+    elif kind == "function":
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", larger(sdpa))
+    elif kind == "eager function":
+        target.set_attn_implementation("eager")
+        eager = modeling_llama.eager_attention_forward
+        patch.setattr(modeling_llama, "eager_attention_forward", larger(eager))
+    elif kind == "modules":
+        for layer in target.model.layers:
+            layer.self_attn = OwnAttention(layer.self_attn)
+    elif kind == "forward of modules":
+        for layer in layers:
+            layer.forward = OwnAttention(layer).forward
+    else:
+        own = [OwnAttention(layer) for layer in layers]
+        patch.setattr(LlamaAttention, "forward", lambda self, *args, **kwargs: own[self.layer_idx](*args, **kwargs))
+
+
+@pytest.mark.core_for(kind=["function", "modules"])
+@pytest.mark.parametrize(
+    "kind", ["implementation", "function", "eager function", "modules", "forward of modules", "class"]
+)
+def test_attention_that_was_put_in_place_after_a_call(kind, monkeypatch):
+    """What is known of a class does not hold for it, and of a class with it not for the class itself."""
+    target = new_target("llama", num_layers=2)
+    drafter, inputs = random_eagle3(target, aux_hidden_state_layer_ids=[0, 1, 2]), padded_prompts([9, 5])
+    plain = greedy(target, inputs, max_new_tokens=4)
+    assert torch.equal(greedy(target, inputs, drafter, max_new_tokens=4), plain)
+    with monkeypatch.context() as patch:
+        put_attention(kind, target, patch)
+        expected = greedy(target, inputs, max_new_tokens=4)
+        assert not torch.equal(expected, plain)
+        assert torch.equal(greedy(target, inputs, drafter, max_new_tokens=4), expected)
+        assert drafter.stats.engine == "stock"
+    target = new_target("llama", num_layers=2)
+    drafter = random_eagle3(target, aux_hidden_state_layer_ids=[0, 1, 2])
+    assert torch.equal(greedy(target, inputs, drafter, max_new_tokens=4), plain)
+    assert drafter.stats.engine == "static"
 
 
 @pytest.mark.core

@@ -9,13 +9,14 @@ from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from images import IMAGE, KINDS, VIDEOS, image_model, image_prompts
 from lossless import oracle
+from model_state import unchecked
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts
 from transformers import DynamicCache
 
 from hf_specdec.engine import equivalence, static_engine
-from hf_specdec.engine.capture import has_hooks
 from hf_specdec.integration import dispatch
+from hf_specdec.patching.module_hooks import has_hooks
 
 NEW = 12
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False}
@@ -273,10 +274,11 @@ class Steps:
     def __init__(self, *modules):
         self.passes, self.steps = [0] * len(modules), []
         self._handles = [
-            module.register_forward_hook(functools.partial(self._count, at)) for at, module in enumerate(modules)
+            module.register_forward_hook(unchecked(lambda *_, at=at: self._count(at)))
+            for at, module in enumerate(modules)
         ]
 
-    def _count(self, at, *args):
+    def _count(self, at):
         self.passes[at] += 1
 
     def put(self, tokens):

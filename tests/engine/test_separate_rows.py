@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation.utils import GenerationMixin
 
 from hf_specdec.engine import equivalence
-from hf_specdec.engine.separate_rows import why_not_separate
+from hf_specdec.engine.separate_rows import _input_of_row, why_not_separate
 from hf_specdec.sampling.logits import RowTemperature
 
 LENGTHS = PROMPTS[3]
@@ -260,10 +260,17 @@ def test_padding_that_changes_the_text_is_refused(monkeypatch):
     assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
 
 
+def test_rows_have_offloaded_caches_of_their_own():
+    cache = DynamicCache(config=tiny_target("llama").config, offloading=True)
+    copied = _input_of_row("past_key_values", cache, 0, 0)
+    assert copied is not cache and copied.layers is not cache.layers and copied.offloading
+
+
 def test_padded_batches_of_unknown_layer_types_are_refused():
     """A batch of UnlimitedOCR, whose windows count padding, had other tokens than plain `generate()`."""
     text = SimpleNamespace(layer_types=["full_attention", "reference_sliding_attention"])
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(get_text_config=lambda: text)
     prompts = SimpleNamespace(cached=0, padding=[2, 0], input_ids=torch.zeros(2, 4, dtype=torch.int64))
     reason = why_not_separate(SimpleNamespace(batch=2, prompts=prompts, model=model), {})
     assert "layers of type reference_sliding_attention, for which padding may change the text" in reason

@@ -29,6 +29,7 @@ import torch
 import transformers
 from images import IMAGE, image_model, image_prompts
 from images import KINDS as KINDS_OF_IMAGES
+from model_state import unchecked
 from oracle import OracleDrafter, random_draft_model
 from transformers import PreTrainedModel
 from zoo_models import MAX_NEW_TOKENS, build, class_names, generate, prompts, rows_of
@@ -106,7 +107,7 @@ def call(
 ) -> Call:
     """Generate with a drafter and compare with `expected` `[B, P + T]`; None if plain `generate()` failed."""
     forwards: list[int] = []
-    handle = model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    handle = model.register_forward_pre_hook(unchecked(lambda *args: forwards.append(1)))
     drafter = None
     try:
         drafter = drafter_of()

@@ -264,8 +264,10 @@ def test_model_is_restored_after_an_error_in_the_target(monkeypatch):
     drafter = OracleDrafter(target, continuations(inputs, plain), PROMPTS[3], accuracy=0.6)
     call = in_trouble_after(3)
     with monkeypatch.context() as patch:
-        forward = target.model.norm.forward
-        patch.setitem(vars(target.model.norm), "forward", lambda *args: (call(), forward(*args))[1])
+        forward, is_called = target.model.norm.forward, []
+        patch.setitem(vars(target.model.norm), "forward", lambda *args: (is_called and call(), forward(*args))[1])
+        target.generate(**inputs, max_new_tokens=1, assistant_model=drafter)  # the check of that forward
+        is_called.append(True)
         with pytest.raises(Trouble):
             target.generate(**inputs, max_new_tokens=12, assistant_model=drafter)
     assert traces(target) == before

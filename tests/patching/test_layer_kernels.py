@@ -3,6 +3,7 @@
 import copy
 import functools
 import threading
+import types
 from collections import Counter
 
 import pytest
@@ -171,6 +172,13 @@ def test_modules_that_somebody_changed_are_left_as_they_are(used):
     norms[3].weight = nn.Parameter(torch.ones(1, 32))
     mlps[2].act_fn = nn.Sequential(nn.SiLU())
     assert patched(target) == {*norms[4:], mlps[3]}
+    activation = mlps[3].act_fn
+    activation.forward = types.MethodType(type(activation).forward, activation)
+    assert patched(target) == set(norms[4:])
+    del activation.forward
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not patched(target)
+    everywhere.remove()
     inputs = padded_prompts([9])
     with pytest.MonkeyPatch.context() as patch:
         set_policy(patch, "cpu", layer_kernels=False)
@@ -293,22 +301,22 @@ def test_rotary_functions_that_are_not_understood_run_themselves(used, size):
         raise RuntimeError("on a CPU")
 
     for other in (modeling_gptj.apply_rotary_pos_emb, len, lambda x, y: x):  # GPT-J's takes sines first
-        assert patched_functions._over(other) is other
+        assert patched_functions._over(other, 0) is other
     kind_of = patched_functions._kind_of
-    arguments = 2, torch.bfloat16, torch.bfloat16, size, size, ()
+    arguments = 0, 2, torch.bfloat16, torch.bfloat16, size, size, ()
     assert kind_of(modeling_llama.apply_rotary_pos_emb, *arguments) == PLAIN_ROTARY
     assert kind_of(wrong_way, *arguments) is None and kind_of(breaks, *arguments) is None
     # In float32 cosines, a function of bfloat16 that does not cast gives float32.
-    assert kind_of(modeling_llama.apply_rotary_pos_emb, 2, torch.bfloat16, torch.float32, size, size, ()) is None
+    assert kind_of(modeling_llama.apply_rotary_pos_emb, 0, 2, torch.bfloat16, torch.float32, size, size, ()) is None
     states = torch.randn(1, 2, 3, size)
     cos, sin = torch.randn(2, 1, 3, size)
     with engine():
-        found = patched_functions._over(wrong_way)(states, states, cos, sin)
+        found = patched_functions._over(wrong_way, 0)(states, states, cos, sin)
         assert not used
-        patched_functions._over(modeling_llama.apply_rotary_pos_emb)(states, states, cos, sin)
+        patched_functions._over(modeling_llama.apply_rotary_pos_emb, 0)(states, states, cos, sin)
         assert kinds_of(used, "rotary")
         used.clear()
-        named = patched_functions._over(modeling_llama.apply_rotary_pos_emb)(q=states, k=states, cos=cos, sin=sin)
+        named = patched_functions._over(modeling_llama.apply_rotary_pos_emb, 0)(q=states, k=states, cos=cos, sin=sin)
         assert not used
     assert torch.equal(found[0], wrong_way(states, states, cos, sin)[0])
     assert torch.equal(named[0], modeling_llama.apply_rotary_pos_emb(states, states, cos, sin)[0])
@@ -340,6 +348,9 @@ def test_other_threads_run_the_modules_own(used):
 
 @pytest.mark.core
 def test_a_replaced_rotary_function_is_noticed(monkeypatch):
+    def neighbours(states):
+        return torch.stack((-states[..., 1::2], states[..., ::2]), -1).flatten(-2)
+
     target = own_target()
     modules = list(target.modules())
     before = behaviour_of(modules)
@@ -350,3 +361,15 @@ def test_a_replaced_rotary_function_is_noticed(monkeypatch):
     assert behaviour_of(modules) != before
     monkeypatch.undo()
     assert behaviour_of(modules) == before
+    monkeypatch.setattr(modeling_llama, "rotate_half", neighbours)  # which it calls
+    assert behaviour_of(modules) != before
+
+
+def test_a_function_that_the_rotary_function_calls_is_replaced(used, monkeypatch):
+    target, inputs = own_target(), padded_prompts([9])
+    assert torch.equal(greedy(target, inputs, NoDrafter(target)), greedy(target, inputs))
+    assert kinds_of(used, "rotary")
+    used.clear()
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda states: torch.roll(states, 1, -1))
+    assert torch.equal(greedy(target, inputs, NoDrafter(target)), greedy(target, inputs))
+    assert not kinds_of(used, "rotary")

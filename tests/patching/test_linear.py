@@ -12,7 +12,7 @@ from targets import padded_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.engine.equivalence import why_not_equivalent
-from hf_specdec.patching.linear import patched_linear
+from hf_specdec.patching.linear import linear, patched_linear
 from hf_specdec.patching.patch import engine
 
 
@@ -37,6 +37,14 @@ def test_torch_linear_with_a_frozen_weight_is_one_matmul_a_row():
     with WatchProducts() as watch:
         torch.nn.functional.linear(torch.ones(3, 4, 8)[:, -1:], torch.ones(16, 8))
     assert watch.broadcast == [[(3, 1, 8), (3, 8, 16)]]
+
+
+@pytest.mark.core
+def test_products_of_no_rows():
+    """As of adapters that are active for some tokens only."""
+    layer = torch.nn.Linear(4, 3)
+    for shape in ((0, 4), (2, 0, 4)):
+        assert linear(torch.ones(shape), layer.weight, layer.bias).shape == (*shape[:-1], 3)
 
 
 # float64 takes the way that a GPU takes: a few float32 rows on a CPU are computed otherwise, see `ops.linear`.

@@ -1,0 +1,85 @@
+"""Forward hooks of modules: what they do is the caller's, and may depend on the row of a batch."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.modules import module as all_modules
+from transformers.utils import output_capturing
+
+from .hidden_states import modules_of
+
+_PACKAGE = __name__.partition(".")[0]
+
+_M = TypeVar("_M", bound=nn.Module)
+
+# Attributes of a module with its forward hooks, and with how they are called.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def has_hooks(modules: Iterable[nn.Module], of_engines: bool = True) -> bool:
+    """Whether `modules` have forward hooks, of their own or global ones.
+
+    Hooks that transformers installs for good when a call asks for hidden states do not count: they do nothing in
+    others.
+
+    Args:
+        modules: to look at.
+        of_engines: whether those count that engines register for the time of a call.
+    """
+    return next(_found(modules, of_engines), None) is not None
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """The numbers that torch gives to each hook when it is registered, of those of the caller; see `has_hooks`."""
+    return tuple(_found(modules, of_engines=False))
+
+
+def _found(modules: Iterable[nn.Module], of_engines: bool) -> Iterator[int]:
+    yield from all_modules._global_forward_hooks
+    yield from all_modules._global_forward_pre_hooks
+    harmless = (output_capturing.__name__,) if of_engines else (output_capturing.__name__, f"{_PACKAGE}.")
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks:
+            for number, hook in (*module._forward_hooks.items(), *module._forward_pre_hooks.items()):
+                if not (getattr(hook, "__module__", None) or "").startswith(harmless):
+                    yield number
+
+
+def without_hooks(model: _M) -> _M:
+    """`model` as it computes without the forward hooks of its modules, of the same weights and configurations.
+
+    It is `model` itself if there are none, and if a module has a `forward` attribute that may call other modules of it.
+    """
+    modules = modules_of(model)
+    if not any(has_hooks([module]) for module in modules):
+        return model
+    clones = {module: _clone(module) for module in modules}
+    for clone in clones.values():
+        children = clone._modules.items()
+        vars(clone)["_modules"] = {name: clones.get(child) for name, child in children}
+        forward = vars(clone).get("forward")
+        if forward is None:
+            continue
+        if not isinstance(forward, types.MethodType) or forward.__self__ not in clones:
+            return model
+        vars(clone)["forward"] = types.MethodType(forward.__func__, clones[forward.__self__])
+    return clones[model]
+
+
+def _clone(module: _M) -> _M:
+    """`module` with the same children, and without hooks."""
+    clone = type(module).__new__(type(module))
+    # What `Module.compile` has made runs the module itself.
+    no_hooks = {name: type(vars(module)[name])() for name in _HOOKS}
+    vars(clone).update(vars(module) | no_hooks, _buffers=dict(module._buffers), _compiled_call_impl=None)
+    return clone
