@@ -8,19 +8,15 @@ target, it generates a few tokens with drafts of which some are wrong, and the l
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMixin
 
 from .. import ops
-from ..config import DrafterConfig
-from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
 from ..errors import first_line
-from ..kernels.types import Proposal, VerificationResult
 from ..patching.hidden_states import modules_of
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
@@ -35,7 +31,18 @@ from ..patching.support import (
     uses_attention_interface,
 )
 from ..patching.variants import Identity, keep, variant_of
-from ..state import DecodeState
+from .compared_texts import (
+    EXACT_LIMIT,
+    LARGEST_LIMIT,
+    ROUNDED_LIMIT,
+    Generated,
+    ScriptedDrafter,
+    difference_of,
+    generate_greedily,
+    is_exact_arithmetic,
+    limit_of,
+    put_together,
+)
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
 from .prompts import Prompts
@@ -43,17 +50,9 @@ from .prompts import Prompts
 # Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
 # every round, which takes more.
 NUM_NEW_TOKENS = {"static": 5, "stock": 8}
-NUM_DRAFT_TOKENS = 3
-# Of five drafts the second and the fifth are wrong: rounds accept none, some and all of them.
-WRONG_DRAFTS, PERIOD = (1, 4), 5
 
 # Lengths of the prompts of a batch whose bits are compared with those of its first row alone: the longest one first.
 INVARIANT_LENGTHS = (150, 7, 33) * 3
-
-# Largest difference of logits, relative to their spread: rounding errors are below, the effect of a wrong mask is
-# above. In reduced precision ten times the target's own difference between batch sizes is allowed, but at most the
-# third number.
-EXACT_LIMIT, ROUNDED_LIMIT, LARGEST_LIMIT = 1e-3, 0.05, 0.25
 
 # Inputs with a column for each token, of which generated ones are given those of text.
 _TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
@@ -215,7 +214,7 @@ def _read_with_every_token(call: CallWithInputs) -> list[str]:
         return model(**inputs).logits.float()
 
     expected, read = logits(), []
-    limit = EXACT_LIMIT if _is_exact(model) else ROUNDED_LIMIT
+    limit = EXACT_LIMIT if is_exact_arithmetic(model) else ROUNDED_LIMIT
     for name, value in tensors.items():
         try:
             is_read = float((logits(**{name: _changed(value)}) - expected).norm() / expected.norm()) > limit
@@ -236,27 +235,27 @@ def _changed(values: torch.Tensor) -> torch.Tensor:
     return values + torch.linspace(1, 2, values.numel()).to(values).view_as(values)
 
 
-def _generate_with(call: CallWithInputs, **options: Any) -> _Generated:
+def _generate_with(call: CallWithInputs, **options: Any) -> Generated:
     """A few greedy tokens after the prompts of `call`."""
     inputs = {"input_ids": call.prompts.input_ids, **call.besides}
     if call.model_kwargs.get("attention_mask") is not None:
         inputs["attention_mask"] = call.model_kwargs["attention_mask"]
     if call.prompts.cached:
         inputs["past_key_values"] = copy.deepcopy(call.model_kwargs["past_key_values"])
-    return _generate(call.model, inputs, NUM_NEW_TOKENS[call.engine], **options)
+    return generate_greedily(call.model, inputs, NUM_NEW_TOKENS[call.engine], **options)
 
 
-def _compare_with(call: CallWithInputs, expected: _Generated, what: str) -> str | None:
+def _compare_with(call: CallWithInputs, expected: Generated, what: str) -> str | None:
     """Compare the engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
-    drafter = _ScriptedDrafter(call.model, call.engine, expected.tokens, call.prompts.lengths)
+    drafter = ScriptedDrafter(call.model, call.engine, expected.tokens, call.prompts.lengths)
     try:
         generated = _generate_with(call, assistant_model=drafter)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return f"{what}, on which it fails there ({type(error).__name__}: {first_line(error)})"
-    is_exact = _is_exact(call.model)
-    difference = _difference(generated, expected, is_exact)
+    is_exact = is_exact_arithmetic(call.model)
+    difference = difference_of(generated, expected, is_exact)
     if difference <= (EXACT_LIMIT if is_exact else LARGEST_LIMIT):
         return None
     return f"{what}, after which logits differ there from plain generate()'s by {difference:.2g}"
@@ -301,10 +300,12 @@ def _compare_bits(model: PreTrainedModel) -> str | None:
     inputs = ordinary_prompts(model, lengths)
     alone = NoDrafter(model, batch_invariant=True)
     alone.is_equivalence_check = True
-    expected = _generate(model, {name: tensor[:1] for name, tensor in inputs.items()}, count, assistant_model=alone)
+    expected = generate_greedily(
+        model, {name: tensor[:1] for name, tensor in inputs.items()}, count, assistant_model=alone
+    )
     answers = expected.tokens.expand(len(lengths), -1)
-    drafter = _ScriptedDrafter(model, "static", answers, lengths).configure(batch_invariant=True)
-    generated = _generate(model, inputs, count, assistant_model=drafter)
+    drafter = ScriptedDrafter(model, "static", answers, lengths).configure(batch_invariant=True)
+    generated = generate_greedily(model, inputs, count, assistant_model=drafter)
     if torch.equal(generated.logits[:, 0], expected.logits[:, 0]):
         return None
     share = (generated.logits[:, 0] != expected.logits[:, 0]).double().mean()
@@ -321,40 +322,6 @@ def _kind_of(model: PreTrainedModel) -> tuple[Hashable, ...]:
     return type(model), by, model.dtype, model.device.type, settings_of(model.config), variant_of(model)
 
 
-class _ScriptedDrafter(Drafter):
-    """Drafts the known continuations of the prompts, with wrong tokens at known positions.
-
-    Args:
-        target: to bind to.
-        engine: to run.
-        answers: `[B, n]` int64, the continuations.
-        lengths: tokens of each prompt.
-    """
-
-    config_class = DrafterConfig
-    is_equivalence_check = True
-
-    def __init__(self, target: PreTrainedModel, engine: str, answers: torch.Tensor, lengths: Sequence[int]):
-        super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
-        self.configure(num_assistant_tokens=NUM_DRAFT_TOKENS, draft_probs=False, engine=engine)
-        columns = torch.arange(answers.shape[1], device=answers.device)
-        is_wrong = torch.isin(columns % PERIOD, torch.tensor(WRONG_DRAFTS, device=answers.device))
-        self._answers = torch.where(is_wrong, (answers + 1) % self.config.vocab_size, answers)
-        self._lengths = torch.tensor(lengths, device=answers.device)
-        self._target_config = target.config
-
-    @property
-    def device(self) -> torch.device:
-        return self._answers.device
-
-    def propose(
-        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
-    ) -> Proposal:
-        steps = torch.arange(state.num_draft_tokens, device=self.device)
-        at = (state.lengths.to(self.device) - self._lengths)[:, None] + steps
-        return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
-
-
 def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_padded: bool) -> str | None:
     """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together, whose
     rows plain `generate()` is given with their padding or each by itself.
@@ -363,27 +330,27 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     count = NUM_NEW_TOKENS[engine]
     try:
-        plain_alone = _generate(model, alone, count)
-        plain = _generate(model, inputs, count)
+        plain_alone = generate_greedily(model, alone, count)
+        plain = generate_greedily(model, inputs, count)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
         raise _PlainFails(error) from error
-    is_exact = _is_exact(model)
-    limit = _limit(plain_alone, plain, is_exact)
+    is_exact = is_exact_arithmetic(model)
+    limit = limit_of(plain_alone, plain, is_exact)
     if not is_padded:
-        plain = _put_together(plain_alone, _generate(model, _last_row(inputs), count))
+        plain = put_together(plain_alone, generate_greedily(model, _last_row(inputs), count))
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
         lengths = given["attention_mask"].sum(dim=1).tolist()
-        drafter = _ScriptedDrafter(model, engine, expected.tokens, lengths)
+        drafter = ScriptedDrafter(model, engine, expected.tokens, lengths)
         drafter.prompts_by_target = prompts_by_target
         try:
-            generated = _generate(model, given, count, assistant_model=drafter)
+            generated = generate_greedily(model, given, count, assistant_model=drafter)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             return f"it fails there on a few tokens ({type(error).__name__}: {first_line(error)})"
-        difference = _difference(generated, expected, is_exact)
+        difference = difference_of(generated, expected, is_exact)
         if not difference <= limit:
             is_batch = len(lengths) > 1
             # Rows that plain generate() itself tells other things with padding cannot be right there.
@@ -404,14 +371,16 @@ def _compare_padding(model: PreTrainedModel) -> str | None:
     inputs, count = _prompts(model), NUM_NEW_TOKENS["stock"]
     first = {name: tensor[:1] for name, tensor in inputs.items()}
     try:
-        batch, unpadded, alone = (_generate(model, given, count) for given in (inputs, first, _last_row(inputs)))
+        batch, unpadded, alone = (
+            generate_greedily(model, given, count) for given in (inputs, first, _last_row(inputs))
+        )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
         raise _PlainFails(error) from error
-    is_exact = _is_exact(model)
-    difference = _difference(alone, _Generated(batch.tokens[-1:], batch.logits[:, -1:]), is_exact)
-    if difference <= _limit(unpadded, batch, is_exact):
+    is_exact = is_exact_arithmetic(model)
+    difference = difference_of(alone, Generated(batch.tokens[-1:], batch.logits[:, -1:]), is_exact)
+    if difference <= limit_of(unpadded, batch, is_exact):
         return None
     return f"the padding of a row changes its logits in plain generate(), of a few tokens by {difference:.2g}"
 
@@ -425,65 +394,3 @@ def _last_row(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The last of `_prompts`, without its padding."""
     is_token = inputs["attention_mask"][-1].bool()
     return {name: tensor[-1:, is_token] for name, tensor in inputs.items()}
-
-
-def _is_exact(model: PreTrainedModel) -> bool:
-    """Whether equal computations give equal logits up to rounding errors of float32."""
-    return model.dtype == torch.float32 and not (model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32)
-
-
-def _limit(alone: _Generated, batch: _Generated, is_exact: bool) -> float:
-    """The largest difference that is rounding, where `alone` is the first row of `batch`, which has no padding."""
-    noise = _difference(alone, _Generated(batch.tokens[:1], batch.logits[:, :1]), is_exact)
-    return max(EXACT_LIMIT if is_exact else ROUNDED_LIMIT, min(10 * noise, LARGEST_LIMIT))
-
-
-class _Generated(NamedTuple):
-    """New tokens `[B, n]` int64 and the logits `[n, B, V]` that they were chosen from."""
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-
-
-def _put_together(*rows: _Generated) -> _Generated:
-    """`rows` as one batch."""
-    return _Generated(torch.cat([row.tokens for row in rows]), torch.cat([row.logits for row in rows], dim=1))
-
-
-def _generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], count: int, **options: Any) -> _Generated:
-    """`count` greedy tokens of `model`, whatever its own generation settings are."""
-    names = [name for name in vars(model.generation_config) if not name.startswith("_")]
-    names = [name for name in names if "assistant" not in name and "lookbehind" not in name]
-    settings = dict.fromkeys(names) | {
-        name: value for name, value in model.generation_config._get_default_generation_params().items() if name in names
-    }
-    settings |= {
-        "max_length": None,
-        "do_sample": False,
-        "max_new_tokens": count,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-        "use_cache": True,
-        "disable_compile": True,
-    }
-    settings.pop("transformers_version", None)
-    out = GenerationMixin.generate(model, **inputs, **settings, **options)
-    return _Generated(out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits))
-
-
-def _difference(generated: _Generated, expected: _Generated, is_exact: bool) -> float:
-    """Difference of logits relative to their spread, over the steps that follow the same tokens.
-
-    The maximum over steps and rows if arithmetic `is_exact`; otherwise the median, as rounding may route a token to
-    other experts.
-    """
-    # Logits are compared up to the first token that differs, which may be a tie.
-    agree = (generated.tokens == expected.tokens).long().cumprod(dim=1)
-    counts = torch.cat([torch.ones_like(agree[:, :1]), agree[:, :-1]], dim=1).bool().t()
-    ours, theirs = (
-        logits.double() - logits.double().mean(-1, keepdim=True) for logits in (generated.logits, expected.logits)
-    )
-    if not theirs.isfinite().all():
-        return 0.0
-    shares = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-12))[counts]
-    return float(shares.max() if is_exact else shares.median())

@@ -81,15 +81,13 @@ def draft_and_forward(
         the drafts, the block `[B, K + 1]` int64, its logits `[B, K + 1, V]`, its auxiliary hidden states
         `[B, K + 1, width]` or None.
     """
-    proposal = propose(state, drafter, state.last_block(state.num_draft_tokens + 1))
+    proposal = propose(state, drafter, *state.last_block(state.num_draft_tokens + 1))
     block, slots = state.block(proposal.tokens)
     return proposal, block, *target(state, block, slots)
 
 
-def propose(
-    state: DecodeState, drafter: Drafter, last_block: tuple[torch.Tensor | None, VerificationResult]
-) -> Proposal:
-    """`Drafter.propose` after `last_block`, attending to as much of the text as the drafter is to."""
+def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
+    """`Drafter.propose`, attending to as much of the text as the drafter is to."""
     drafter.limit_attention(state, drafter.draft_window_size)
     proposal = drafter.propose(state, *last_block)
     drafter.limit_attention(state, None)
@@ -122,7 +120,7 @@ def catch_up(state: DecodeState, drafter: Drafter, width: int) -> None:
     """
     before, state.num_draft_tokens = state.num_draft_tokens, 0
     try:
-        propose(state, drafter, state.last_block(width))
+        propose(state, drafter, *state.last_block(width))
     finally:
         state.num_draft_tokens = before
     state.narrow_block()

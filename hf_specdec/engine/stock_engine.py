@@ -13,13 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from transformers import (
-    Cache,
-    DynamicCache,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -199,7 +193,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             window[:, :committed] = aux_hidden_states[:, :committed]
         count = torch.full_like(self._state.lengths, committed)
         result = VerificationResult(self._state.tokens[:, : self._num_draft_tokens + 1], count - 1, count)
-        self._proposal = propose(self._state, self._drafter, (window, result))
+        self._proposal = propose(self._state, self._drafter, window, result)
 
 
 class ReachableProcessors(LogitsProcessorList):
