@@ -60,8 +60,8 @@ def read_prompts(source: str | Path | None, limit: int | None = None) -> list[Pr
 
     Raises:
         OSError: there is no such file.
-        ValueError: a line is not JSON or has no `prompt`, the source is empty, the data set has no such column, or the
-            library `datasets` is not installed.
+        ValueError: a line is not JSON or has no `prompt`, or what it holds has no UTF-8, the source is empty, the data
+            set has no such column, or the library `datasets` is not installed.
     """
     if source is None:
         prompts = [Prompt(*numbered) for numbered in enumerate(PROMPTS)]
@@ -88,7 +88,7 @@ def _load_jsonl(path: Path) -> list[Prompt]:
         if not isinstance(record, dict) or DEFAULT_COLUMN not in record:
             raise ValueError(f"Line {number} of {path} has no `{DEFAULT_COLUMN}`: {line[:80]!r}.")
         text = _first_turn(record[DEFAULT_COLUMN], f"Line {number} of {path}")
-        prompts.append(_prompt(record.get(ID_COLUMN), len(prompts), text))
+        prompts.append(_prompt(record.get(ID_COLUMN), len(prompts), text, f"Line {number} of {path}"))
     return prompts
 
 
@@ -113,10 +113,21 @@ def _load_hub(name: str, limit: int | None) -> list[Prompt]:
     chosen = rows.select(range(len(rows) if limit is None else min(limit, len(rows))))
     texts = [_first_turn(value, f"Column {column!r} of {repo}") for value in chosen[column]]
     ids = chosen[ID_COLUMN] if ID_COLUMN in rows.column_names else [None] * len(texts)
-    return [_prompt(own, number, text) for number, (own, text) in enumerate(zip(ids, texts, strict=True))]
+    rows = enumerate(zip(ids, texts, strict=True))
+    return [_prompt(own, number, text, f"Row {number} of {repo}") for number, (own, text) in rows]
 
 
-def _prompt(own_id: Any, number: int, text: str) -> Prompt:
+def _prompt(own_id: Any, number: int, text: str, where: str) -> Prompt:
+    """The prompt `text` with its own id, or else `number`.
+
+    Raises:
+        ValueError: either has no UTF-8: JSON can hold halves of surrogate pairs.
+    """
+    for value in (own_id, text):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} holds {value!r:.80}, which is no text: {error}.") from error
     return Prompt(own_id if isinstance(own_id, (int, str)) else number, text)
 
 

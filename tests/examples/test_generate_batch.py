@@ -156,10 +156,12 @@ def test_a_run_resumes_only_with_the_same_arguments(folders, tmp_path, capsys):
         (("--prompts", "missing.jsonl"), "There is no file of prompts at missing.jsonl"),
         (("--prompts", "TWICE"), "has two prompts with the id 'a'; expected every id once"),
         (("--prompts", "EMPTY"), "Prompt 'nothing' has no tokens; expected at least one"),
+        (("--prompts", "HALF"), r"HALF holds 'a\ud800', which is no text"),
     ],
 )
 def test_bad_arguments(folders, tmp_path, capsys, options, words):
     files = {"TWICE": '{"id": "a", "prompt": "w1"}\n' * 2, "EMPTY": '{"id": "nothing", "prompt": ""}\n'}
+    files["HALF"] = r'{"id": "a\ud800", "prompt": "w1"}'
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     options = [tmp_path / option if option in files else option for option in options]
