@@ -6,6 +6,9 @@ import inspect
 
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
+# Names that do not stand for a `generate()`.
+_NO_GENERATION = {"return_dict_in_generate", "can_generate"}
+
 
 def check_generate(target: PreTrainedModel) -> None:
     """Check that `generate()` of `target` can reach a drafter.
@@ -23,7 +26,8 @@ def check_generate(target: PreTrainedModel) -> None:
         return
     codes = [code, *(one for one in code.co_consts if inspect.iscode(one))]
     # `generate`, or a global such as `original_generate`
-    calls_another = any(name.endswith("generate") for one in codes for name in one.co_names)
+    names = {name for one in codes for name in one.co_names} - _NO_GENERATION
+    calls_another = any(name.endswith("generate") for name in names)
     if not calls_another and set(code.co_freevars) <= {"__class__"}:
         raise ValueError(
             f"{function.__qualname__} of {type(target).__name__} is a generate() of its own that does not use "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -32,6 +33,9 @@ from .validation import check_tokens
 
 # Sampling settings that a request may have of its own if `per_request_processors` is set.
 SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
+
+# Sets of stop strings that are kept for further requests.
+MOST_STOP_STRINGS = 32
 
 # The temperature of drafts for rows that are decoded greedily beside others that are sampled: nearly always the best.
 GREEDY = SamplingSettings(1e-4, 0, 1.0)
@@ -76,6 +80,26 @@ class ManagedRequest(RowRequest):
         )
 
 
+class StopStrings(StopStringCriteria):
+    """`StopStringCriteria` that reads a text only if its last token may end a string; most tokens cannot.
+
+    Called with one text, `[1, n]` int64 on the host.
+    """
+
+    def __init__(self, tokenizer: Any, strings: list[str]):
+        super().__init__(tokenizer, strings)
+        # By token: where strings may continue after it, how much of them it may end, and its length.
+        first, count = self.max_valid_positions * self.num_stop_strings, self.num_stop_strings
+        ends = self.embedding_vec[:, first : first + self.max_valid_end_lens * count]
+        self._may_end = ((ends > 0).any(dim=1) | bool((self.target_lens == 0).any())).tolist()
+        self._no = torch.zeros(1, dtype=torch.bool)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._may_end[min(int(input_ids[0, -1]), len(self._may_end) - 1)]:
+            return self._no
+        return super().__call__(input_ids, scores, **kwargs)
+
+
 class RequestFactory:
     """Makes requests; several threads may use it at once.
 
@@ -101,6 +125,8 @@ class RequestFactory:
         seed = settings.seed
         self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
         self._num_named = 0
+        # What ends requests, by tokenizer and stop strings: making it reads the whole vocabulary.
+        self._kept: OrderedDict[tuple[int, tuple[str, ...]], tuple[Any, StoppingCriteriaList]] = OrderedDict()
         self._lock = threading.Lock()
 
     def make(
@@ -142,7 +168,7 @@ class RequestFactory:
                 ends=end_tokens(self._config, eos_token_id),
                 seed=seeds[number],
                 sampling=self._sampling(options),
-                criteria=_stop_strings(stop_strings, tokenizer),
+                criteria=self._stop_strings(stop_strings, tokenizer),
                 records_timestamps=record_timestamps,
                 error=self.why_too_long(len(prompt)),
                 request_id=request_id if number == count - 1 else f"{request_id}__child#{number}",
@@ -158,6 +184,26 @@ class RequestFactory:
                 request_id, self._num_named = f"req_{self._num_named}", self._num_named + 1
                 if not self._is_in_use(request_id):
                     return request_id
+
+    def _stop_strings(self, strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
+        found = [strings] if isinstance(strings, str) else strings
+        if not isinstance(found, (list, tuple, NoneType)) or not all(isinstance(one, str) for one in found or ()):
+            raise ValueError(f"stop_strings is {strings!r:.80}; expected a string or a list of them.")
+        if not found:
+            return None
+        if tokenizer is None:
+            raise ValueError(f"stop_strings is {strings!r}, but tokenizer is not set; expected both.")
+        key = id(tokenizer), tuple(found)
+        with self._lock:
+            _, criteria = self._kept.get(key, (None, None))
+        if criteria is None:
+            criteria = StoppingCriteriaList([StopStrings(tokenizer, found)])
+        with self._lock:
+            self._kept[key] = tokenizer, criteria  # which keeps its id from others
+            self._kept.move_to_end(key)
+            while len(self._kept) > MOST_STOP_STRINGS:
+                self._kept.popitem(last=False)
+        return criteria
 
     def why_too_long(self, num_tokens: int) -> str | None:
         """Why a prompt of `num_tokens` tokens cannot run; None if the target has positions for it."""
@@ -245,14 +291,3 @@ def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -
     if len(ends) > most:
         raise ValueError(f"eos_token_id has {len(ends)} tokens; expected at most {most}.")
     return ends
-
-
-def _stop_strings(strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
-    found = [strings] if isinstance(strings, str) else strings
-    if not isinstance(found, (list, tuple, NoneType)) or not all(isinstance(one, str) for one in found or ()):
-        raise ValueError(f"stop_strings is {strings!r:.80}; expected a string or a list of them.")
-    if not found:
-        return None
-    if tokenizer is None:
-        raise ValueError(f"stop_strings is {strings!r}, but tokenizer is not set; expected both.")
-    return StoppingCriteriaList([StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)])

@@ -242,7 +242,7 @@ def test_targets_with_a_generate_of_their_own(kind):
     class Diffusion(type(target)):
         @torch.no_grad()
         def generate(self, input_ids, **options):
-            return input_ids
+            return (input_ids,) if self.generation_config.return_dict_in_generate else input_ids
 
     class Wrapper(type(target)):
         def generate(self, *args, **options):

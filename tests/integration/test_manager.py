@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, copy_of, random_eagle3
 from targets import STATIC_FAMILIES, STOCK_FAMILY, build_target, set_policy, tiny_target
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringCriteria
 from transformers.generation import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -619,6 +619,27 @@ def test_a_managers_seed_repeats_its_texts(running):
         manager = running(target, copy_of(target).configure(3), config={"seed": 5}, do_sample=True, temperature=1.5)
         texts.append(texts_of(manager, manager.add_requests(prompts()[:5])))
     assert texts[0] == texts[1] != [alone(index) for index in range(5)]
+
+
+def test_stop_strings_are_looked_for_where_they_may_end(monkeypatch):
+    """What ends a request is what transformers finds, and is made once for a set of strings."""
+    tokenizer, reads = word_tokenizer(), []
+    random.seed(0)
+    texts = [[random.randrange(100) for _ in range(random.randrange(1, 9))] for _ in range(200)]
+    for number in (3, 40):
+        strings = [tokenizer.decode([number]), tokenizer.decode([number + 1, number + 2])]
+        theirs, ours = StopStringCriteria(tokenizer, strings), manager_requests.StopStrings(tokenizer, strings)
+        endings = [[number], [5, number], [number + 1, number + 2], [number + 2, number + 1], [9, number + 1]]
+        found = [bool(ours(torch.tensor([text]), None).all()) for text in (*texts, *endings)]
+        assert found == [bool(theirs(torch.tensor([text]), None).all()) for text in (*texts, *endings)]
+        assert any(found) and not all(found)
+    embedding = torch.nn.functional.embedding
+    monkeypatch.setattr(torch.nn.functional, "embedding", lambda *args: reads.append(args) or embedding(*args))
+    assert not ours(torch.tensor([[5, 60]]), None).any() and not reads
+    target = tiny_target("llama")
+    factory = manager_of(target, random_eagle3(target))._factory
+    first, again = (factory._stop_strings(["a", "b"], tokenizer) for _ in range(2))
+    assert again is first and factory._stop_strings("a", tokenizer) is not first
 
 
 def test_stop_strings_of_a_request(running, monkeypatch):
