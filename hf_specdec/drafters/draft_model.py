@@ -111,6 +111,7 @@ class DraftModelDrafter(CachedDrafter):
         self._num_embeddings = model.config.get_text_config().vocab_size
         self._num_positions = num_positions(model)
         self._longest_short = length_limits(model).long
+        self._cache_name = cache_name(model)
         self._packs_prompts = model.device.type != "meta" and packs_prompts(model)
 
     def prefix_margin(self, num_draft_tokens: int) -> int | None:
@@ -191,7 +192,7 @@ class DraftModelDrafter(CachedDrafter):
             use_cache=True,
             logits_to_keep=num_logits or 1,
             return_dict=True,
-            **{cache_name(self.model): cache},
+            **{self._cache_name: cache},
         ).logits
         return logits[..., : self.config.draft_vocab_size] if num_logits else None, None
 

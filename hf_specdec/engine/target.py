@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
@@ -71,6 +71,7 @@ class Target:
         hidden_states: keeps all hidden states, if the caller asked for them.
         longest_short: the longest text that RoPE rotates by the factors of short ones; None if there are no others.
         patches: what was patched of the target and its drafter, in this order.
+        cache_name: see `patching.support.cache_name`; looked up beforehand, since a round may be compiled.
     """
 
     model: PreTrainedModel
@@ -78,6 +79,10 @@ class Target:
     hidden_states: HiddenStates | None = None
     longest_short: int | None = None
     patches: Sequence[Patch] = ()
+    cache_name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache_name = cache_name(self.model)
 
     def __call__(
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
@@ -108,7 +113,7 @@ class Target:
             logits_to_keep=self._last_token(slots) if is_last else logits_to_keep,
             output_hidden_states=self.hidden_states is not None,
             return_dict=True,
-            **{cache_name(self.model): state.cache},
+            **{self.cache_name: state.cache},
         )
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)

@@ -80,10 +80,13 @@ def cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[P
 
 @cached_by_settings
 def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What the layers of transformers' cache for `model` store; empty if its configuration describes no cache."""
+    """What the layers of transformers' cache for `model` store; empty if its configuration describes no cache.
+
+    That of an assistant that reads another model's keys and values only is refused by transformers (ValueError).
+    """
     try:
         layers = DynamicCache(config=model.config.get_text_config()).layers
-    except AttributeError:
+    except (AttributeError, ValueError):
         return ()
     return tuple(
         LayerKind(

@@ -42,6 +42,7 @@ from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import piecewise
+from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.engine.fingerprint import fingerprint
 from hf_specdec.parallel import all_reduce
 from hf_specdec.patching import fused_linear
@@ -281,6 +282,7 @@ def generate_with_symmetric_memory(folder: Path) -> dict[str, Any]:
         for family in ("llama", "qwen3-moe"):
             target = load_split(folder / family)
             modules = [(module, vars(module).get("forward")) for module in target.modules()]
+            assert why_not_equivalent(target, "static") is None  # which runs rows of its own
             with watched_sums() as shapes:
                 generated[family] = generate_briefly(target)
             generated[f"{family}, sums"] = sorted(set(shapes))

@@ -6,6 +6,7 @@ import pytest
 import transformers
 import zoo
 import zoo_models
+from model_state import unchecked
 from transformers import AutoConfig
 from transformers.integrations import sdpa_attention
 
@@ -113,7 +114,7 @@ def test_errors_inside_a_call_are_crashes():
     def fail(*args):
         raise ValueError("deep inside")
 
-    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    handle = model.model.layers[1].register_forward_pre_hook(unchecked(fail))
     seen = zoo.call(model, inputs, inputs["input_ids"], lambda: zoo.random_draft_model(model))
     handle.remove()
     assert (seen.outcome, seen.error[:23]) == (zoo.CRASH, "ValueError: deep inside")
