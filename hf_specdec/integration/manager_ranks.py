@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+
 from ..engine.row_request import Arrived
 from ..parallel.rank_agreement import RankAgreement
 from ..parallel.tensor_parallel import is_first_rank
@@ -121,10 +123,11 @@ class SplitRoundThread(RoundThread):
             RuntimeError: another process has failed.
         """
         said = [0] * len(_Said)
-        said[_Said.STATUS], said[_Said.HAS_FAILED] = self.status.local_status, has_failed
-        said[_Said.IS_PAUSED], said[_Said.IS_NOT_PAUSED] = bool(self._pauses), not self._pauses
-        said[_Said.WAS_PAUSED] = self._was_paused
-        said[_Said.NUM_NEWS], said[_Said.IS_OPEN] = num_news, is_open
+        said[_Said.HAS_FAILED], said[_Said.NUM_NEWS], said[_Said.IS_OPEN] = has_failed, num_news, is_open
+        with self._changed:
+            said[_Said.STATUS] = self.status.local_status
+            said[_Said.IS_PAUSED], said[_Said.IS_NOT_PAUSED] = bool(self._pauses), not self._pauses
+            said[_Said.WAS_PAUSED], self._was_paused = self._was_paused, False
         agreed = self._ranks.most(said)
         self.status.update_with_tp_status(agreed[_Said.STATUS])
         if agreed[_Said.HAS_FAILED] and not has_failed:
@@ -154,16 +157,19 @@ class SplitRoundThread(RoundThread):
                 # `pause` waits until it is agreed that no round runs.
                 self._runs_rounds = not self._pauses
                 num_news = self._requests.has_arrivals or len(self._news.failed)
+            # Only what is agreed on counts: this process may have been asked to stop meanwhile, and others not.
             agreed = self._agree(num_news)
+            is_hard_stop = agreed[_Said.STATUS] >= BackgroundThreadStatus.HARD_STOP
+            is_stopping = agreed[_Said.STATUS] >= BackgroundThreadStatus.FLUSH_AND_STOP
             with self._changed:
                 is_due = agreed[_Said.NUM_NEWS] > 0 and not agreed[_Said.IS_PAUSED]
-                if self._is_hard_stop:
+                if is_hard_stop:
                     self._requests.fail_all(STOPPED)
-                self._runs_rounds = is_due and not self._is_hard_stop
+                self._runs_rounds = is_due and not is_hard_stop
                 self._changed.notify_all()
                 if self._runs_rounds:
                     return True
-                if self._is_hard_stop or (self._is_stopping and not agreed[_Said.NUM_NEWS]):
+                if is_hard_stop or (is_stopping and not agreed[_Said.NUM_NEWS]):
                     return False
 
     def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
@@ -184,8 +190,7 @@ class SplitRoundThread(RoundThread):
                 self._wait(is_idle=False)
         arrived, withdrawn = self._told() if agreed[_Said.NUM_NEWS] else ([], [])
         with self._changed:
-            self._was_paused = False
-            if self._is_hard_stop:
+            if agreed[_Said.STATUS] >= BackgroundThreadStatus.HARD_STOP:
                 for request in arrived:
                     self._requests.fail(request, STOPPED)
                 arrived, withdrawn = [], [(one, STOPPED) for one in self._requests.active.values()]

@@ -64,7 +64,7 @@ TEXTS = GreedyTexts(target_of, max_new_tokens=30)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("lengths", [ROW, EQUAL, LONG], ids=str)
+@pytest.mark.parametrize("lengths", [pytest.param(ROW, marks=pytest.mark.slow), EQUAL, LONG], ids=str)
 def test_greedy_is_identical(lengths):
     for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7), (0.0, 3), (0.6, 7)], [(0.0, 1), (0.6, 3), (1.0, 7)]):
         TEXTS.check(NAME, lengths, partial(oracle, accuracy=accuracy), num)

@@ -145,7 +145,7 @@ SMALL_PARD2 = {"num_hidden_layers": 1, "hidden_state_ids": [-1, 0]}
     ("kind", "option", "num_layers", "settings"),
     [
         ("eagle3", "greedy", 2, {"aux_hidden_state_layer_ids": [1, 2]}),
-        ("dspark", "sampling", 1, SMALL_BLOCKS),
+        pytest.param("dspark", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
         pytest.param("dflash2", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
         pytest.param("domino", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
         ("pard", "sampling", 1, {"num_hidden_layers": 1}),

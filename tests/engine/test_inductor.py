@@ -33,6 +33,7 @@ def test_graphs_that_store_what_they_create_are_launched_as_usual(name):
     assert not config.triton.enable_pdl
 
 
+@pytest.mark.slow  # a compiler of C++ runs
 def test_the_compiler_runs_it():
     class Recorded(PlainLaunchOfCreation):
         graphs = 0

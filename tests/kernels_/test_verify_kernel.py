@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from case_counts import num_cases
+from case_counts import cases, num_cases
 from chi_square import p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -411,7 +411,7 @@ def test_sampling_equals_reference(random):
         assert torch.equal(result.committed, result.accepted + 1)
 
 
-@pytest.mark.parametrize("is_soft", [False, True])
+@pytest.mark.parametrize("is_soft", cases([False, True], [True]))
 def test_largest_vocabulary(is_soft):
     vocabulary = 262_144
     batch, num_drafts = (9, 7) if ON_GPU else (3, num_cases(2, 1))
@@ -546,7 +546,7 @@ def test_rows_do_not_depend_on_other_rows(module):
 
 
 @both
-@pytest.mark.parametrize("is_soft", [False, True])
+@pytest.mark.parametrize("is_soft", cases([False, True], [True]))
 def test_sampling_has_the_distribution_of_the_target(module, is_soft):
     """The first committed token, and the second where there is one, whatever the drafts were drawn from."""
     draws, size = 40_000 if ON_GPU or module is reference else num_cases(130, 80), 7
