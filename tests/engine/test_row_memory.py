@@ -346,7 +346,7 @@ def test_thousands_of_requests_lose_nothing(monkeypatch):
                 assert len(place.held[row]) <= one.length
                 place.held[row] = [*one.prompt_ids, *one.tokens]
         rows.take(occupants, [[7, 7, 7, 7]] * 16, [0] * 16, committed)
-    assert len(ended) == len({id(one) for one in ended}) == count and waits > 100
+    assert len(ended) == len({id(one) for one in ended}) == count and waits > count // 100
     for one in requests:
         assert one.is_over and one.error in (None, "withdrawn")
         assert len(one.tokens) == one.remaining or one.error
