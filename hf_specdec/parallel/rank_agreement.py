@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from .tensor_parallel import tensor_parallel_group
+from .tensor_parallel import is_first_rank, tensor_parallel_group
 
 
 class RankAgreement:
@@ -28,7 +28,7 @@ class RankAgreement:
 
     def __init__(self, model: PreTrainedModel, timeout: float | None):
         ranks = dist.get_process_group_ranks(tensor_parallel_group(model))
-        self.is_first = dist.get_rank() == ranks[0]
+        self.is_first = is_first_rank(model)
         self._first = ranks[0]
         self._group = dist.new_group(
             ranks,

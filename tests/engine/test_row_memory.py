@@ -298,7 +298,7 @@ class SimulatedRows(row_memory.MemoryOfRows):
         return "first"
 
 
-def test_thousands_of_requests_lose_nothing(monkeypatch):
+def test_ten_thousand_requests_lose_nothing(monkeypatch):
     chance = random.Random(0)
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
     monkeypatch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 1)
@@ -307,8 +307,7 @@ def test_thousands_of_requests_lose_nothing(monkeypatch):
     set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + limit)
     beginnings = [[chance.randrange(50) for _ in range(length)] for length in (40, 90, 200)]
     requests, arriving = [], deque()
-    count = num_cases(10_000, 2_000)
-    for _ in range(count):
+    for _ in range(10_000):
         begin = chance.choice(beginnings)[: chance.randrange(201)] if chance.random() < 0.5 else []
         prompt = begin + [chance.randrange(50) for _ in range(1 + int(chance.expovariate(0.03)))]
         one = RowRequest(0, torch.tensor(prompt[:500]), chance.randrange(1, 120), prompt_ids=prompt[:500])
@@ -346,7 +345,7 @@ def test_thousands_of_requests_lose_nothing(monkeypatch):
                 assert len(place.held[row]) <= one.length
                 place.held[row] = [*one.prompt_ids, *one.tokens]
         rows.take(occupants, [[7, 7, 7, 7]] * 16, [0] * 16, committed)
-    assert len(ended) == len({id(one) for one in ended}) == count and waits > count // 100
+    assert len(ended) == len({id(one) for one in ended}) == 10_000 and waits > 100
     for one in requests:
         assert one.is_over and one.error in (None, "withdrawn")
         assert len(one.tokens) == one.remaining or one.error
