@@ -25,8 +25,7 @@ class DevicePolicy:
         rounds_ahead: rounds that are launched before the host has read the results of the last one.
         max_rows: rows of continuous batching unless the caller asks for a number.
         virtual_memory: let rows of continuous batching have memory for the texts that they hold, where the driver or
-            the operating system can, see `virtual_memory`. Not on GPUs by default: compiled rounds on such rows have
-            not been run there yet.
+            the operating system can, see `virtual_memory`.
         cache_bytes: most bytes that such rows hold together; None for as much as there is.
     """
 
@@ -58,6 +57,7 @@ DEVICE_POLICIES = {
         symmetric_memory=True,
         rounds_ahead=1,
         max_rows=256,
+        virtual_memory=True,
     ),
     "cpu": DevicePolicy(transposed_linear=True, virtual_memory=True),
 }

@@ -216,8 +216,9 @@ class _Piece(NamedTuple):
     handle: Any
 
 
-# Bytes that rows hold on each device.
+# Bytes that rows hold on each device, and the most that they have held since `reset_peak_committed_bytes`.
 _committed: defaultdict[torch.device, int] = defaultdict(int)
+_peak_committed: defaultdict[torch.device, int] = defaultdict(int)
 _counting = threading.Lock()
 
 
@@ -226,9 +227,20 @@ def committed_bytes(device: torch.device) -> int:
     return _committed[device]
 
 
+def peak_committed_bytes(device: torch.device) -> int:
+    """The most of `committed_bytes` since the start of the process or `reset_peak_committed_bytes`."""
+    return _peak_committed[device]
+
+
+def reset_peak_committed_bytes(device: torch.device) -> None:
+    with _counting:
+        _peak_committed[device] = _committed[device]
+
+
 def _count(device: torch.device, size: int) -> None:
     with _counting:
         _committed[device] += size
+        _peak_committed[device] = max(_peak_committed[device], _committed[device])
 
 
 def _uncount(device: torch.device, rows: list[list[_Piece]]) -> None:

@@ -22,7 +22,7 @@ from ..config import AUTO
 from ..drafters import Drafter
 from ..engine.equivalence import why_not_equivalent
 from ..stats import SpeculationStats, add_up
-from ..virtual_memory import committed_bytes
+from ..virtual_memory import peak_committed_bytes, reset_peak_committed_bytes
 from .batches import Batch
 from .clock import Clock, GpuClock, synchronize
 from .traffic import round_bytes
@@ -249,13 +249,14 @@ class Bench:
         self.progress()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+            reset_peak_committed_bytes(device)
         found = []
         for _ in range(self.runs):
             found.append(self._run(batches, drafter, options))
             self.progress()
         if device.type == "cuda":
-            # What rows hold is not of torch's allocator, and stays with them.
-            case.peak_memory_bytes = torch.cuda.max_memory_allocated(device) + committed_bytes(device)
+            # What rows hold is not of torch's allocator.
+            case.peak_memory_bytes = torch.cuda.max_memory_allocated(device) + peak_committed_bytes(device)
         self._fill(case, found)
         self._compare_texts(case, found[0].texts)
         length = statistics.fmean(found[0].lengths)

@@ -97,6 +97,19 @@ def test_memory_of_rows(monkeypatch):
     assert keys[2].sum() == 16
 
 
+def test_the_most_that_rows_have_held():
+    before = committed_bytes(CPU)
+    virtual_memory.reset_peak_committed_bytes(CPU)
+    memory = RowMemory(2, 640, 1024, CPU)
+    memory.commit(0, 600)
+    most = before + memory.committed
+    memory.trim(0)
+    assert committed_bytes(CPU) < most == virtual_memory.peak_committed_bytes(CPU)
+    memory.free()
+    virtual_memory.reset_peak_committed_bytes(CPU)
+    assert virtual_memory.peak_committed_bytes(CPU) == committed_bytes(CPU) == before
+
+
 def test_addresses_that_there_are_not():
     with pytest.raises(torch.OutOfMemoryError, match=r"There are no addresses for 7[0-9]+ bytes"):
         RowMemory(1 << 10, 1 << 30, 1 << 16, CPU)

@@ -69,7 +69,7 @@ def test_rotary_embeddings_are_the_bits_of_transformers(name, dtype):
         )
         angles = 64 if name in ("gpt-oss", "glm") else 128  # of GLM half of each head is rotated
         cos, sin = draw(2, angle_rows, columns, angles, dtype=dtype, seed=1)
-        kind = _kind_of(function, 2, dtype, dtype, 128, angles, ())
+        kind = _kind_of(function, 0, 2, dtype, dtype, 128, angles, ())
         expected = function(query, key, cos, sin)
         for found, right in zip(layer_ops.rotary(cos, sin, [query, key], kind), expected, strict=True):
             assert torch.equal(found, right)
