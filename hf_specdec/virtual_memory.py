@@ -4,39 +4,34 @@ Addresses of all rows are reserved at once, and memory is put behind the leading
 buffers keep their addresses, which CUDA graphs and views need, while memory follows the texts. vAttention (arXiv
 2405.04437) does the same.
 
-On a GPU this is CUDA's virtual memory management (`cuMemAddressReserve`, `cuMemMap`; CUDA driver API, "Virtual Memory
-Management"). On a CPU it is a mapping of the operating system, whose pages take memory when they are first written.
+What texts have in common is in memory once, where the device can put the same memory behind several addresses; see
+`virtual_pages` for how devices do that.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import mmap
 import os
 import sys
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .device_policy import policy_of
+from .virtual_pages import driver_can, granularity_on, pages_on
 
 # Slots that a row gets at once: more cost fewer calls of the driver (50 us each on one H200, whatever the size), fewer
 # leave less memory unused.
 STEP_SLOTS = 128
-# Bytes that are put behind addresses in one piece, which is also given back in one.
-_MOST_PIECE = 64 << 20
+# Most bytes that are put behind addresses in one piece, which is also shared, and given back, in one.
+_MOST_PIECE = 16 << 20
 # Tokens of a row begin at multiples of a page's bytes divided by this, so that as many slots always fill whole pages.
 _MOST_TOKENS_A_PAGE = {"cuda": 4096, "cpu": 64}
 # The part of a GPU's memory that is left to other tensors, such as those of a prefill.
 _SHARE_LEFT = 1 / 32
-# Linux's MAP_NORESERVE, which Python has had a name for since 3.13.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def slot_unit(device: torch.device) -> int:
@@ -50,170 +45,38 @@ def has_virtual_memory(device: torch.device) -> bool:
     if device.type == "cpu":
         return policy.virtual_memory and sys.platform == "linux"
     # The references of attention read slots that no query sees.
-    return policy.virtual_memory and policy.triton and device.type == "cuda" and _driver_can(device)
+    return policy.virtual_memory and policy.triton and device.type == "cuda" and driver_can(device)
 
 
-@functools.cache
-def _driver_can(device: torch.device) -> bool:
-    try:
-        driver = importlib.import_module("cuda.bindings.driver")
-        torch.cuda.init()
-        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        return bool(_checked(driver, driver.cuDeviceGetAttribute(attribute, _index(device))))
-    except (ImportError, AttributeError, RuntimeError):
-        return False
+class _Memory:
+    """Memory behind a piece of some rows.
 
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _checked(driver: Any, result: tuple) -> Any:
-    """The value of a call of the driver.
-
-    Raises:
-        torch.OutOfMemoryError, RuntimeError: the call has failed.
+    Attributes:
+        users: how many rows.
     """
-    error, *values = result
-    if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        raise torch.OutOfMemoryError("The CUDA driver has no memory left for keys and values.")
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"A call of the CUDA driver's virtual memory management failed: {error}.")
-    return values[0] if values else None
 
-
-class _Pages(Protocol):
-    """A range of addresses on a device, parts of which have memory."""
-
-    granularity: int
-
-    def put(self, start: int, size: int) -> Any:
-        """Put zeroed memory behind `size` bytes from `start`; returns what `take` needs."""
-
-    def take(self, start: int, size: int, piece: Any) -> None:
-        """Take memory from behind addresses that the device does not use any more."""
-
-    def storage(self, start: int) -> torch.UntypedStorage:
-        """The addresses from `start` on, of which the first have memory; keeps them reserved."""
-
-
-class _HostPages:
-    """Anonymous memory of the operating system, which is there when it is written, and is zero."""
-
-    granularity = mmap.PAGESIZE
-
-    def __init__(self, size: int, device: torch.device):
-        try:
-            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        except OSError as error:  # where the system bounds addresses
-            raise torch.OutOfMemoryError(
-                f"There are no addresses for {size} bytes of keys and values: {error}."
-            ) from error
-
-    def put(self, start: int, size: int) -> None:
-        pass
-
-    def take(self, start: int, size: int, piece: None) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED, start, size)
-
-    def storage(self, start: int) -> torch.UntypedStorage:
-        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start).untyped_storage()
-
-
-class _Region:
-    """Addresses of a GPU for `torch.as_tensor`, which keeps them reserved."""
-
-    def __init__(self, pages: _DevicePages, start: int):
-        self._pages = pages
-        self.__cuda_array_interface__ = {
-            "shape": (pages.size - start,),
-            "typestr": "|u1",
-            "data": (pages.base + start, False),
-            "version": 3,
-        }
-
-
-class _DevicePages:
-    """Virtual memory of a GPU."""
-
-    def __init__(self, size: int, device: torch.device):
-        self._driver = driver = importlib.import_module("cuda.bindings.driver")
-        self._device = torch.device("cuda", _index(device))
-        self._kind = kind = driver.CUmemAllocationProp()
-        kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        kind.location.id = self._device.index
-        self._access = access = driver.CUmemAccessDesc()
-        access.location = kind.location
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self.granularity, self.size = _gpu_granularity(self._device), size
-        self.base = int(_checked(driver, driver.cuMemAddressReserve(size, 0, 0, 0)))
-        # By the start of what they are behind.
-        self._pieces: dict[int, tuple[int, Any]] = {}
-        weakref.finalize(self, _free, driver, self._device, self.base, size, self._pieces).atexit = False
-
-    def put(self, start: int, size: int, piece: Any = None) -> Any:
-        """As of `_Pages`; memory that is there already if it is given."""
-        driver, at = self._driver, self.base + start
-        new = _checked(driver, driver.cuMemCreate(size, self._kind, 0)) if piece is None else piece
-        try:
-            _checked(driver, driver.cuMemMap(at, size, 0, new, 0))
-            try:
-                _checked(driver, driver.cuMemSetAccess(at, size, [self._access], 1))
-            except BaseException:
-                driver.cuMemUnmap(at, size)
-                raise
-        except BaseException:
-            if piece is None:
-                driver.cuMemRelease(new)
-            raise
-        self._pieces[start] = (size, new if piece is None else None)
-        self.zero(start, size)
-        return new
-
-    def zero(self, start: int, size: int) -> None:
-        """Zero memory on the current stream."""
-        torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
-
-    def take(self, start: int, size: int, piece: Any) -> None:
-        driver = self._driver
-        del self._pieces[start]
-        _checked(driver, driver.cuMemUnmap(self.base + start, size))
-        _checked(driver, driver.cuMemRelease(piece))
-
-    def storage(self, start: int) -> torch.UntypedStorage:
-        with torch.cuda.device(self._device):
-            return torch.as_tensor(_Region(self, start), device=self._device).untyped_storage()
-
-
-@functools.cache
-def _gpu_granularity(device: torch.device) -> int:
-    driver = importlib.import_module("cuda.bindings.driver")
-    kind = driver.CUmemAllocationProp()
-    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    kind.location.id = device.index
-    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    torch.cuda.init()
-    return int(_checked(driver, driver.cuMemGetAllocationGranularity(kind, minimum)))
-
-
-def _free(driver: Any, device: torch.device, base: int, size: int, pieces: dict[int, tuple[int, Any]]) -> None:
-    """Give back addresses and what is behind them, when no tensor refers to them any more."""
-    if not torch.cuda.is_current_stream_capturing():
-        with contextlib.suppress(RuntimeError):  # if the device itself has failed
-            torch.cuda.synchronize(device)
-    for start, (length, piece) in pieces.items():
-        driver.cuMemUnmap(base + start, length)
-        if piece is not None:
-            driver.cuMemRelease(piece)
-    driver.cuMemAddressFree(base, size)
+    def __init__(self) -> None:
+        self.users = 1
 
 
 class _Piece(NamedTuple):
+    """A part of a row, which has memory.
+
+    Attributes:
+        start, size: bytes of the row.
+        memory: what is behind it.
+    """
+
     start: int
     size: int
-    handle: Any
+    memory: _Memory
+
+
+def _bytes_of(pieces: Iterable[_Piece]) -> int:
+    """Bytes of the memory that is behind `pieces` and behind no others."""
+    users = Counter(piece.memory for piece in pieces)
+    sizes = {piece.memory: piece.size for piece in pieces}
+    return sum(size for memory, size in sizes.items() if users[memory] == memory.users)
 
 
 # Bytes that rows hold on each device, and the most that they have held since `reset_peak_committed_bytes`.
@@ -244,7 +107,7 @@ def _count(device: torch.device, size: int) -> None:
 
 
 def _uncount(device: torch.device, rows: list[list[_Piece]]) -> None:
-    _count(device, -sum(piece.size for pieces in rows for piece in pieces))
+    _count(device, -_bytes_of([piece for pieces in rows for piece in pieces]))
 
 
 # What may be taken on a device before it is asked again how much it has, which takes 0.2 ms on an H200.
@@ -261,7 +124,7 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * torch.cuda.get_per_process_memory_fraction(device)
-        left = min(free, int(allowed) - torch.cuda.memory_reserved(device) - _committed[device])
+        left = min(free, int(allowed) - torch.cuda.memory_reserved(device) - committed_bytes(device))
         found = min(found, left - int(total * _SHARE_LEFT))
     return max(found, 0)
 
@@ -277,7 +140,7 @@ def total_bytes(device: torch.device) -> int:
 
 def _within_limit(device: torch.device) -> int:
     limit = policy_of(device).cache_bytes
-    return sys.maxsize if limit is None else max(limit - _committed[device], 0)
+    return sys.maxsize if limit is None else max(limit - committed_bytes(device), 0)
 
 
 def _take_bytes(device: torch.device, wanted: int) -> None:
@@ -300,6 +163,8 @@ def _take_bytes(device: torch.device, wanted: int) -> None:
 class RowMemory:
     """Rows of slots, of which the leading ones of each row have memory; a slot holds a token of all layers.
 
+    Rows may share the memory of leading slots, which none of them writes then.
+
     The last slot of each row, the dummy slot, always has memory. On a GPU that is the same in all rows, since it is
     written only.
 
@@ -315,8 +180,7 @@ class RowMemory:
     """
 
     def __init__(self, rows: int, slots: int, token_bytes: int, device: torch.device):
-        pages = _HostPages if device.type == "cpu" else _DevicePages
-        granularity = mmap.PAGESIZE if device.type == "cpu" else _gpu_granularity(torch.device("cuda", _index(device)))
+        granularity = granularity_on(device)
         unit = granularity // slot_unit(device)
         self.token_bytes = unit * -(-token_bytes // unit)
         self._rows, self._slots, self._device = rows, slots, device
@@ -327,16 +191,17 @@ class RowMemory:
         if self.capacity < 1:
             raise ValueError(f"{slots} slots of {self.token_bytes} bytes have no room beside the dummy slot.")
         self._granularity = granularity
-        self._pages: _Pages = pages(rows * self._row_bytes, device)
+        self._pages = pages_on(device, rows * self._row_bytes)
         self._pieces: list[list[_Piece]] = [[] for _ in range(rows)]
         weakref.finalize(self, _uncount, device, self._pieces).atexit = False
         self._bytes = [0] * rows
         if device.type == "cuda":
-            dummy = None
-            for row in range(rows):
-                dummy = self._pages.put((row + 1) * self._row_bytes - tail, tail, dummy)
+            starts = [(row + 1) * self._row_bytes - tail for row in range(rows)]
+            self._pages.put(starts[0], tail)
+            for start in starts[1:]:
+                self._pages.alias(start, tail, starts[0])
         # Pointers of all layers' tensors begin in the first slot, so that keeps its memory, which is not counted.
-        self._floors = [tail] + [0] * (rows - 1)
+        self._tail, self._floors = tail, [tail] + [0] * (rows - 1)
         self._pages.put(0, tail)
         self._bytes[0] = tail
 
@@ -364,8 +229,8 @@ class RowMemory:
         return min(step * -(-slots * self.token_bytes // step), most)
 
     def held(self, rows: Sequence[int]) -> int:
-        """Bytes that `rows` hold."""
-        return sum(self._bytes[row] - self._floors[row] for row in rows)
+        """Bytes that `rows` hold, without what others share with them."""
+        return _bytes_of([piece for row in rows for piece in self._pieces[row]])
 
     def commit(self, row: int, slots: int) -> None:
         """Let the leading `slots` slots of `row` have memory; that is zero on the current stream where it is new.
@@ -381,11 +246,9 @@ class RowMemory:
         _take_bytes(self._device, wanted)
         try:
             while wanted > 0:
-                start, size = self._bytes[row], min(wanted, _MOST_PIECE)
-                handle = self._pages.put(row * self._row_bytes + start, size)
-                self._pieces[row].append(_Piece(start, size, handle))
-                self._resize(row, start + size)
-                wanted -= size
+                # The first slots of the first row are a piece by themselves, so they are in every row.
+                most = _MOST_PIECE if self._bytes[row] else self._tail
+                wanted -= self._put(row, min(wanted, most))
         except BaseException:
             self._take(row, before)
             raise
@@ -399,16 +262,79 @@ class RowMemory:
         for row in range(self._rows):
             self._take(row, 0)
 
+    def can_share(self, row: int, source: int, slots: int) -> bool:
+        """Whether `row` can have memory of the leading `slots` slots of `source`."""
+        is_possible = self._pages.can_alias and row != source
+        return is_possible and bool(self._shareable(row, source, slots))
+
+    def share(self, row: int, source: int, slots: int) -> bool:
+        """Let `row`, which then holds nothing else, have memory of leading slots of `source`, `slots` of them at most.
+
+        The device must not use what `row` has held.
+
+        Returns:
+            whether it has; if not, it holds nothing.
+        """
+        shared = self._shareable(row, source, slots)
+        self._take(row, 0)
+        try:
+            own = shared[0].start - self._bytes[row]
+            if own:
+                _take_bytes(self._device, own)
+                self._put(row, own)
+            for piece in shared:
+                starts = [number * self._row_bytes + piece.start for number in (row, source)]
+                self._pages.alias(starts[0], piece.size, starts[1])
+                piece.memory.users += 1
+                self._append(row, piece.size, piece.memory)
+        except torch.OutOfMemoryError:
+            self._take(row, 0)
+            return False
+        return True
+
+    def unshare(self, row: int, slots: int) -> int:
+        """Let `row` give back memory from `slots` on that it shares, and all after that.
+
+        The device must not use it any more.
+
+        Returns:
+            how many of the leading `slots` slots it still has.
+        """
+        for piece in self._pieces[row]:
+            if piece.memory.users > 1 and piece.start + piece.size > slots * self.token_bytes:
+                self._take(row, piece.start)
+                break
+        return min(slots, self.committed_slots(row))
+
+    def is_shared(self, row: int, slots: int) -> bool:
+        """Whether `row` shares memory from `slots` on."""
+        end = slots * self.token_bytes
+        return any(one.memory.users > 1 and one.start + one.size > end for one in self._pieces[row])
+
+    def _shareable(self, row: int, source: int, slots: int) -> list[_Piece]:
+        """The pieces of `source` within its leading `slots` slots, behind what `row` always has memory for."""
+        end = slots * self.token_bytes
+        return [one for one in self._pieces[source] if self._floors[row] <= one.start and one.start + one.size <= end]
+
+    def _put(self, row: int, size: int) -> int:
+        self._pages.put(row * self._row_bytes + self._bytes[row], size)
+        self._append(row, size, _Memory())
+        _count(self._device, size)
+        return size
+
+    def _append(self, row: int, size: int, memory: _Memory) -> None:
+        self._pieces[row].append(_Piece(self._bytes[row], size, memory))
+        self._bytes[row] += size
+
     def _take(self, row: int, kept: int) -> None:
         pieces = self._pieces[row]
         while pieces and pieces[-1].start >= kept:
             piece = pieces.pop()
-            self._pages.take(row * self._row_bytes + piece.start, piece.size, piece.handle)
-            self._resize(row, piece.start)
-
-    def _resize(self, row: int, size: int) -> None:
-        before, self._bytes[row] = self._bytes[row], size
-        _count(self._device, size - before)
+            self._pages.take(row * self._row_bytes + piece.start, piece.size)
+            self._bytes[row] = piece.start
+            piece.memory.users -= 1
+            if not piece.memory.users:
+                _count(self._device, -piece.size)
 
 
 def aligned(size: int) -> int:

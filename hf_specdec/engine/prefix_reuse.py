@@ -1,7 +1,8 @@
 """Prefilling a beginning that texts have in common once: which rows have it from which, and how they get it.
 
-Every row has slots of its own, so keys and values of a beginning are copied, not shared. The target's at a slot depend
-on the tokens up to it; what a drafter keeps there may depend on more, see `Drafter.prefix_margin`.
+Every row has slots of its own, so keys and values of a beginning are copied; those that are in memory which rows share
+already (`MemoryOfRows.share`) are overwritten by themselves. The target's at a slot depend on the tokens up to it; what
+a drafter keeps there may depend on more, see `Drafter.prefix_margin`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from ..patching.patch import caller
 from ..stats import Counters
 from .prefix_reuse import Prefix
 from .rounds import RoundReport, Stage
-from .row_prefixes import RowPrefixes
+from .row_prefixes import Plan, RowPrefixes
 from .row_request import Arrivals, ContinuousBatching, Entered, RowRequest, end
 
 # Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
@@ -84,6 +84,16 @@ class Place(Protocol):
 
     def bytes_for(self, slots: int) -> int:
         """Bytes that a row with so many tokens holds."""
+
+    def shares(self, row: int, length: int) -> bool:
+        """Whether `row` shares memory with others from so many tokens on."""
+
+    def share(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
+        """Let rows share memory of the beginnings that they reuse, and no other memory; before `reserve`.
+
+        Returns:
+            `prefixes`; those of rows that keep what they hold may be shorter.
+        """
 
     def reserve(self, lengths: Mapping[int, int]) -> bool:
         """Let rows have memory for so many tokens each; returns whether there is enough."""
@@ -191,10 +201,11 @@ class RequestRows:
         for row, request in enumerate(self._occupants):
             if request is not None:
                 self._prefixes.advance(row, request)
-        plan = self._prefixes.plan(group, self._free)
+        plan = self._without_conflicts(self._prefixes.plan(group, self._free))
         now, later = ([group[number] for number in numbers] for numbers in (plan.now, plan.later))
-        lengths = {prefix.row: _at_first(one) for prefix, one in zip(plan.prefixes, now, strict=True)}
-        if not self._reserve(lengths, {one.source for one in plan.prefixes if one.source != one.row}):
+        prefixes = self._place.share(plan.prefixes)
+        lengths = {prefix.row: _at_first(one) for prefix, one in zip(prefixes, now, strict=True)}
+        if not self._reserve(lengths, {one.source for one in prefixes if one.source != one.row}):
             self._prefixes.leave(lengths)
             self._wait(group)
             if self._place.room(self._free) <= self._place.room(()):
@@ -203,11 +214,18 @@ class RequestRows:
             self._empty(list(self._free))
             return self._place_group(self._next_group())
         self._wait(later)
-        for prefix, request in zip(plan.prefixes, now, strict=True):
+        for prefix, request in zip(prefixes, now, strict=True):
             self._free.remove(prefix.row)
             self._counters.count_cached(request.index, prefix.length)
-        self._entering = [(prefix.row, request) for prefix, request in zip(plan.prefixes, now, strict=True)]
-        return plan.prefixes, now
+        self._entering = [(prefix.row, request) for prefix, request in zip(prefixes, now, strict=True)]
+        return prefixes, now
+
+    def _without_conflicts(self, plan: Plan) -> Plan:
+        """`plan` without requests that would write to shared memory in rows that others of the group copy from."""
+        sources = {one.source for one in plan.prefixes if one.source != one.row}
+        kept = {one.row: one.length if one.row == one.source else 0 for one in plan.prefixes if one.row in sources}
+        held_up = {row for row, length in kept.items() if self._place.shares(row, length)}
+        return self._prefixes.hold_up(plan, held_up) if held_up else plan
 
     def _enter(self, first: RoundReport | None) -> None:
         """Let requests occupy the rows that are being prefilled, when they are; at once if no other row is occupied.

@@ -18,7 +18,7 @@ from ..state import DecodeState, Shape
 from ..virtual_memory import RowMemory, available_bytes, has_virtual_memory, slot_unit, total_bytes
 from .key_layout import KeyLayout, caches_of
 from .lazy_target import LazyTarget
-from .prefix_reuse import PrefillWave
+from .prefix_reuse import PrefillWave, Prefix
 from .rounds import draft_and_forward
 from .session_prefill import SessionPrefill
 from .sessions import Session
@@ -109,6 +109,34 @@ class MemoryOfRows:
         """Where the rows are."""
         raise NotImplementedError(f"{type(self).__name__} does not implement session.")
 
+    @property
+    def prefix_margin(self) -> int | None:
+        """See `Drafter.prefix_margin`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement prefix_margin.")
+
+    def shares(self, row: int, length: int) -> bool:
+        memory = self.session.row_memory
+        return memory is not None and memory.is_shared(row, length)
+
+    def share(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
+        memory, margin = self.session.row_memory, self.prefix_margin or 0
+        if memory is None:
+            return list(prefixes)
+        kept = {one.row: one.length if one.row == one.source else 0 for one in prefixes}
+        # What the rows of the group hold may be given back before others have copied it.
+        copies = [
+            one for one in prefixes if one.source not in kept and memory.can_share(one.row, one.source, one.length)
+        ]
+        if copies or any(memory.is_shared(*one) for one in kept.items()):
+            self._wait_for_device()
+        shared = {one.row for one in copies if memory.share(one.row, one.source, one.length)}
+        found = []
+        for one in prefixes:
+            left = one.length if one.row in shared else memory.unshare(one.row, kept[one.row])
+            is_shorter = one.row == one.source and left < one.length
+            found.append(one._replace(length=max(left - margin, 0)) if is_shorter else one)
+        return found
+
     def room(self, rows: Sequence[int]) -> float:
         memory = self.session.row_memory
         return math.inf if memory is None else available_bytes(self.session.state.tokens.device) + memory.held(rows)
@@ -130,12 +158,16 @@ class MemoryOfRows:
         return True
 
     def give_back(self, lengths: Mapping[int, int]) -> None:
-        memory, fence = self.session.row_memory, self.session.fence
+        memory = self.session.row_memory
         if memory is not None:
-            fence.set()
-            fence.synchronize()
+            self._wait_for_device()
             for row, length in lengths.items():
                 memory.trim(row, length)
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device uses nothing any more that rows have held."""
+        self.session.fence.set()
+        self.session.fence.synchronize()
 
 
 def place_in_memory(state: DecodeState, target: LazyTarget, shape: Shape) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from . import prefix_index
@@ -78,6 +78,15 @@ class RowPrefixes:
             self._index.discard(rows[number])
             self._entering[rows[number]] = prompt
         return Plan(prefixes, now, sorted(later))
+
+    def hold_up(self, plan: Plan, rows: Collection[int]) -> Plan:
+        """`plan` without the requests of `rows`, and those to be prefilled as one with them: they are later."""
+        rows = {*rows, *(one.row for one in plan.prefixes if one.is_whole and one.source in rows)}
+        self.leave(rows)
+        entering = list(zip(plan.prefixes, plan.now, strict=True))
+        kept = [one for one in entering if one[0].row not in rows]
+        later = sorted({*plan.later, *plan.now} - {number for _, number in kept})
+        return Plan([prefix for prefix, _ in kept], [number for _, number in kept], later)
 
     def _find_twins(self, group: Sequence[Text]) -> dict[int, int]:
         """Requests of `group` with the same prompt as an earlier one, and the first such one, by their numbers."""

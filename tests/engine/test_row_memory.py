@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from aliasing_pages import use_aliasing_pages
 from case_counts import num_cases
 from graph_stand_ins import replay_on_cpu
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from targets import set_policy, tiny_target
 from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
 
-from hf_specdec import NoDrafter, ops, virtual_memory
+from hf_specdec import NoDrafter, ops, virtual_memory, virtual_pages
 from hf_specdec.engine import key_layout, row_memory
 from hf_specdec.engine.cuda_graphs import Fence
 from hf_specdec.engine.request_rows import RequestRows
@@ -50,6 +51,9 @@ def rooms(monkeypatch):
     made, make_room = [], RequestRows.make_room
     monkeypatch.setattr(RequestRows, "make_room", lambda self: (made.append(self), make_room(self)))
     return made
+
+
+BEGINNING = list(range(10, 60))
 
 
 @functools.cache
@@ -110,6 +114,34 @@ def test_the_most_that_rows_have_held():
     assert virtual_memory.peak_committed_bytes(CPU) == committed_bytes(CPU) == before
 
 
+def test_rows_share_memory(monkeypatch):
+    use_aliasing_pages(monkeypatch)
+    monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 4096)
+    memory = RowMemory(4, 640, 1024, CPU)
+    keys = memory.view(0, torch.float32, 2, 8)
+    for row in (0, 1):
+        memory.commit(row, 256)
+        keys[row, :256] = torch.arange(256)[:, None, None].float()
+    assert memory.committed == 508 * 1024 and not memory.can_share(0, 1, 7) and not memory.can_share(2, 1, 3)
+    # The first slots of row 0 have memory of their own, which is not shared.
+    assert memory.share(2, 1, 103) and memory.share(3, 0, 103)
+    assert (memory.committed_slots(2), memory.committed_slots(3)) == (100, 100) and memory.committed == 512 * 1024
+    assert torch.equal(keys[2, :100], keys[1, :100]) and torch.equal(keys[3, 4:100], keys[0, 4:100])
+    assert memory.held([1]) == 156 * 1024 and memory.held([1, 2]) == 256 * 1024 and memory.held([2]) == 0
+    memory.commit(2, 200)
+    keys[2, 100:200] = -1.0
+    assert memory.is_shared(1, 99) and not memory.is_shared(1, 100) and keys[1, 100:256].min() == 100
+    assert memory.unshare(1, 128) == 128 and memory.committed_slots(1) == 256
+    assert memory.unshare(1, 50) == 48 and memory.committed_slots(1) == 48 and keys[2, 99, 0, 0] == 99
+    assert not memory.is_shared(2, 48) and memory.is_shared(2, 47)
+    memory.trim(2)
+    assert memory.held([1]) == 48 * 1024 and keys[1, 47, 1, 7] == 47
+    memory.trim(0)
+    assert memory.share(0, 3, 50) and memory.committed_slots(0) == 48 and torch.equal(keys[0, 4:48], keys[3, 4:48])
+    memory.free()
+    assert memory.committed == 0
+
+
 def test_addresses_that_there_are_not():
     with pytest.raises(torch.OutOfMemoryError, match=r"There are no addresses for 7[0-9]+ bytes"):
         RowMemory(1 << 10, 1 << 30, 1 << 16, CPU)
@@ -117,7 +149,7 @@ def test_addresses_that_there_are_not():
 
 def test_a_row_that_is_refused_half_way_has_what_it_had(monkeypatch):
     monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 4096)
-    memory, put, calls = RowMemory(2, 640, 1024, CPU), virtual_memory._HostPages.put, itertools.count()
+    memory, put, calls = RowMemory(2, 640, 1024, CPU), virtual_pages.HostPages.put, itertools.count()
     memory.commit(1, 100)
 
     def fail(self, start, size):
@@ -125,7 +157,7 @@ def test_a_row_that_is_refused_half_way_has_what_it_had(monkeypatch):
             raise torch.OutOfMemoryError("out of memory, in a test")
         return put(self, start, size)
 
-    monkeypatch.setattr(virtual_memory._HostPages, "put", fail)
+    monkeypatch.setattr(virtual_pages.HostPages, "put", fail)
     with pytest.raises(torch.OutOfMemoryError, match="in a test"):
         memory.commit(1, 600)
     assert memory.committed_slots(1) == 128 and memory.committed == 128 * 1024
@@ -162,7 +194,9 @@ def test_any_memory(data):
     """Requests of any lengths, which come and go at any time, in memory of any size, say what they say alone."""
     count = data.draw(st.integers(2, 9))
     lengths = tuple(data.draw(st.lists(st.sampled_from([1, 5, 17, 30, 70]), min_size=count, max_size=count)))
-    prompts, kind = prompts_of(lengths), data.draw(st.sampled_from(["noisy-copy", "none", "eagle3", "mtp"]))
+    begins = data.draw(st.lists(st.sampled_from([0, 25, 49, 50]), min_size=count, max_size=count))
+    prompts = [BEGINNING[:begin] + one[: 70 - begin] for begin, one in zip(begins, prompts_of(lengths), strict=True)]
+    kind = data.draw(st.sampled_from(["noisy-copy", "none", "eagle3", "mtp"]))
     cancelled = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
     requests = [RowRequest(0, torch.tensor(one), NEW, ends=frozenset(END), prompt_ids=one) for one in prompts]
     script = deque()
@@ -184,6 +218,9 @@ def test_any_memory(data):
             return Arrived(script.popleft() if script else (), withdrawn, is_open)
 
     with pytest.MonkeyPatch.context() as patch:
+        if data.draw(st.booleans()):
+            use_aliasing_pages(patch)
+            patch.setattr(virtual_memory, "_MOST_PIECE", 8192)
         patch.setattr(virtual_memory, "STEP_SLOTS", 8)
         patch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 8)
         drafter = KINDS[kind](tiny_target("llama"))
@@ -200,10 +237,36 @@ def test_any_memory(data):
                 do_sample=False,
                 assistant_model=drafter,
             )
+        drafter.release()
     for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True)):
         assert one.is_over and (one.error is None or number in cancelled), one.error
         expected = alone("llama", tuple(prompt))
         assert one.tokens == (expected if one.error is None else expected[: len(one.tokens)])
+
+
+@pytest.mark.parametrize("kind", ["noisy-copy", "eagle3", "mtp", "none"])
+def test_texts_that_begin_alike_share_memory(monkeypatch, kind):
+    """Texts are the same, nothing that is shared is written, and rows hold less than without sharing."""
+    most = []
+    for is_shared in (False, True):
+        monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 8)
+        monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 8192)
+        pages = use_aliasing_pages(monkeypatch)
+        monkeypatch.setattr(pages, "can_alias", is_shared)
+        drafter = KINDS[kind](tiny_target("llama"))
+        beginning = prompts_of((300,))[0]
+        prompts = [beginning[:length] + one for length in (300, 290, 300, 200) for one in prompts_of((1, 3, 30))]
+        virtual_memory.reset_peak_committed_bytes(CPU)
+        before = committed_bytes(CPU)
+        for _ in range(2):  # the second call finds rows that have shared memory
+            texts, errors = in_rows(drafter, prompts, 4)
+            assert errors == [None] * 12 and texts == [alone("llama", tuple(one)) for one in prompts]
+        most.append(virtual_memory.peak_committed_bytes(CPU) - before)
+        assert bool(pages.num_aliased) == is_shared
+        drafter.release()
+        gc.collect()
+        assert committed_bytes(CPU) == before
+    assert most[1] < 0.8 * most[0]
 
 
 @pytest.mark.parametrize(("kind", "limits"), [("noisy-copy", (700, 300)), ("mtp", (200, 120))])
@@ -305,6 +368,8 @@ class SimulatedRows(row_memory.MemoryOfRows):
             text = request.text.tolist()[: request.num_prefilled]
             assert self.held[prefix.source][: prefix.length] == text[: prefix.length]
             assert self.memory.committed_slots(prefix.row) >= len(text)
+            assert self.memory.committed_slots(prefix.source) >= prefix.length
+            assert not self.memory.is_shared(prefix.row, prefix.length)
         for prefix, request in zip(prefixes, requests, strict=True):
             self.held[prefix.row] = request.text.tolist()[: request.num_prefilled]
             self.finished.discard(prefix.row)
@@ -315,6 +380,8 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
     chance = random.Random(0)
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
     monkeypatch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 1)
+    pages = use_aliasing_pages(monkeypatch)
+    monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 4096)
     place, ended = SimulatedRows(16, 1024), []
     limit = 1000 * 64
     set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + limit)
@@ -358,7 +425,7 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
                 assert len(place.held[row]) <= one.length
                 place.held[row] = [*one.prompt_ids, *one.tokens]
         rows.take(occupants, [[7, 7, 7, 7]] * 16, [0] * 16, committed)
-    assert len(ended) == len({id(one) for one in ended}) == 10_000 and waits > 100
+    assert len(ended) == len({id(one) for one in ended}) == 10_000 and waits > 100 and pages.num_aliased > 1000
     for one in requests:
         assert one.is_over and one.error in (None, "withdrawn")
         assert len(one.tokens) == one.remaining or one.error
@@ -384,7 +451,8 @@ class Driver:
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
 
     def __init__(self):
-        self.reserved, self.sizes, self.mapped = {}, {}, {}
+        # `references` of handles: memory is there until the last one is released.
+        self.reserved, self.sizes, self.mapped, self.references = {}, {}, {}, {}
         self.handles, self.failing = itertools.count(1), None
 
     def _result(self, name, *values):
@@ -406,7 +474,12 @@ class Driver:
         if self.failing == "create":
             return self._result("create")
         handle = next(self.handles)
-        self.sizes[handle] = size
+        self.sizes[handle], self.references[handle] = size, 1
+        return self._result("", handle)
+
+    def cuMemRetainAllocationHandle(self, at):
+        handle = self.mapped[at][1]
+        self.references[handle] += 1
         return self._result("", handle)
 
     def cuMemMap(self, at, size, offset, handle, flags):
@@ -424,16 +497,18 @@ class Driver:
         return self._result("")
 
     def cuMemRelease(self, handle):
-        del self.sizes[handle]
+        self.references[handle] -= 1
+        if not self.references[handle]:
+            del self.sizes[handle], self.references[handle]
         return self._result("")
 
 
 def test_calls_of_the_driver(monkeypatch):
     """Everything that is created is released, also where a call fails half-way."""
     driver, device = Driver(), torch.device("cuda:0")
-    monkeypatch.setattr(virtual_memory.importlib, "import_module", lambda name: driver)
-    monkeypatch.setattr(virtual_memory, "_gpu_granularity", lambda device: 2 << 20)
-    monkeypatch.setattr(virtual_memory._DevicePages, "zero", lambda *args: None)
+    monkeypatch.setattr(virtual_pages.importlib, "import_module", lambda name: driver)
+    monkeypatch.setattr(virtual_pages, "_gpu_granularity", lambda device: 2 << 20)
+    monkeypatch.setattr(virtual_pages.DevicePages, "zero", lambda *args: None)
     monkeypatch.setattr(virtual_memory, "available_bytes", lambda device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -449,9 +524,17 @@ def test_calls_of_the_driver(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError, match="The CUDA driver has no memory left"):
             memory.commit(2, 5000)
         assert (driver.mapped, driver.sizes) == before and memory.committed_slots(2) == 0
+    driver.failing = "access"
+    assert memory.can_share(2, 1, 6144) and not memory.share(2, 1, 6144)
+    assert (driver.mapped, driver.sizes) == before
     driver.failing = None
-    memory.trim(1, 100)
-    assert memory.committed_slots(1) == 6144, "it came in one piece"
+    assert memory.share(2, 1, 6144) and sum(driver.sizes.values()) == 12 << 20 and memory.committed == 8 << 20
+    memory.trim(1)
+    assert sum(driver.sizes.values()) == 12 << 20
+    memory.trim(2, 3000)
+    assert memory.committed_slots(2) == 6144, "it came in one piece"
+    memory.trim(2, 100)
+    assert memory.committed_slots(2) == 2048 and sum(driver.sizes.values()) == 8 << 20
     memory.free()
     assert memory.committed == 0 and len(driver.mapped) == 4
     del memory

@@ -8,16 +8,17 @@ import pytest
 import torch
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import on_gpu, set_policy, tiny_target
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import NoDrafter, ops
 from hf_specdec.engine.request_rows import RequestRows
-from hf_specdec.virtual_memory import RowMemory, _driver_can, committed_bytes, slot_unit
+from hf_specdec.virtual_memory import RowMemory, committed_bytes, slot_unit
+from hf_specdec.virtual_pages import driver_can
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not (torch.cuda.is_available() and _driver_can(torch.device("cuda:0"))),
+        not (torch.cuda.is_available() and driver_can(torch.device("cuda:0"))),
         reason="needs a CUDA device with virtual memory management, and cuda.bindings",
     ),
 ]
@@ -76,6 +77,27 @@ def test_shortage_leaves_a_row_as_it_was(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="bytes more for keys and values"):
         memory.commit(2, 8000)
     assert memory.committed == before and memory.committed_slots(2) >= 100
+
+
+def test_rows_share_memory():
+    memory = new_memory(rows=3, token_bytes=1 << 20)
+    view = memory.view(0, torch.float32, 2, 16)
+    for row in (0, 1):
+        memory.commit(row, 256)
+        view[row, :256] = torch.arange(256.0, device=DEVICE)[:, None, None] + 1000 * row
+    held = memory.committed
+    assert memory.share(2, 1, 200) and memory.committed == held and 180 < memory.committed_slots(2) <= 200
+    last = memory.committed_slots(2)
+    assert torch.equal(view[2, :last], view[1, :last])
+    memory.commit(2, 256)
+    view[2, last:256] = -1.0
+    assert view[1, last:256].min() > 0
+    memory.trim(1)
+    assert bool((view[2, :last, 0, 0] == torch.arange(1000.0, 1000 + last, device=DEVICE)).all())
+    memory.trim(2)
+    assert memory.share(1, 0, 200) and bool((view[1, 10:190] == view[0, 10:190]).all())
+    memory.free()
+    assert memory.committed == 0
 
 
 def test_attention_reads_no_other_slots(monkeypatch):
@@ -160,6 +182,33 @@ def test_graphs_are_used_again_by_longer_texts(is_compiled):
     for lengths in ((5, 9), (5, 200, 9, 2)):
         assert in_rows(target, drafter, lengths, 4, 40) == alone(lengths, 40)
     assert drafter.stats.execution.startswith("captured in one graph")
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_texts_that_begin_alike_share_memory(monkeypatch, is_compiled):
+    """32 tokens of this target fill a page of 2 MiB."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = LlamaConfig(**sizes, head_dim=128, num_hidden_layers=8, vocab_size=96, initializer_range=0.05)
+    target = LlamaForCausalLM(config).to(DEVICE).eval()
+    beginning = prompts((300,))[0]
+    texts = [beginning[:length] + one for length in (300, 290, 300, 200) for one in prompts((1, 3, 30))]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": END}
+    expected = [target.generate(torch.tensor([one], device=DEVICE), **options)[0, len(one) :].tolist() for one in texts]
+    shared = []
+    monkeypatch.setattr(
+        RowMemory, "share", lambda *args, share=RowMemory.share: shared.append(share(*args)) or shared[-1]
+    )
+    for drafter in (NoDrafter(target), RANDOM_DRAFTERS["eagle3"](target), copy_of(target, noise=0.02)):
+        drafter.configure(compile_rounds=is_compiled)
+        for _ in range(2):
+            shared.clear()
+            results = target.generate_batch(
+                texts, None, ContinuousBatchingConfig(max_requests_per_batch=4), **options, assistant_model=drafter
+            )
+            assert [one.generated_tokens for one in results.values()] == expected
+            assert sum(shared) >= 6
+        drafter.release()
 
 
 def test_two_threads_have_rows_of_their_own():

@@ -1,0 +1,207 @@
+"""Ranges of addresses on a device, parts of which have memory: the pages behind `virtual_memory.RowMemory`.
+
+On a GPU this is CUDA's virtual memory management (`cuMemAddressReserve`, `cuMemMap`; CUDA driver API, "Virtual Memory
+Management"). On a CPU it is a mapping of the operating system, whose pages take memory when they are first written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import mmap
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+# Linux's MAP_NORESERVE, which Python has had a name for since 3.13.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+@functools.cache
+def driver_can(device: torch.device) -> bool:
+    """Whether a GPU and its driver have virtual memory management, and Python has the driver's calls."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+        torch.cuda.init()
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        return bool(_checked(driver, driver.cuDeviceGetAttribute(attribute, _index(device))))
+    except (ImportError, AttributeError, RuntimeError):
+        return False
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _checked(driver: Any, result: tuple) -> Any:
+    """The value of a call of the driver.
+
+    Raises:
+        torch.OutOfMemoryError, RuntimeError: the call has failed.
+    """
+    error, *values = result
+    if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError("The CUDA driver has no memory left for keys and values.")
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"A call of the CUDA driver's virtual memory management failed: {error}.")
+    return values[0] if values else None
+
+
+class Pages(Protocol):
+    """A range of addresses on a device, parts of which have memory.
+
+    Attributes:
+        can_alias: whether there is `alias`.
+    """
+
+    can_alias: bool
+
+    def put(self, start: int, size: int) -> None:
+        """Put zeroed memory behind `size` bytes from `start`."""
+
+    def alias(self, start: int, size: int, source: int) -> None:
+        """Put the memory behind `source` behind `size` bytes from `start`, too; it was put there in one piece."""
+
+    def take(self, start: int, size: int) -> None:
+        """Take memory from behind addresses that the device does not use any more."""
+
+    def storage(self, start: int) -> torch.UntypedStorage:
+        """The addresses from `start` on, of which the first have memory; keeps them reserved."""
+
+
+class HostPages:
+    """Anonymous memory of the operating system, which is there when it is written, and is zero.
+
+    It is private to the process, so a child that was forked does not write to its parent's: there is no `alias`.
+    """
+
+    can_alias = False
+
+    def __init__(self, size: int, device: torch.device):
+        try:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        except OSError as error:  # where the system bounds addresses
+            raise torch.OutOfMemoryError(
+                f"There are no addresses for {size} bytes of keys and values: {error}."
+            ) from error
+
+    def put(self, start: int, size: int) -> None:
+        pass
+
+    def alias(self, start: int, size: int, source: int) -> None:
+        raise NotImplementedError
+
+    def take(self, start: int, size: int) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED, start, size)
+
+    def storage(self, start: int) -> torch.UntypedStorage:
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start).untyped_storage()
+
+
+class _Region:
+    """Addresses of a GPU for `torch.as_tensor`, which keeps them reserved."""
+
+    def __init__(self, pages: DevicePages, start: int):
+        self._pages = pages
+        self.__cuda_array_interface__ = {
+            "shape": (pages.size - start,),
+            "typestr": "|u1",
+            "data": (pages.base + start, False),
+            "version": 3,
+        }
+
+
+class DevicePages:
+    """Virtual memory of a GPU."""
+
+    can_alias = True
+
+    def __init__(self, size: int, device: torch.device):
+        self._driver = driver = importlib.import_module("cuda.bindings.driver")
+        self._device = torch.device("cuda", _index(device))
+        self._kind = kind = driver.CUmemAllocationProp()
+        kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        kind.location.id = self._device.index
+        self._access = access = driver.CUmemAccessDesc()
+        access.location = kind.location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self.size = size
+        self.base = int(_checked(driver, driver.cuMemAddressReserve(size, 0, 0, 0)))
+        # Size and handle by the start of what they are behind. Each is a reference to its memory.
+        self._handles: dict[int, tuple[int, Any]] = {}
+        weakref.finalize(self, _free, driver, self._device, self.base, size, self._handles).atexit = False
+
+    def put(self, start: int, size: int) -> None:
+        self._map(start, size, _checked(self._driver, self._driver.cuMemCreate(size, self._kind, 0)))
+        self.zero(start, size)
+
+    def alias(self, start: int, size: int, source: int) -> None:
+        self._map(start, size, _checked(self._driver, self._driver.cuMemRetainAllocationHandle(self.base + source)))
+
+    def _map(self, start: int, size: int, handle: Any) -> None:
+        """Put the memory of `handle`, which is released if that fails, behind addresses."""
+        driver, at = self._driver, self.base + start
+        try:
+            _checked(driver, driver.cuMemMap(at, size, 0, handle, 0))
+            try:
+                _checked(driver, driver.cuMemSetAccess(at, size, [self._access], 1))
+            except BaseException:
+                driver.cuMemUnmap(at, size)
+                raise
+        except BaseException:
+            driver.cuMemRelease(handle)
+            raise
+        self._handles[start] = (size, handle)
+
+    def zero(self, start: int, size: int) -> None:
+        """Zero memory on the current stream."""
+        torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
+
+    def take(self, start: int, size: int) -> None:
+        driver, (_, handle) = self._driver, self._handles.pop(start)
+        _checked(driver, driver.cuMemUnmap(self.base + start, size))
+        _checked(driver, driver.cuMemRelease(handle))
+
+    def storage(self, start: int) -> torch.UntypedStorage:
+        with torch.cuda.device(self._device):
+            return torch.as_tensor(_Region(self, start), device=self._device).untyped_storage()
+
+
+def granularity_on(device: torch.device) -> int:
+    """Bytes of which starts and sizes of what is put behind addresses of `device` are multiples."""
+    return mmap.PAGESIZE if device.type == "cpu" else _gpu_granularity(torch.device("cuda", _index(device)))
+
+
+def pages_on(device: torch.device, size: int) -> Pages:
+    """`size` bytes of addresses of `device`.
+
+    Raises:
+        torch.OutOfMemoryError: there are not so many.
+    """
+    return (HostPages if device.type == "cpu" else DevicePages)(size, device)
+
+
+@functools.cache
+def _gpu_granularity(device: torch.device) -> int:
+    driver = importlib.import_module("cuda.bindings.driver")
+    kind = driver.CUmemAllocationProp()
+    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    kind.location.id = device.index
+    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    torch.cuda.init()
+    return int(_checked(driver, driver.cuMemGetAllocationGranularity(kind, minimum)))
+
+
+def _free(driver: Any, device: torch.device, base: int, size: int, handles: dict[int, tuple[int, Any]]) -> None:
+    """Give back addresses and what is behind them, when no tensor refers to them any more."""
+    if not torch.cuda.is_current_stream_capturing():
+        with contextlib.suppress(RuntimeError):  # if the device itself has failed
+            torch.cuda.synchronize(device)
+    for start, (length, handle) in handles.items():
+        driver.cuMemUnmap(base + start, length)
+        driver.cuMemRelease(handle)
+    driver.cuMemAddressFree(base, size)
