@@ -361,6 +361,9 @@ def test_admission():
         def bytes_for(self, slots):
             return slots
 
+        def share(self, prefixes):
+            return prefixes
+
         def reserve(self, lengths):
             return True
 
