@@ -21,10 +21,13 @@ def has_kernels(device: torch.device) -> bool:
 
 
 class _Choice(threading.local):
-    """Whether this thread runs the references on every device, and the kernels whose bits depend on no other row."""
+    """Whether this thread runs the references on every device, and the kernels whose bits depend on no other row; and
+    where it notes what attention reads.
+    """
 
     references_only = False
     batch_invariant = False
+    attended: set[int] | None = None
 
 
 _choice = _Choice()
@@ -38,6 +41,22 @@ def references() -> Iterator[None]:
         yield
     finally:
         _choice.references_only = before
+
+
+@contextmanager
+def noting_attended() -> Iterator[set[int]]:
+    """Context that gives the addresses of the storages of all keys and values that this thread's attention is given."""
+    before, _choice.attended = _choice.attended, set()
+    try:
+        yield _choice.attended
+    finally:
+        _choice.attended = before
+
+
+def note_attended(*tensors: torch.Tensor) -> None:
+    """Note the storages of keys and values in the context `noting_attended`."""
+    if not torch.compiler.is_compiling() and _choice.attended is not None:
+        _choice.attended.update(one.untyped_storage().data_ptr() for one in tensors)
 
 
 @contextmanager

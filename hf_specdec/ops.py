@@ -32,7 +32,16 @@ from .kernels.linear_tiles import (
 )
 from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
-from .op_choice import batch_invariant, choose, has_kernels, is_batch_invariant, is_for_triton, references, register_op
+from .op_choice import (
+    batch_invariant,
+    choose,
+    has_kernels,
+    is_batch_invariant,
+    is_for_triton,
+    note_attended,
+    references,
+    register_op,
+)
 
 __all__ = [
     "attention",
@@ -48,6 +57,7 @@ __all__ = [
     "invert_draft_vocabulary",
     "is_batch_invariant",
     "linear",
+    "noting_attended",
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
@@ -313,6 +323,7 @@ def attention(
     chunk: int | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
+    note_attended(key, value)
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
     if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):

@@ -34,7 +34,7 @@ class LazyTarget:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
         eager_reason: why rounds are not captured; None if they are.
         keeps_hidden_states: whether the caller gets all hidden states.
-        key_layout: where keys and values are in a `RowMemory`; None until a session needs it.
+        key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):

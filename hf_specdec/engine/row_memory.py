@@ -171,21 +171,26 @@ class MemoryOfRows:
 
 
 def place_in_memory(state: DecodeState, target: LazyTarget, shape: Shape) -> None:
-    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`."""
-    if target.key_layout is None:
-        target.key_layout = _find_layout(target, shape)
+    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; `target` has a layout of them."""
     layout = target.key_layout
     memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
     layout.place(caches_of(state), memory)
 
 
-def _find_layout(target: LazyTarget, shape: Shape) -> KeyLayout:
-    """Run one token through target and drafter, and see what they store."""
+def find_layout(target: LazyTarget, shape: Shape) -> KeyLayout | None:
+    """Run one token through target and drafter, and see what they store.
+
+    Returns:
+        its layout; None if something else than attention reads it, which may read slots that have no memory: as models
+        do that store what keys and values are computed from.
+    """
     slots = max(64, 8 * (shape.num_draft_tokens + 1))
     model, drafter = target.model, target.drafter
     state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
-    with ops.references():
+    with ops.references(), ops.noting_attended() as attended:
         SessionPrefill(Session(state), target, None, is_continuous=False).run([PrefillWave(())])
         with state.idle():
             draft_and_forward(state, target(), drafter)
-    return KeyLayout.of(caches_of(state))
+    layers = [layer for cache in caches_of(state) for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    stored = {one.untyped_storage().data_ptr() for layer in layers for one in (layer.keys, layer.values)}
+    return KeyLayout.of(caches_of(state)) if stored <= attended else None

@@ -23,7 +23,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter, ops, virtual_memory, virtual_pages
-from hf_specdec.engine import key_layout, row_memory
+from hf_specdec.engine import key_layout, lease, row_memory
 from hf_specdec.engine.cuda_graphs import Fence
 from hf_specdec.engine.request_rows import RequestRows
 from hf_specdec.engine.row_request import Arrived, ContinuousBatching, RowRequest
@@ -242,6 +242,17 @@ def test_any_memory(data):
         assert one.is_over and (one.error is None or number in cancelled), one.error
         expected = alone("llama", tuple(prompt))
         assert one.tokens == (expected if one.error is None else expected[: len(one.tokens)])
+
+
+@pytest.mark.parametrize(("family", "has_memory"), [("gemma3", True), ("deepseek-v3", False)])
+def test_keys_that_are_read_by_more_than_attention_are_in_no_row_memory(monkeypatch, family, has_memory):
+    """DeepSeek-V3 computes keys and values anew from what all slots hold."""
+    placed = []
+    place = lease.place_in_memory
+    monkeypatch.setattr(lease, "place_in_memory", lambda *args: (placed.append(args), place(*args)))
+    prompts = prompts_of((5, 9))
+    texts, _ = in_rows(RANDOM_DRAFTERS["eagle3"](tiny_target(family)), prompts, 2, family, max_new_tokens=8)
+    assert texts == [alone(family, tuple(one), 8) for one in prompts] and bool(placed) == has_memory
 
 
 @pytest.mark.parametrize("kind", ["noisy-copy", "eagle3", "mtp", "none"])
