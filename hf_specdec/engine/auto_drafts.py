@@ -1,9 +1,7 @@
 """`num_assistant_tokens="auto"`: every round has the number of drafts (K) with the most expected tokens a millisecond.
 
 Rounds are timed as they run, and acceptance at each position is estimated as it happens. What is not known is estimated
-in favour of trying it; what is tried costs a bounded share of the time. Where rounds of a K would have to be captured,
-a few are run eagerly first: if the device takes longer for them than the host does to launch them, their time is that
-of captured ones.
+in favour of trying it; what is tried costs a bounded share of the time.
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from collections.abc import Callable, Sequence
 # The numbers of drafts that rounds are tried with.
 CANDIDATES = (0, 1, 2, 3, 5, 7)
 
-# The most tokens of the first rounds, all rows together, and those of rounds with which a GPU is bound by compute for
-# sure, so that they take longer in proportion (one H200, vLLM 0.26, Llama-3.1-8B shapes: 6.1 ms for 64 tokens, 10.8 ms
-# for 256, 29.9 ms for 1024).
-_MOST_FIRST_TOKENS, _COMPUTE_BOUND_TOKENS = 256, 512
+# The most tokens of the first rounds, all rows together: with more a GPU is bound by compute (one H200, vLLM 0.26,
+# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024), and rounds take longer in proportion.
+_MOST_FIRST_TOKENS = 512
 
 # Observations of a position after which the older ones count for 1 / e.
 _MEMORY = 2000
@@ -30,8 +27,8 @@ _PRIOR_SHARE, _PRIOR_WEIGHT = 0.7, 4.0
 # Times of a K of which the median is taken.
 _NUM_TIMES = 9
 # How a time that is not known is underestimated: the share of it that does not depend on K, if one of a larger K is
-# known; a factor on the tokens above `_COMPUTE_BOUND_TOKENS`, if one of a smaller K is; a factor on what a line through
-# two others gives.
+# known; a factor on the tokens above the most of the first rounds, if one of a smaller K is; a factor on what a line
+# through two others gives.
 _CONSTANT_SHARE, _TOKEN_OPTIMISM, _OPTIMISM = 0.1, 0.8, 0.9
 
 # A K replaces the one before if it gives so many more tokens a millisecond.
@@ -41,8 +38,6 @@ _CONFIDENCE = 0.5
 # Rounds in which a K is tried of which no time is known, or in which it is tried again. The first is not timed, since
 # what comes with a change of K is not part of a round.
 _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
-# What eager rounds are assumed to cost more than captured ones, as a share of what capturing costs.
-_EAGER_SHARE = 0.1
 # The share of all time that trying again may cost, and the fewest rounds between two tries.
 _BUDGET, _ROUNDS_BETWEEN = 0.01, 32
 
@@ -115,7 +110,7 @@ class RoundTimes:
             if num_drafts < known[0]:
                 return first * (_CONSTANT_SHARE + (1 - _CONSTANT_SHARE) * (num_drafts + 1) / (known[0] + 1))
             tokens, fewer = (self._rows * (count + 1) for count in (num_drafts, known[0]))
-            return first * max(1.0, _TOKEN_OPTIMISM * tokens / max(fewer, _COMPUTE_BOUND_TOKENS))
+            return first * max(1.0, _TOKEN_OPTIMISM * tokens / max(fewer, _MOST_FIRST_TOKENS))
         # Of those around it, or else of the two that are nearest.
         others = [other for other in known[1:] if (other > num_drafts) != (known[0] > num_drafts)] or known[1:]
         slope = (self.milliseconds(others[0]) - first) / (others[0] - known[0])
@@ -133,10 +128,7 @@ class AutoDrafts:
         acceptance: of the call.
         times: of rounds on the buffers of the call.
         tokens_left: tells how many tokens a row may still generate, as far as it matters for what is worth trying.
-        price: milliseconds that it takes to capture rounds of a K; 0 if they are, or run eagerly in any case.
-
-    Attributes:
-        is_trial: whether the round that `next` has told is run eagerly, to learn how long it takes.
+        price: milliseconds that it takes to be able to run rounds of a K.
     """
 
     def __init__(
@@ -152,13 +144,9 @@ class AutoDrafts:
         self._current = max(one for one in self._candidates if one <= max(first, 0))
         self._acceptance, self._times = acceptance, times
         self._tokens_left, self._price = tokens_left, price
-        self.is_trial = False
-        # K of the next rounds, and whether they are trials.
-        self._plan: deque[tuple[int, bool]] = deque()
-        # Candidates that are tried, until their times arrive: how many rounds have none so far.
-        self._waiting: dict[int, int] = {}
-        # Those whose eager rounds are bound by the host, which tells nothing about captured ones.
-        self._in_vain: set[int] = set()
+        self._plan: deque[int] = deque()
+        # Candidates that were tried, until their times arrive.
+        self._waiting: set[int] = set()
         self._since_try = 0
         self._spent = self._elapsed = 0.0
         self._is_upwards = False
@@ -175,16 +163,13 @@ class AutoDrafts:
             self._plan.extend(self._tries())
         if self._plan:
             self._since_try = 0
-            num_drafts, self.is_trial = self._plan.popleft()
-            return num_drafts
+            return self._plan.popleft()
         self._since_try += 1
-        self.is_trial = False
         return self._current
 
     def refuse(self, num_drafts: int) -> None:
         """Take `num_drafts` from the candidates."""
         self._candidates.remove(num_drafts)
-        self._waiting.pop(num_drafts, None)
         self._plan.clear()
         if self._current == num_drafts:
             self._current = min(self._candidates, key=lambda one: abs(one - num_drafts))
@@ -193,12 +178,8 @@ class AutoDrafts:
         """Take the time of a round."""
         self._times.add(num_drafts, milliseconds, is_typical)
         self._elapsed += milliseconds
-        if num_drafts in self._waiting:
-            self._waiting[num_drafts] += 1
-            if is_typical or self._waiting[num_drafts] == _ROUNDS_TO_TRY:
-                del self._waiting[num_drafts]
-                if not is_typical:
-                    self._in_vain.add(num_drafts)
+        if is_typical:
+            self._waiting.discard(num_drafts)
 
     def _rate(self, num_drafts: int) -> float:
         """Tokens a millisecond and row."""
@@ -208,40 +189,25 @@ class AutoDrafts:
         known = [one for one in self._candidates if one in self._times]
         if not known:
             return
-        if self._current not in self._times:
-            self._current = max(known, key=self._rate)
-            return
-        rate = self._rate(self._current)
-        for best in sorted(known, key=self._rate, reverse=True):
-            if self._rate(best) <= (1 + _HYSTERESIS) * rate:
-                return
-            if self._gain(best, rate) > self._price(best):
-                self._current = best
-                return
+        best = max(known, key=self._rate)
+        if self._current not in self._times or self._rate(best) > (1 + _HYSTERESIS) * self._rate(self._current):
+            self._current = best
 
-    def _gain(self, num_drafts: int, rate: float) -> float:
-        """Milliseconds that rounds of `num_drafts` may save, of those that rounds of `rate` take.
-
-        In the time that is left, or, if more calls follow, as much as has passed.
-        """
-        share = 1 - rate / max(self._rate(num_drafts), rate)
-        return share * max(self._tokens_left() / rate, self._times.total)
-
-    def _tries(self) -> Sequence[tuple[int, bool]]:
-        """Rounds of a K that is worth trying, if there is one, and whether they are trials."""
+    def _tries(self) -> Sequence[int]:
+        """Rounds of a K that is worth trying, if there is one."""
         if self._current not in self._times:
             return ()
         rate = self._rate(self._current)
         unknown = [one for one in self._candidates if one not in self._times and one not in self._waiting]
         found = max(unknown, key=self._rate, default=None)
         if found is not None:
-            price = self._price(found)
-            is_trial = price > 0 and found not in self._in_vain
-            cost = (_EAGER_SHARE if is_trial else 1) * price + _ROUNDS_TO_TRY * self._loss(found, rate)
-            is_better = self._rate(found) > (1 + _HYSTERESIS) * rate
-            if is_better and _CONFIDENCE * self._gain(found, rate) > cost:
-                self._waiting[found] = 0
-                return [(found, is_trial)] * _ROUNDS_TO_TRY
+            share = 1 - rate / max(self._rate(found), rate)
+            # What it may gain in the time that is left, or, if more calls follow, that has passed.
+            gain = share * max(self._tokens_left() / rate, self._times.total)
+            cost = self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate)
+            if share > _HYSTERESIS and _CONFIDENCE * gain > cost:
+                self._waiting.add(found)
+                return [found] * _ROUNDS_TO_TRY
         if self._since_try < _ROUNDS_BETWEEN:
             return ()
         self._waiting.clear()  # none of their rounds was timed
@@ -256,7 +222,7 @@ class AutoDrafts:
         if self._spent + loss > _BUDGET * self._elapsed:
             return ()
         self._spent += loss
-        return [(again, self._price(again) > 0)] * _ROUNDS_TO_RETRY
+        return [again] * _ROUNDS_TO_RETRY
 
     def _loss(self, num_drafts: int, rate: float) -> float:
         """Milliseconds that a round of `num_drafts` is expected to cost more than the same tokens at `rate`."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel
 
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
-from ..patching.experts import capturable_experts
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
@@ -29,9 +27,6 @@ from .sessions import Session, SessionKey, sessions_of
 
 # Rounds after which the processes that run one model together agree on times, by a broadcast that waits for the GPU.
 ROUNDS_TO_AGREE = 8
-
-# Bytes that an eager round takes for a token and an entry of the vocabulary: logits, scores, probabilities and copies.
-ROUND_BYTES = 16
 
 
 def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> Shape:
@@ -81,10 +76,6 @@ class SharedClock:
     @property
     def current(self) -> int:
         return self._drafts.current
-
-    @property
-    def is_trial(self) -> bool:
-        return self._drafts.is_trial
 
     def next(self) -> int:
         return self._drafts.next()
@@ -193,9 +184,7 @@ class SessionLease:
         with spanning(session.state, key[-1]):
             captured = capture_round(session, self._target(), self._target.drafter, process)
         session.rounds.add(key, captured)
-        # The same on all processes that run one model together.
-        seconds = torch.tensor(time.perf_counter() - start)
-        session.capture_seconds = float(from_first_rank(seconds, self._target.model))
+        session.capture_seconds = time.perf_counter() - start
 
     def captured_round(self, process: BlockProcessor, num_drafts: int) -> CapturedRound | None:
         """The captured round; None if rounds run eagerly."""
@@ -230,35 +219,25 @@ class SessionLease:
         return Stage(self.session.state, prepare, run, drafts)
 
     def _price(self, process: BlockProcessor, num_drafts: int) -> float:
-        """Milliseconds that it takes to capture such rounds; 0 where they are."""
-        return 1e3 * self.session.capture_seconds if self.lacks_round(process, num_drafts) else 0.0
+        """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""
+        if not self.lacks_round(process, num_drafts):
+            return 0.0
+        return 1e3 * float(from_first_rank(torch.tensor(self.session.capture_seconds), self._target.model))
 
-    def _prepare(self, process: BlockProcessor, num_drafts: int, is_trial: bool) -> bool:
+    def _prepare(self, process: BlockProcessor, num_drafts: int) -> bool:
         """Get ready for a round of `num_drafts`; returns whether there is memory for it."""
         # First, as a capture runs such a round, which reads a block of its own width.
         if num_drafts + 1 < self.session.state.block_width:
             self._catch_up()
         if self.lacks_round(process, num_drafts):
             try:
-                if is_trial:
-                    self._require_memory(num_drafts)
-                else:
-                    self.capture_round(process, num_drafts)
+                self.capture_round(process, num_drafts)
             except torch.OutOfMemoryError:
                 # Processes that run one model together need the same rounds.
                 if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
                     raise
                 return False
         return True
-
-    def _require_memory(self, num_drafts: int) -> None:
-        """Let torch have memory for what an eager round of `num_drafts` takes most of it for.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough.
-        """
-        logits = self.session.state.prompt_logits
-        torch.empty(ROUND_BYTES * (num_drafts + 1) * logits.numel(), dtype=torch.uint8, device=logits.device)
 
     def _run(self, process: BlockProcessor, num_drafts: int) -> tuple:
         """A round of `num_drafts`, captured or eagerly, see `run_round`."""
@@ -267,11 +246,7 @@ class SessionLease:
         if captured is not None:
             results = captured(process)
         else:
-            target, drafter = self._target(), self._target.drafter
-            # Where rounds are captured, this is a trial, to be run as they are.
-            is_trial = self.lacks_round(process, num_drafts)
-            with capturable_experts(target.model, drafter) if is_trial else nullcontext():
-                results = run_round(state, target, drafter, process)
+            results = run_round(state, self._target(), self._target.drafter, process)
         state.block_width = num_drafts + 1
         return results
 

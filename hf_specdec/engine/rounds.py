@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,6 @@ from .auto_drafts import RoundTimes
 from .cuda_graphs import RoundClock
 from .target import Target
 from .transcript import Transcript
-
-# An eager round that takes so many times as long as the host takes to launch it is bound by the device.
-LEAST_SHARE = 1.2
 
 
 def run_round(
@@ -211,10 +207,6 @@ class NumDrafts(Protocol):
     def current(self) -> int:
         """K of most rounds at the moment."""
 
-    @property
-    def is_trial(self) -> bool:
-        """Whether the round that `next` has told is run eagerly, to learn how long it takes."""
-
     def next(self) -> int:
         """K of the next round."""
 
@@ -237,8 +229,6 @@ class FixedDrafts:
     num_drafts: int
     times: RoundTimes
 
-    is_trial = False
-
     @property
     def current(self) -> int:
         return self.num_drafts
@@ -259,24 +249,20 @@ class Stage:
 
     Attributes:
         state: prefilled, or without unfinished rows.
-        prepare: gets ready for a round of the number of drafts that it is given, which is a trial or not; returns
-            whether that is possible.
+        prepare: gets ready for a round of the number of drafts that it is given; returns whether that is possible.
         run: runs `run_round` with that number of drafts, eagerly or captured.
         drafts: decides how many drafts a round has.
     """
 
     state: DecodeState
-    prepare: Callable[[int, bool], bool]
+    prepare: Callable[[int], bool]
     run: Callable[[int], tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]]
     drafts: NumDrafts
 
 
 @dataclass
 class _Launched:
-    """A round whose results have not been read, or first tokens, which have no `start` and no `end`.
-
-    One that took no more than `least` milliseconds is not typical.
-    """
+    """A round whose results have not been read, or first tokens, which have no `start` and no `end`."""
 
     num_drafts: int
     is_typical: bool
@@ -285,7 +271,6 @@ class _Launched:
     occupants: Any
     report: RoundReport
     records: dict[str, torch.Tensor | None]
-    least: float = 0.0
 
 
 class RoundLoop:
@@ -346,20 +331,18 @@ class RoundLoop:
         # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
         before = self._rows.longest() + sum(one.num_drafts + 1 for one in self._launched)
         stage.state.live = before + num_drafts
-        while not stage.prepare(num_drafts, stage.drafts.is_trial):
+        while not stage.prepare(num_drafts):
             stage.drafts.refuse(num_drafts)
             num_drafts = stage.drafts.next()
             stage.state.live = before + num_drafts
         is_typical = last is not None and last[0] == num_drafts
         start = last[1] if is_typical else self._clock.mark()
-        on_host = time.perf_counter()
         result, scores, logits = stage.run(num_drafts)
-        on_host, end = 1e3 * (time.perf_counter() - on_host), self._clock.mark()
+        end = self._clock.mark()
         records = {"scores": scores, "logits": logits}
         report = RoundReport(result)
         occupants = self._rows.occupants()
-        least = LEAST_SHARE * on_host if stage.drafts.is_trial else 0.0
-        self._launched.append(_Launched(num_drafts, is_typical, start, end, occupants, report, records, least))
+        self._launched.append(_Launched(num_drafts, is_typical, start, end, occupants, report, records))
         self._last = num_drafts, end
 
     def _read_results(self, rounds_ahead: int) -> None:
@@ -371,7 +354,7 @@ class RoundLoop:
                 continue
             self._rows.take(one.occupants, *one.report.read(), **one.records)
             milliseconds = self._clock.milliseconds(one.start, one.end)
-            self._stage.drafts.ran(one.num_drafts, milliseconds, one.is_typical and milliseconds > one.least)
+            self._stage.drafts.ran(one.num_drafts, milliseconds, one.is_typical)
 
 
 class CallRows:
