@@ -39,6 +39,7 @@ from .op_choice import (
     is_batch_invariant,
     is_for_triton,
     note_attended,
+    noting_attended,
     references,
     register_op,
 )

@@ -14,8 +14,6 @@ def vary_drafts(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]) -> list
     asked: list[int] = []
 
     class Numbers:
-        is_trial = False
-
         def __init__(self, most: int, times: RoundTimes):
             self.current = self._most = most
             self._numbers = itertools.cycle(numbers)
