@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -67,6 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules live as long as the process: garbage collection need not go through them again and again."""
+    """Modules live as long as the process: garbage collection need not go through them again and again, nor need
+    Triton's interpreter."""
     gc.collect()
     gc.freeze()
+    if "triton.runtime.interpreter" in sys.modules:
+        from interpreter import remember_builtins
+
+        remember_builtins()

@@ -72,6 +72,10 @@ def test_prompts_of_fewer_tokens_than_modules(at):
     assert all(row.accepted > 0 for row in drafter.stats.rows)
 
 
+# What `theirs` returned, by the checkpoint and the seed of the prompt.
+THEIRS = {}
+
+
 @pytest.mark.core_for(engine=["static"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_same_proposals_and_same_text(monkeypatch, at, engine):
@@ -82,9 +86,12 @@ def test_same_proposals_and_same_text(monkeypatch, at, engine):
     for seed in range(num_cases(3, 2)):
         inputs = padded_prompts([7], seed=seed)
         options = {"do_sample": False, "max_new_tokens": 48}
-        text, their_drafts = theirs(monkeypatch, target, inputs, options)
+        if (key := (at.folder, seed)) not in THEIRS:
+            THEIRS[key] = theirs(monkeypatch, target, inputs, options)
+            assert torch.equal(target.generate(**inputs, **options), THEIRS[key][0])
+        text, their_drafts = THEIRS[key]
         our_text, our_drafts = ours(monkeypatch, target, drafter, inputs, options)
-        assert torch.equal(our_text, text) and torch.equal(target.generate(**inputs, **options), text)
+        assert torch.equal(our_text, text)
         accepted += drafter.stats.accepted
         # Theirs drafts nothing before the target's first pass, and may be out of step with ours after it.
         drafted_for = [length for length in their_drafts if their_drafts[length] and length in our_drafts]

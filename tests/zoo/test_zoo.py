@@ -6,6 +6,7 @@ import pytest
 import transformers
 import zoo
 import zoo_models
+from case_counts import tries_all
 from model_state import unchecked
 from transformers import AutoConfig
 from transformers.integrations import sdpa_attention
@@ -57,7 +58,7 @@ def check(outcome: zoo.Outcome) -> None:
 def run(name: str) -> zoo.Outcome:
     if not hasattr(transformers, name.split()[0]):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    return zoo.run(name)
+    return zoo.run(name, brief=not tries_all)
 
 
 @pytest.mark.parametrize("name", STATIC)
