@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, compress
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -110,16 +112,16 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
     contents = _Contents()
     attributes = list(map(vars, modules))
     kinds = list(map(type, modules))
-    by_kind: dict[type, list[dict]] = {}
+    by_kind: defaultdict[type, list[dict]] = defaultdict(list)
     for kind, one in zip(kinds, attributes, strict=True):
-        by_kind.setdefault(kind, []).append(one)
+        by_kind[kind].append(one)
     values = [_values_of(kind, alike, contents) for kind, alike in by_kind.items()]
-    children = [one["_modules"] for one in attributes]
+    children = list(map(itemgetter("_modules"), attributes))
     names = list(chain.from_iterable(children))
     # A child is among `modules`, which a fingerprint compares by references: the same `id` is the same module.
     ids = [id(child) for some in children if some for child in some.values()]
     forwards = [(contents.of(kind.forward), contents.of(kind.__call__)) for kind in by_kind]
-    functions = list(map(contents.of, functions_of(files_of(by_kind))))
+    functions = list(map(weakref.ref, functions_of(files_of(by_kind))))  # equal only if they are identical
     return kinds, values, list(map(len, children)), names, ids, forwards, functions, contents.of_objects
 
 
@@ -127,35 +129,43 @@ def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Content
     """Names and values of the attributes of modules of class `kind` that a forward pass may read: a tuple of each
     attribute's values, if all have the same ones, as is so with most classes; else of each module.
     """
-    count, names, values_of = _layout(kind, *attributes[0])
+    layout = _layout(kind, *attributes[0])
     # If the number is the same and all names are there, there are no others.
     try:
-        if set(map(len, attributes)) != {count}:
+        if set(map(len, attributes)) != {layout.count}:
             raise KeyError
-        values = list(map(values_of, attributes))
+        values = list(map(layout.values_of, attributes))
     except KeyError:
         layouts = [_layout(kind, *one) for one in attributes]
-        values = [layout[2](one) for layout, one in zip(layouts, attributes, strict=True)]
-        if any(layout[1] != names for layout in layouts):
-            return [(layout[1], contents.of_column(one)) for layout, one in zip(layouts, values, strict=True)]
-    return [names, *map(contents.of_column, zip(*values, strict=True))]
+        values = [one.values_of(of_one) for one, of_one in zip(layouts, attributes, strict=True)]
+        if any(one.names != layout.names for one in layouts):
+            return [(one.names, contents.of_column(of_one)) for one, of_one in zip(layouts, values, strict=True)]
+    columns = list(zip(*values, strict=True))
+    layout.plain = plain = list(map(_if_plain, columns, layout.plain))
+    return [
+        layout.names,
+        *(contents.of_column(one) if known is None else known for one, known in zip(columns, plain, strict=True)),
+    ]
+
+
+def _if_plain(values: tuple[Any, ...], known: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """`values` if all of them are compared as they are, else None; `known` is what was returned for earlier ones."""
+    try:
+        if known is not None and values == known:  # as their fingerprints would be
+            return known
+    except Exception:  # a value may raise anything, and is no plain one then
+        return None
+    return values if _PLAIN_VALUES.issuperset(map(type, values)) else None
 
 
 def weights_of(modules: Iterable[nn.Module]) -> tuple:
     """Addresses, shapes, strides and dtypes of parameters and buffers of `modules`: all that a graph has baked in."""
-    names: list[str] = []
-    tensors: list[torch.Tensor | None] = []
-    for module in modules:
-        attributes = module.__dict__
-        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-        if parameters:
-            names += parameters
-            tensors += parameters.values()
-        if buffers:
-            names += buffers
-            tensors += buffers.values()
+    attributes = list(map(vars, modules))
+    owned = [one for name in ("_parameters", "_buffers") for one in map(itemgetter(name), attributes) if one]
+    names = list(chain.from_iterable(owned))
+    tensors = list(chain.from_iterable([one.values() for one in owned]))
     has_tensor = [tensor is not None for tensor in tensors]
-    return names, has_tensor, _places([tensor for tensor in tensors if tensor is not None])
+    return names, has_tensor, _places(list(compress(tensors, has_tensor)))
 
 
 def _places(tensors: list[torch.Tensor]) -> tuple:
@@ -186,20 +196,33 @@ def torch_settings(device: torch.device) -> tuple:
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ...], Callable[[dict], tuple]]:
-    """How to read modules of class `kind` with these `attributes`.
+@dataclass
+class _Layout:
+    """How to read modules of one class with certain attributes.
 
-    Returns:
-        the number of attributes, the sorted names of those that a forward pass may read, and a function that takes
-        their values from a module's `__dict__` or raises `KeyError`.
+    Attributes:
+        count: how many attributes there are.
+        names: those that a forward pass may read, sorted.
+        values_of: takes their values from a module's `__dict__`, and then one more, or raises `KeyError`.
+        plain: for each the values of the modules that were read last, if all are compared as they are.
     """
+
+    count: int
+    names: tuple[str, ...]
+    values_of: Callable[[dict], tuple]
+    plain: list[tuple[Any, ...] | None]
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(kind: type[nn.Module], *attributes: str) -> _Layout:
+    """How to read modules of class `kind` with these `attributes`."""
     unread = _OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
     if issubclass(kind, PreTrainedModel):
         unread |= _OF_EVERY_MODEL
     names = sorted(set(attributes) - unread)
     # Of a single name `itemgetter` would make no tuple.
-    return len(attributes), tuple(names), itemgetter(*(names or ["training"]), "training")
+    read = *(names or ["training"]), "training"
+    return _Layout(len(attributes), tuple(names), itemgetter(*read), [None] * len(read))
 
 
 class _Held(NamedTuple):
