@@ -6,8 +6,7 @@ import functools
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import chain, compress
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ..parallel.tensor_parallel import local_shard
+from ..patching.hidden_states import ModuleTree
 from ..patching.linear import PLAIN_WEIGHTS
 from ..patching.variants import Identity, files_of, functions_of
 
@@ -87,22 +87,21 @@ class Fingerprint(NamedTuple):
         return self.modules == now.modules and self.weights != now.weights
 
 
-def fingerprint(modules: Sequence[nn.Module], device: torch.device) -> Fingerprint:
-    """The fingerprint of `modules`, which compute on `device`.
+def fingerprint(tree: ModuleTree, device: torch.device) -> Fingerprint:
+    """The fingerprint of modules, which compute on `device`.
 
     To be taken while the modules are not patched: patching changes how they compute, and may move weights for good.
 
     Args:
-        modules: all modules of target and drafter, see `hidden_states.modules_of`.
+        tree: all modules of target and drafter.
         device: of the graphs.
     """
-    return Fingerprint(
-        tuple(map(weakref.ref, modules)), behaviour_of(modules), weights_of(modules), torch_settings(device)
-    )
+    modules = tuple(map(weakref.ref, tree.modules))
+    return Fingerprint(modules, behaviour_of(tree), weights_of(tree), torch_settings(device))
 
 
-def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
-    """How `modules` compute except for their weights: classes, names of children and attributes, values of attributes,
+def behaviour_of(tree: ModuleTree) -> tuple:
+    """How modules compute except for their weights: classes, names of children and attributes, values of attributes,
     and the functions of their files.
 
     Compared by value are numbers, strings and the like, containers of them, and the attributes of objects such as
@@ -110,8 +109,7 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
     no forward pass reads in `unread_attributes`.
     """
     contents = _Contents()
-    attributes = list(map(vars, modules))
-    kinds = list(map(type, modules))
+    attributes, kinds = tree.attributes, list(map(type, tree.modules))
     by_kind: defaultdict[type, list[dict]] = defaultdict(list)
     for kind, one in zip(kinds, attributes, strict=True):
         by_kind[kind].append(one)
@@ -129,39 +127,24 @@ def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Content
     """Names and values of the attributes of modules of class `kind` that a forward pass may read: a tuple of each
     attribute's values, if all have the same ones, as is so with most classes; else of each module.
     """
-    layout = _layout(kind, *attributes[0])
+    count, names, values_of = _layout(kind, *attributes[0])
     # If the number is the same and all names are there, there are no others.
     try:
-        if set(map(len, attributes)) != {layout.count}:
+        if set(map(len, attributes)) != {count}:
             raise KeyError
-        values = list(map(layout.values_of, attributes))
+        values = list(map(values_of, attributes))
     except KeyError:
         layouts = [_layout(kind, *one) for one in attributes]
-        values = [one.values_of(of_one) for one, of_one in zip(layouts, attributes, strict=True)]
-        if any(one.names != layout.names for one in layouts):
-            return [(one.names, contents.of_column(of_one)) for one, of_one in zip(layouts, values, strict=True)]
-    columns = list(zip(*values, strict=True))
-    layout.plain = plain = list(map(_if_plain, columns, layout.plain))
-    return [
-        layout.names,
-        *(contents.of_column(one) if known is None else known for one, known in zip(columns, plain, strict=True)),
-    ]
+        values = [layout[2](one) for layout, one in zip(layouts, attributes, strict=True)]
+        if any(layout[1] != names for layout in layouts):
+            return [(layout[1], contents.of_column(one)) for layout, one in zip(layouts, values, strict=True)]
+    return [names, *map(contents.of_column, zip(*values, strict=True))]
 
 
-def _if_plain(values: tuple[Any, ...], known: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """`values` if all of them are compared as they are, else None; `known` is what was returned for earlier ones."""
-    try:
-        if known is not None and values == known:  # as their fingerprints would be
-            return known
-    except Exception:  # a value may raise anything, and is no plain one then
-        return None
-    return values if _PLAIN_VALUES.issuperset(map(type, values)) else None
-
-
-def weights_of(modules: Iterable[nn.Module]) -> tuple:
-    """Addresses, shapes, strides and dtypes of parameters and buffers of `modules`: all that a graph has baked in."""
-    attributes = list(map(vars, modules))
-    owned = [one for name in ("_parameters", "_buffers") for one in map(itemgetter(name), attributes) if one]
+def weights_of(tree: ModuleTree) -> tuple:
+    """Addresses, shapes, strides and dtypes of parameters and buffers of modules: all that a graph has baked in."""
+    pairs = map(itemgetter("_parameters", "_buffers"), tree.attributes)
+    owned = list(filter(None, chain.from_iterable(pairs)))
     names = list(chain.from_iterable(owned))
     tensors = list(chain.from_iterable([one.values() for one in owned]))
     has_tensor = [tensor is not None for tensor in tensors]
@@ -196,33 +179,20 @@ def torch_settings(device: torch.device) -> tuple:
     )
 
 
-@dataclass
-class _Layout:
-    """How to read modules of one class with certain attributes.
-
-    Attributes:
-        count: how many attributes there are.
-        names: those that a forward pass may read, sorted.
-        values_of: takes their values from a module's `__dict__`, and then one more, or raises `KeyError`.
-        plain: for each the values of the modules that were read last, if all are compared as they are.
-    """
-
-    count: int
-    names: tuple[str, ...]
-    values_of: Callable[[dict], tuple]
-    plain: list[tuple[Any, ...] | None]
-
-
 @functools.lru_cache(maxsize=1024)
-def _layout(kind: type[nn.Module], *attributes: str) -> _Layout:
-    """How to read modules of class `kind` with these `attributes`."""
+def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ...], Callable[[dict], tuple]]:
+    """How to read modules of class `kind` with these `attributes`.
+
+    Returns:
+        the number of attributes, the sorted names of those that a forward pass may read, and a function that takes
+        their values from a module's `__dict__` or raises `KeyError`.
+    """
     unread = _OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
     if issubclass(kind, PreTrainedModel):
         unread |= _OF_EVERY_MODEL
     names = sorted(set(attributes) - unread)
     # Of a single name `itemgetter` would make no tuple.
-    read = *(names or ["training"]), "training"
-    return _Layout(len(attributes), tuple(names), itemgetter(*read), [None] * len(read))
+    return len(attributes), tuple(names), itemgetter(*(names or ["training"]), "training")
 
 
 class _Held(NamedTuple):

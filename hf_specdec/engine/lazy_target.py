@@ -42,9 +42,8 @@ class LazyTarget:
         self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = (), tree: ModuleTree | None = None
     ):
         self.model, self.drafter = model, drafter
-        tree = (ModuleTree.of(model) if tree is None else tree).with_model(drafter)
-        self.modules = tree.modules
-        self.has_hooks = has_hooks(tree.hooked)
+        self._tree = (ModuleTree.of(model) if tree is None else tree).with_model(drafter)
+        self.has_hooks = has_hooks(self._tree.hooked)
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None
@@ -86,7 +85,7 @@ class LazyTarget:
         known = pool.patches_of(before) if is_told else ()
         patched = self._enter(known)
         if not known:  # looking it up may move weights
-            self._fingerprint = before._replace(weights=weights_of(self.modules))
+            self._fingerprint = before._replace(weights=weights_of(self._tree))
             if is_told:
                 pool.keep_patches(self._fingerprint, patched.patches)
         return patched
@@ -95,7 +94,7 @@ class LazyTarget:
     def fingerprint(self) -> Fingerprint:
         """Of target and drafter as they are unpatched, with the weights where they are now."""
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.modules, self.model.device)
+            self._fingerprint = fingerprint(self._tree, self.model.device)
         return self._fingerprint
 
     @property

@@ -89,8 +89,8 @@ class StaticRun:
         # K of the first rounds.
         self._num_drafts = first_k(request, shape)
         self._remaining, self._seeds = request.remaining, request.seeds
-        is_packed = can_pack(self._target)
-        margin = margin_of(self._target, shape.num_draft_tokens) if is_packed else None
+        is_packed = request.batch == 1 or can_pack(self._target)
+        margin = margin_of(self._target, shape.num_draft_tokens) if is_packed and request.batch > 1 else None
         self._waves = waves_of_call(request, margin)
         self._equal = None if is_packed else EqualPrompts.of(request, self._target)
 

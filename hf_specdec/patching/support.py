@@ -56,11 +56,14 @@ _NOT_SETTINGS = frozenset(
 
 
 class _Thread(threading.local):
-    # By the `id` of a configuration, with it: its settings; None outside of `settings_read_once`.
-    settings: dict[int, tuple[PreTrainedConfig, tuple[Hashable, ...]]] | None = None
+    # By the `id` of a configuration, with it: its number, see `settings_of`; None outside of `settings_read_once`.
+    settings: dict[int, tuple[PreTrainedConfig, int]] | None = None
 
 
 _thread = _Thread()
+# Of settings; numbers are compared in no time.
+_numbers: dict[Hashable, int] = {}
+_next_number = itertools.count()
 
 
 @contextmanager
@@ -73,17 +76,21 @@ def settings_read_once() -> Iterator[None]:
         _thread.settings = before
 
 
-def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
-    """The entries of `config` that determine how its model computes, hashable."""
+def settings_of(config: PreTrainedConfig) -> int:
+    """A number for the entries of `config` that determine how its model computes, equal for equal ones."""
     known = _thread.settings
-    if known is None:
-        return _read_settings(config)
-    if id(config) not in known:
-        known[id(config)] = config, _read_settings(config)
-    return known[id(config)][1]
+    if known is not None and id(config) in known:
+        return known[id(config)][1]
+    settings = _read_settings(config)
+    number = _numbers.get(settings)
+    number = keep(_numbers, settings, next(_next_number)) if number is None else number
+    if known is not None:
+        known[id(config)] = config, number
+    return number
 
 
 def _read_settings(config: PreTrainedConfig) -> tuple[Hashable, ...]:
+    """The entries of `config` that determine how its model computes, hashable."""
     settings: list[Hashable] = [type(config)]
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
