@@ -402,7 +402,8 @@ class DecodeState:
         committed = torch.minimum(result.committed, remaining)
         ends = (result.tokens[..., None] == self.eos[:, None]).any(dim=-1) & (steps < committed[:, None])
         has_ended = ends.any(dim=1)
-        committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
+        if len(steps) > 1:  # else a row that has ended commits its one token
+            committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
 
         slots = torch.where(steps < committed[:, None], self.lengths[:, None] + steps, self.dummy_slot)
         self.tokens.scatter_(1, slots, result.tokens)
