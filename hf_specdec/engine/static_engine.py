@@ -56,11 +56,11 @@ class StaticRun:
 
     Args:
         request: to run.
-        tree: of its target, as it is now.
+        tree: of its target, as it is now, if there is one.
     """
 
     @settings_read_once()
-    def __init__(self, request: Request, tree: ModuleTree):
+    def __init__(self, request: Request, tree: ModuleTree | None = None):
         self._request = request
         kept = [name for name in ("scores", "logits", "hidden_states") if request.keeps(name)]
         self._first_pass = None if request.inputs is None else FirstPass(request, "hidden_states" in kept)
