@@ -56,8 +56,7 @@ def commit_first_token(
     Returns:
         what was committed, the processed scores and the logits, as `run_round`, with one column.
     """
-    proposal, logits = no_drafts(state), state.prompt_logits[:, None]
-    block = state.last_tokens()
+    proposal, logits, block = no_drafts(state), state.prompt_logits[:, None], state.last_tokens()
     scores = process(logits, block, state)
     result = verify(scores, state, proposal)
     if known is not None:
@@ -66,8 +65,8 @@ def commit_first_token(
         committed = torch.zeros_like(result.committed)
         committed[rows] = result.committed[rows]
         result = result._replace(committed=committed)
-    result = state.commit(result)
-    width, kept = state.first_block_width, state.result
+    result, kept = state.commit(result), state.result
+    width = state.first_block_width
     kept.tokens[rows, :width] = torch.cat([block, result.tokens], dim=1)[rows, -width:]
     kept.accepted[rows], kept.committed[rows] = width - 1, result.committed[rows] * width
     state.block_width = max(state.block_width, width)
