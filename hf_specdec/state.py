@@ -12,37 +12,7 @@ import torch
 from .kernels.types import NO_TOP_K, SamplingSettings, VerificationResult
 from .patching.cache import LayerKind, RaggedCache
 from .patching.packed_cache import PackedCache
-
-# Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
-NO_TOKEN = -1
-
-# Buffers of `DecodeState` with an entry for each row, apart from tokens and caches.
-_OF_ROWS = (
-    "lengths",
-    "limits",
-    "finished",
-    "eos",
-    "seeds",
-    "row_temperatures",
-    "row_top_k",
-    "row_tail",
-    "cached",
-    "draft_starts",
-    "position_offsets",
-    "prompt_lengths",
-    "ahead",
-)
-# What those of a row are, unless a call or a request says otherwise.
-_NEW_ROW = {
-    "eos": NO_TOKEN,
-    "row_temperatures": 1.0,
-    "row_top_k": NO_TOP_K,
-    "row_tail": 0.0,
-    "cached": 0,
-    "draft_starts": 0,
-    "position_offsets": 0,
-    "ahead": 0,
-}
+from .row_buffers import NEW_ROW, NO_TOKEN, OF_ROWS, fill_rows, upload
 
 
 class Shape(NamedTuple):
@@ -207,23 +177,29 @@ class DecodeState:
             row_temperatures: `[len(prompts)]` float32; 1 for all if None.
             cached, draft_starts, position_offsets, ahead: of each prompt; 0 for all if None.
         """
-        self.clear()
+        self._clear_texts()
         self.set_temperature(temperature)
-        count = len(prompts)
-        self.admit(list(range(count)), prompts, max_new_tokens, seeds, eos)
-        if row_temperatures is not None:
-            self.row_temperatures[:count] = row_temperatures
+        count, lengths = len(prompts), list(map(len, prompts))
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = prompt
+        self.finished[:count] = False
+        more = [max_new_tokens] * count if isinstance(max_new_tokens, int) else max_new_tokens
         given = {
+            "lengths": lengths,
+            "prompt_lengths": lengths,
+            "limits": [length + new for length, new in zip(lengths, more, strict=True)],
+            "seeds": seeds.tolist(),
             "cached": cached,
             "draft_starts": draft_starts,
             "position_offsets": position_offsets,
             "ahead": ahead,
         }
-        for name, values in given.items():
-            buffer = getattr(self, name)
-            if values is not None:
-                buffer[:count] = upload(values, buffer)
-        self.live = max(map(len, prompts))
+        fill_rows(self, {name: values for name, values in given.items() if values is not None})
+        if row_temperatures is not None:
+            self.row_temperatures[:count] = row_temperatures
+        if eos is not None:
+            self.eos[:count, : eos.shape[-1]] = eos.to(self.eos.device)
+        self.live = max(lengths)
 
     def admit(
         self,
@@ -240,7 +216,7 @@ class DecodeState:
         self.lengths[at] = self.prompt_lengths[at] = lengths
         self.limits[at] = lengths + upload(max_new_tokens, self.limits)
         self.seeds[at] = seeds.to(self.seeds.device)
-        for name, value in _NEW_ROW.items():
+        for name, value in NEW_ROW.items():
             getattr(self, name)[at] = value
         self.finished[at] = False
         if eos is not None:
@@ -264,11 +240,15 @@ class DecodeState:
 
     def clear(self) -> None:
         """Make all rows finished ones, of one token."""
+        self._clear_texts()
+        fill_rows(self, {})
+
+    def _clear_texts(self) -> None:
+        """As `clear`, but for what `fill_rows` fills."""
         self.tokens.zero_()
-        for buffer in (self.lengths, self.limits, self.prompt_lengths):
-            buffer.fill_(1)
-        for name, value in _NEW_ROW.items():
-            getattr(self, name).fill_(value)
+        self.eos.fill_(NO_TOKEN)
+        self.row_temperatures.fill_(1.0)
+        self.row_tail.zero_()
         self.finished.fill_(True)
         for part in self.result:
             part.zero_()
@@ -300,7 +280,7 @@ class DecodeState:
         """
         taken = slice(len(rows)) if source_rows is None else source_rows
         self.tokens[rows, :slots] = source.tokens[taken, :slots]
-        for name in _OF_ROWS:
+        for name in OF_ROWS:
             getattr(self, name)[rows] = getattr(source, name)[taken]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):
@@ -367,9 +347,13 @@ class DecodeState:
         offsets = self.position_offsets[slots // self.row_slots] if is_packed else self.position_offsets[:, None]
         return torch.where(slots < self.dummy_slot, self._in_row(slots) + offsets, 0)
 
+    def last_tokens(self) -> torch.Tensor:
+        """The last committed token of each row, `[B, 1]`."""
+        return self.tokens.gather(1, (self.lengths - 1)[:, None])
+
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
-        last = self.tokens.gather(1, (self.lengths - 1)[:, None])
+        last = self.last_tokens()
         steps = torch.arange(drafts.shape[1] + 1, device=last.device)
         return torch.cat([last, drafts], dim=1), self.slot_of((self.lengths - 1)[:, None] + steps)
 
@@ -418,7 +402,8 @@ class DecodeState:
         committed = torch.minimum(result.committed, remaining)
         ends = (result.tokens[..., None] == self.eos[:, None]).any(dim=-1) & (steps < committed[:, None])
         has_ended = ends.any(dim=1)
-        committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
+        if len(steps) > 1:  # else a row that has ended commits its one token
+            committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
 
         slots = torch.where(steps < committed[:, None], self.lengths[:, None] + steps, self.dummy_slot)
         self.tokens.scatter_(1, slots, result.tokens)
@@ -435,13 +420,3 @@ class PromptRecords(Protocol):
 
     def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
         """What the decoder was given in the place of embeddings of the tokens at `slots`, `[B, n, H]`, if recorded."""
-
-
-def upload(values: int | Sequence[int] | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`values` in the dtype and on the device of `like`; a GPU is not waited for."""
-    if isinstance(values, torch.Tensor):
-        host = values.to(like.dtype)
-        host = host.pin_memory() if like.is_cuda else host
-    else:
-        host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
-    return host.to(like.device, non_blocking=True)

@@ -24,6 +24,7 @@ ORDER = [
     "row_ops",
     "patching",
     "parallel",
+    "row_buffers",
     "state",
     "sampling",
     "checkpoints",

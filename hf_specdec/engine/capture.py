@@ -16,7 +16,7 @@ from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
-from ..patching.hidden_states import modules_of
+from ..patching.hidden_states import ModuleTree
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .cuda_graphs import Capture
@@ -143,12 +143,11 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, columns:
 
 
 def _if_possible(what: str, target: Target, drafter: Drafter, capture: Callable[[], _T]) -> _T | None:
-    modules = modules_of(target.model, drafter)
     try:
         with capturable_experts(target.model, drafter):
-            before = behaviour_of(modules)
+            before = behaviour_of(ModuleTree.of(target.model, drafter))
             captured = capture()
-            if behaviour_of(modules) != before:
+            if behaviour_of(ModuleTree.of(target.model, drafter)) != before:
                 raise RuntimeError("its forward pass changes attributes of modules, which a replay would not do")
             return captured
     except torch.OutOfMemoryError:

@@ -16,8 +16,9 @@ import torch
 from ..device_policy import policy_of
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
+from ..row_buffers import NO_TOKEN, upload
 from ..sampling.logits import RowSampling
-from ..state import NO_TOKEN, DecodeState, Shape, upload
+from ..state import DecodeState, Shape
 from ..stats import Counters
 from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two, row_sizes

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..drafters.base import Drafter
+from ..row_buffers import NO_TOKEN, upload
 from ..sampling.processors import BlockProcessor
-from ..state import NO_TOKEN, upload
 from .request import Request
 from .row_request import ContinuousBatching, RowRequest
 from .transcript import DECIDED_BY_TOKENS

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import chain, compress
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ..parallel.tensor_parallel import local_shard
+from ..patching.hidden_states import ModuleTree
 from ..patching.linear import PLAIN_WEIGHTS
 from ..patching.variants import Identity, files_of, functions_of
 
@@ -85,22 +87,21 @@ class Fingerprint(NamedTuple):
         return self.modules == now.modules and self.weights != now.weights
 
 
-def fingerprint(modules: Sequence[nn.Module], device: torch.device) -> Fingerprint:
-    """The fingerprint of `modules`, which compute on `device`.
+def fingerprint(tree: ModuleTree, device: torch.device) -> Fingerprint:
+    """The fingerprint of modules, which compute on `device`.
 
     To be taken while the modules are not patched: patching changes how they compute, and may move weights for good.
 
     Args:
-        modules: all modules of target and drafter, see `hidden_states.modules_of`.
+        tree: all modules of target and drafter.
         device: of the graphs.
     """
-    return Fingerprint(
-        tuple(map(weakref.ref, modules)), behaviour_of(modules), weights_of(modules), torch_settings(device)
-    )
+    modules = tuple(map(weakref.ref, tree.modules))
+    return Fingerprint(modules, behaviour_of(tree), weights_of(tree), torch_settings(device))
 
 
-def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
-    """How `modules` compute except for their weights: classes, names of children and attributes, values of attributes,
+def behaviour_of(tree: ModuleTree) -> tuple:
+    """How modules compute except for their weights: classes, names of children and attributes, values of attributes,
     and the functions of their files.
 
     Compared by value are numbers, strings and the like, containers of them, and the attributes of objects such as
@@ -108,18 +109,17 @@ def behaviour_of(modules: Sequence[nn.Module]) -> tuple:
     no forward pass reads in `unread_attributes`.
     """
     contents = _Contents()
-    attributes = list(map(vars, modules))
-    kinds = list(map(type, modules))
-    by_kind: dict[type, list[dict]] = {}
+    attributes, kinds = tree.attributes, list(map(type, tree.modules))
+    by_kind: defaultdict[type, list[dict]] = defaultdict(list)
     for kind, one in zip(kinds, attributes, strict=True):
-        by_kind.setdefault(kind, []).append(one)
+        by_kind[kind].append(one)
     values = [_values_of(kind, alike, contents) for kind, alike in by_kind.items()]
-    children = [one["_modules"] for one in attributes]
+    children = list(map(itemgetter("_modules"), attributes))
     names = list(chain.from_iterable(children))
     # A child is among `modules`, which a fingerprint compares by references: the same `id` is the same module.
     ids = [id(child) for some in children if some for child in some.values()]
     forwards = [(contents.of(kind.forward), contents.of(kind.__call__)) for kind in by_kind]
-    functions = list(map(contents.of, functions_of(files_of(by_kind))))
+    functions = list(map(weakref.ref, functions_of(files_of(by_kind))))  # equal only if they are identical
     return kinds, values, list(map(len, children)), names, ids, forwards, functions, contents.of_objects
 
 
@@ -141,21 +141,14 @@ def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Content
     return [names, *map(contents.of_column, zip(*values, strict=True))]
 
 
-def weights_of(modules: Iterable[nn.Module]) -> tuple:
-    """Addresses, shapes, strides and dtypes of parameters and buffers of `modules`: all that a graph has baked in."""
-    names: list[str] = []
-    tensors: list[torch.Tensor | None] = []
-    for module in modules:
-        attributes = module.__dict__
-        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-        if parameters:
-            names += parameters
-            tensors += parameters.values()
-        if buffers:
-            names += buffers
-            tensors += buffers.values()
+def weights_of(tree: ModuleTree) -> tuple:
+    """Addresses, shapes, strides and dtypes of parameters and buffers of modules: all that a graph has baked in."""
+    pairs = map(itemgetter("_parameters", "_buffers"), tree.attributes)
+    owned = list(filter(None, chain.from_iterable(pairs)))
+    names = list(chain.from_iterable(owned))
+    tensors = list(chain.from_iterable([one.values() for one in owned]))
     has_tensor = [tensor is not None for tensor in tensors]
-    return names, has_tensor, _places([tensor for tensor in tensors if tensor is not None])
+    return names, has_tensor, _places(list(compress(tensors, has_tensor)))
 
 
 def _places(tensors: list[torch.Tensor]) -> tuple:

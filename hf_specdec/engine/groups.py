@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..state import DecodeState, upload
+from ..row_buffers import upload
+from ..state import DecodeState
 from . import request_rows
 from .lazy_target import LazyTarget
 from .lease import SessionLease, shape_of

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..patching.batch_invariance import batch_invariant
-from ..patching.hidden_states import modules_of
+from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import has_hooks
 from ..patching.patch import Patch, engine, is_anything_replaced
 from .capture import why_not_captured
@@ -29,6 +29,7 @@ class LazyTarget:
         model: the target.
         drafter: bound to it.
         kept: names of what the caller gets of every step, such as scores.
+        tree: of the target, as it is now, if there is one.
 
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
@@ -37,10 +38,12 @@ class LazyTarget:
         key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
 
-    def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
+    def __init__(
+        self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = (), tree: ModuleTree | None = None
+    ):
         self.model, self.drafter = model, drafter
-        self.modules = modules_of(model, drafter)
-        self.has_hooks = has_hooks(self.modules)
+        self._tree = (ModuleTree.of(model) if tree is None else tree).with_model(drafter)
+        self.has_hooks = has_hooks(self._tree.hooked)
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None
@@ -82,7 +85,7 @@ class LazyTarget:
         known = pool.patches_of(before) if is_told else ()
         patched = self._enter(known)
         if not known:  # looking it up may move weights
-            self._fingerprint = before._replace(weights=weights_of(self.modules))
+            self._fingerprint = before._replace(weights=weights_of(self._tree))
             if is_told:
                 pool.keep_patches(self._fingerprint, patched.patches)
         return patched
@@ -91,7 +94,7 @@ class LazyTarget:
     def fingerprint(self) -> Fingerprint:
         """Of target and drafter as they are unpatched, with the weights where they are now."""
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.modules, self.model.device)
+            self._fingerprint = fingerprint(self._tree, self.model.device)
         return self._fingerprint
 
     @property

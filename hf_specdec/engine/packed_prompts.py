@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..drafters.base import Drafter
-from ..state import DecodeState, upload
+from ..row_buffers import upload
+from ..state import DecodeState
 
 # Of rows without positions to prefill.
 _NOWHERE = -(2**31)

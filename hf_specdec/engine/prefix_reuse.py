@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from ..drafters.base import Drafter
 from ..patching.packing import reuses_prefixes
-from ..state import DecodeState, upload
+from ..row_buffers import upload
+from ..state import DecodeState
 from .lazy_target import LazyTarget
 from .packed_prompts import PromptSpan
 from .prefix_index import Match, PrefixIndex

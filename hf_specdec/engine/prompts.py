@@ -84,7 +84,8 @@ class Prompts:
         found = []
         for row, pad in zip(self.input_ids, self.padding, strict=True):
             tokens = row[max(pad - self.hidden, 0) :].to(device)
-            found.append(torch.nn.functional.pad(tokens, (max(self.hidden - pad, 0), 0)))
+            missing = max(self.hidden - pad, 0)
+            found.append(torch.nn.functional.pad(tokens, (missing, 0)) if missing else tokens)
         return found
 
 

@@ -64,6 +64,11 @@ class Request:
         """Rows: prompts times `num_return_sequences`."""
         return len(self.prompts.input_ids)
 
+    @cached_property
+    def device(self) -> torch.device:
+        """Of the target, where it embeds tokens."""
+        return self.model.device
+
     @property
     def max_new_tokens(self) -> int:
         return self.config.max_length - self.prompts.input_ids.shape[1]
@@ -106,9 +111,9 @@ class Request:
         ends = [rule.eos_token_id.flatten() for rule in self.criteria if type(rule) is EosTokenCriteria]
         if not ends or self.pad_token_id is None:
             return None
-        return torch.cat([tokens.to(self.model.device) for tokens in ends])
+        return torch.cat([tokens.to(self.device) for tokens in ends])
 
-    @property
+    @cached_property
     def pad_token_id(self) -> int | None:
         """What rows that end before others continue with; None if plain `generate()` lets them go on instead."""
         if self.config._pad_token_tensor is None or not any(hasattr(rule, "eos_token_id") for rule in self.criteria):

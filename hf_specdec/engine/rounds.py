@@ -56,16 +56,17 @@ def commit_first_token(
     Returns:
         what was committed, the processed scores and the logits, as `run_round`, with one column.
     """
-    proposal, logits = no_drafts(state), state.prompt_logits[:, None]
-    block, _ = state.block(proposal.tokens)
+    proposal, logits, block = no_drafts(state), state.prompt_logits[:, None], state.last_tokens()
     scores = process(logits, block, state)
     result = verify(scores, state, proposal)
     if known is not None:
         result.tokens[rows, 0] = torch.where(known == NO_TOKEN, result.tokens[rows, 0], known)
-    committed = torch.zeros_like(result.committed)
-    committed[rows] = result.committed[rows]
-    result = state.commit(result._replace(committed=committed))
-    width, kept = state.first_block_width, state.result
+    if isinstance(rows, torch.Tensor):
+        committed = torch.zeros_like(result.committed)
+        committed[rows] = result.committed[rows]
+        result = result._replace(committed=committed)
+    result, kept = state.commit(result), state.result
+    width = state.first_block_width
     kept.tokens[rows, :width] = torch.cat([block, result.tokens], dim=1)[rows, -width:]
     kept.accepted[rows], kept.committed[rows] = width - 1, result.committed[rows] * width
     state.block_width = max(state.block_width, width)

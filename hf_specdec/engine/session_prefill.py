@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..patching.packing import packs_prompts
-from ..state import upload
+from ..row_buffers import upload
 from . import buckets
 from .capture import capture_prefill
 from .first_pass import FirstPass

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from ..patching.hidden_states import ModuleTree
 from ..patching.patch import caller
+from ..patching.support import settings_read_once
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
@@ -36,13 +38,13 @@ from .transcript import Transcript
 
 @torch.inference_mode(False)  # whatever the caller's: buffers and weights that are moved outlive the call
 @torch.no_grad()
-def decode(request: Request) -> SpeculativeOutput | torch.Tensor:
+def decode(request: Request, tree: ModuleTree) -> SpeculativeOutput | torch.Tensor:
     """Generate on the static engine: what `generate()` returns, sequences `[B, P + new]` or a `SpeculativeOutput`.
 
     The target of `request` is on one device, in evaluation mode, and of the kinds that the engine supports (see
-    `integration.eligibility`).
+    `integration.eligibility`). Its `tree` is as it is now.
     """
-    run = StaticRun(request)
+    run = StaticRun(request, tree)
     with run:
         run.prepare()
         run.run_rounds()
@@ -54,13 +56,15 @@ class StaticRun:
 
     Args:
         request: to run.
+        tree: of its target, as it is now, if there is one.
     """
 
-    def __init__(self, request: Request):
+    @settings_read_once()
+    def __init__(self, request: Request, tree: ModuleTree | None = None):
         self._request = request
         kept = [name for name in ("scores", "logits", "hidden_states") if request.keeps(name)]
         self._first_pass = None if request.inputs is None else FirstPass(request, "hidden_states" in kept)
-        self._target = LazyTarget(request.model, request.drafter, kept)
+        self._target = LazyTarget(request.model, request.drafter, kept, tree)
         prompts = request.prompts
         self._process = BlockProcessor(
             request.processors,
@@ -85,8 +89,8 @@ class StaticRun:
         # K of the first rounds.
         self._num_drafts = first_k(request, shape)
         self._remaining, self._seeds = request.remaining, request.seeds
-        is_packed = can_pack(self._target)
-        margin = margin_of(self._target, shape.num_draft_tokens) if is_packed else None
+        is_packed = request.batch == 1 or can_pack(self._target)
+        margin = margin_of(self._target, shape.num_draft_tokens) if is_packed and request.batch > 1 else None
         self._waves = waves_of_call(request, margin)
         self._equal = None if is_packed else EqualPrompts.of(request, self._target)
 
@@ -145,7 +149,7 @@ class StaticRun:
         request, offsets = self._request, self._request.position_offsets
         temperatures = request.row_temperatures
         state.begin(
-            prompts.rows(request.model.device),
+            prompts.rows(request.device),
             [self._remaining[row] for row in rows],
             request.eos_token_ids,
             self._seeds[rows],
@@ -176,7 +180,7 @@ class StaticRun:
             if not prompts.cached:
                 return
         else:
-            read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.model.device)
+            read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.device)
         if not (self._target.reads_hidden_states or prompts.hidden):
             self._target()  # which patches the drafter, too
             prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._lease.prefill.chunk_size)

@@ -29,9 +29,9 @@ from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
-from ..patching.hidden_states import modules_of
+from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
-from ..patching.support import has_compressed_layers
+from ..patching.support import has_compressed_layers, settings_read_once
 from ..patching.variants import note_variant
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
@@ -123,11 +123,11 @@ def _why_not_hooks(
 
 
 def _on_static_engine(
-    request: Request, model_kwargs: dict[str, Any], is_continuous: bool
+    request: Request, model_kwargs: dict[str, Any], is_continuous: bool, tree: ModuleTree
 ) -> tuple[Request, str | None]:
     """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
     model, prompts, drafter = request.model, request.prompts, request.drafter
-    obstacle = why_not_static(model, request.config, prompts, model_kwargs)
+    obstacle = why_not_static(model, request.config, prompts, model_kwargs, tree)
     if obstacle is not None:
         return request, obstacle
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
@@ -143,7 +143,7 @@ def _on_static_engine(
         obstacle = why_not()
         if obstacle is not None and why_not(prompts_by_target=True) is None:
             is_by_target, obstacle = True, None
-    hooks = () if drafter.is_equivalence_check else hooks_of(modules_of(model))
+    hooks = () if drafter.is_equivalence_check else hooks_of(tree.hooked)
     if obstacle is not None or not is_by_target:
         if obstacle is None and hooks:
             obstacle = _why_not_hooks(request, model_kwargs, hooks, is_continuous)
@@ -161,14 +161,23 @@ def _on_static_engine(
     return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
 
 
-def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Request, str]:
+@settings_read_once()
+def _choose_engine(
+    request: Request, model_kwargs: dict[str, Any], is_continuous: bool, tree: ModuleTree
+) -> tuple[Request, str]:
     """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
+
+    Args:
+        request: the call.
+        model_kwargs: inputs of the target as prepared by `generate()`.
+        is_continuous: whether it is to run by continuous batching.
+        tree: of the target.
 
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = request.drafter
-    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous)
+    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous, tree)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
@@ -216,7 +225,8 @@ def generate_with_drafter(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     check_prompts(input_ids, mask, model_kwargs)
-    note_variant(model)
+    tree = ModuleTree.of(model)
+    note_variant(model, tree)
     logits_processor = _usable(logits_processor, continuous)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
@@ -240,7 +250,9 @@ def generate_with_drafter(
     if attentions is not None:
         generation_config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
-    request, engine = _choose_engine(request, model_kwargs, continuous is not None)
+    request, engine = _choose_engine(request, model_kwargs, continuous is not None, tree)
+    if engine == "stock" or request.inputs is not None:
+        _make_cache(model, generation_config, model_kwargs)
     request = _for_engine(request, engine)
     if drafter.batch_invariant and not drafter.is_equivalence_check:
         check_batch_invariant(request, engine)
@@ -251,10 +263,18 @@ def generate_with_drafter(
     if tensor_parallel_group(model) is not None:
         check_same_call(model, stopping_criteria, _call_of(request, engine))
     run_stock = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
-    output = _run(request, engine, continuous, run_stock)
+    output = _run(request, engine, continuous, run_stock, tree)
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Put the cache of the call into `model_kwargs`, which `generate()` has left to be made where it is needed."""
+    config._has_drafter = False
+    if config._cache_arguments is not None:
+        args, kwargs = config._cache_arguments
+        model._prepare_cache_for_generation(config, model_kwargs, *args, **kwargs)
 
 
 def _run(
@@ -262,13 +282,14 @@ def _run(
     engine: str,
     continuous: ContinuousBatching | None,
     run_stock: Callable[[Request], GenerateOutput | torch.Tensor],
+    tree: ModuleTree,
 ) -> GenerateOutput | torch.Tensor | ContinuousOutput:
     """What `engine` generates, the stock engine by `run_stock`; the same on all processes that run the target."""
     if continuous is not None:
         _check_continuous(request, engine)
         output = decode_continuously(request, continuous)
     elif engine == "static":
-        output = decode(request)
+        output = decode(request, tree)
     else:
         output = run_stock(request)
     check_same_tokens(request.model, output if isinstance(output, torch.Tensor) else output.sequences)

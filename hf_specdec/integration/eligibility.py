@@ -9,6 +9,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
+from ..patching.hidden_states import ModuleTree
 from ..patching.support import cache_layers, length_limits, why_not_supported
 from ..patching.variants import why_not_known_attention
 
@@ -30,7 +31,11 @@ REPLACED_INPUTS = frozenset(
 
 
 def why_not_static(
-    model: PreTrainedModel, config: GenerationConfig, prompts: Prompts, model_kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    prompts: Prompts,
+    model_kwargs: dict[str, Any],
+    tree: ModuleTree,
 ) -> str | None:
     """The reason why the static engine cannot run this call; None if it can.
 
@@ -39,9 +44,10 @@ def why_not_static(
         config: as prepared by `generate()`.
         prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
+        tree: of `model`.
     """
     return (
-        why_not_supported(model)
+        why_not_supported(model, tree=tree)
         or _why_not_inputs(model)
         or why_not_known_attention(model)
         or _why_not_call(model, config, prompts, model_kwargs)
@@ -154,11 +160,14 @@ def ordinary_offsets(prompts: Prompts, model_kwargs: dict[str, Any]) -> list[int
         return [0] * len(prompts.padding)
     if given.dim() not in (2, 3) or given.shape[-1] != prompts.width:
         return None
-    given = given.cpu().expand(*given.shape[:-2], len(prompts.padding), -1)
-    positions = torch.arange(prompts.width) - torch.tensor(prompts.padding)[:, None]
+    given, columns = given.cpu(), torch.arange(prompts.width)
+    if not any(prompts.padding) and torch.equal(given, columns.expand_as(given)):  # the usual case
+        return [0] * len(prompts.padding)
+    given = given.expand(*given.shape[:-2], len(prompts.padding), -1)
+    positions = columns - torch.tensor(prompts.padding)[:, None]
     last = given.reshape(-1, *given.shape[-2:])[-1, :, -1:]
     offsets = last - positions[:, -1:]
-    is_run = (positions >= 0) & (torch.arange(prompts.width) >= prompts.cached)
+    is_run = (positions >= 0) & (columns >= prompts.cached)
     return offsets[:, 0].tolist() if bool(((given == positions + offsets) | ~is_run).all()) else None
 
 

@@ -19,6 +19,7 @@ from ..drafters.base import Drafter
 from ..engine.cuda_graphs import on_device
 from ..engine.stock_engine import DrafterCandidateGenerator
 from ..patching.patch import engine
+from ..patching.support import CACHE_NAMES
 from ..sampling.randomness import Randomness
 from .continuous import generate_batch
 from .dispatch import UNUSED_SETTINGS, generate_with_drafter
@@ -38,6 +39,7 @@ _RANDOMNESS = tuple(field.name for field in fields(Randomness))
 _ASSISTED_DECODING = GenerationMixin._assisted_decoding
 _EXTRACT_GENERATION_MODE_KWARGS = GenerationMixin._extract_generation_mode_kwargs
 _GET_CANDIDATE_GENERATOR = GenerationMixin._get_candidate_generator
+_PREPARE_CACHE_FOR_GENERATION = GenerationMixin._prepare_cache_for_generation
 _PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
 _VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
 
@@ -66,6 +68,24 @@ def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
     return _GET_CANDIDATE_GENERATOR(self, *args, assistant_model=assistant_model, **kwargs)
 
 
+@functools.wraps(_PREPARE_CACHE_FOR_GENERATION)
+def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    if generation_config._has_drafter and _makes_new_cache(self, generation_config, model_kwargs):
+        # The static engine has one of its own; `generate_with_drafter` makes it for calls that run otherwise.
+        generation_config._cache_arguments = args, kwargs
+        return None
+    return _PREPARE_CACHE_FOR_GENERATION(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _makes_new_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+    """Whether transformers would make a `DynamicCache`, and nothing else reads it before the drafter's call runs."""
+    is_own = type(model)._prepare_cache_for_generation is _prepare_cache_for_generation
+    if not is_own or "_prepare_cache_for_generation" in vars(model) or not model._supports_default_dynamic_cache():
+        return False
+    is_given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+    return not is_given and config.cache_implementation is None and config.use_cache is not False
+
+
 @functools.wraps(_PREPARE_GENERATION_CONFIG)
 def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
     prepared, model_kwargs = _PREPARE_GENERATION_CONFIG(self, generation_config, *args, **kwargs)
@@ -75,6 +95,7 @@ def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
     prepared._asked = {
         name: next((place[name] for place in (*places, own) if place.get(name) is not None), None) for name in _ASKED
     }
+    prepared._has_drafter, prepared._cache_arguments = False, None  # whatever an earlier call has noted
     return prepared, model_kwargs
 
 
@@ -114,6 +135,7 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
         # Left in the model's own settings, by training for example; the text is the same with a cache.
         generation_config.use_cache = True
     check_call(self, drafter, generation_mode, generation_config, synced_gpus)
+    generation_config._has_drafter = True
     if generation_mode_kwargs.get("assistant_tokenizer") is not None:
         raise ValueError(
             "assistant_tokenizer was given, but a drafter reads and says the target's own tokens; expected none. "
@@ -209,6 +231,10 @@ _METHODS: dict[tuple[type, str], tuple[Callable, Callable]] = {
         _extract_generation_mode_kwargs,
     ),
     (GenerationMixin, "_get_candidate_generator"): (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
+    (GenerationMixin, "_prepare_cache_for_generation"): (
+        _PREPARE_CACHE_FOR_GENERATION,
+        _prepare_cache_for_generation,
+    ),
     (GenerationMixin, "_prepare_generation_config"): (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
     (GenerationMixin, "_validate_generation_mode"): (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
     (ContinuousMixin, "generate_batch"): (_GENERATE_BATCH, _generate_batch),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -14,7 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .cache import LayerKind, attention_layers
-from .hidden_states import decoder_layers, find_decoder_layers, modules_of
+from .hidden_states import ModuleTree, decoder_layers, find_decoder_layers, modules_of
 from .length_rope import RopeLimits, rope_limits
 from .recurrent_functions import why_not_replaced
 from .variants import keep, variant_of
@@ -53,12 +55,46 @@ _NOT_SETTINGS = frozenset(
 )
 
 
-def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
+class _Thread(threading.local):
+    # By the `id` of a configuration, with it: its number, see `settings_of`; None outside of `settings_read_once`.
+    settings: dict[int, tuple[PreTrainedConfig, int]] | None = None
+
+
+_thread = _Thread()
+# Of settings; numbers are compared in no time.
+_numbers: dict[Hashable, int] = {}
+_next_number = itertools.count()
+
+
+@contextmanager
+def settings_read_once() -> Iterator[None]:
+    """Context in which this thread reads the entries of each configuration once. Nothing may change them meanwhile."""
+    before, _thread.settings = _thread.settings, {}
+    try:
+        yield
+    finally:
+        _thread.settings = before
+
+
+def settings_of(config: PreTrainedConfig) -> int:
+    """A number for the entries of `config` that determine how its model computes, equal for equal ones."""
+    known = _thread.settings
+    if known is not None and id(config) in known:
+        return known[id(config)][1]
+    settings = _read_settings(config)
+    number = _numbers.get(settings)
+    number = keep(_numbers, settings, next(_next_number)) if number is None else number
+    if known is not None:
+        known[id(config)] = config, number
+    return number
+
+
+def _read_settings(config: PreTrainedConfig) -> tuple[Hashable, ...]:
     """The entries of `config` that determine how its model computes, hashable."""
     settings: list[Hashable] = [type(config)]
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            settings.append((name, settings_of(value)))
+            settings.append((name, _read_settings(value)))
         elif name not in _NOT_SETTINGS:
             settings.append((name, value if type(value) in _PLAIN else repr(value)))
     return tuple(settings)
@@ -211,15 +247,23 @@ def length_limits(model: PreTrainedModel) -> RopeLimits:
     return RopeLimits() if isinstance(limits, str) else limits
 
 
-def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
-    """The reason why `model` cannot run on a `RaggedCache`; None if it can. The reason calls the model `role`."""
+def why_not_supported(model: PreTrainedModel, role: str = "the target", tree: ModuleTree | None = None) -> str | None:
+    """The reason why `model` cannot run on a `RaggedCache`; None if it can.
+
+    Args:
+        model: to run.
+        role: what the reason calls it.
+        tree: of `model`, if there is one.
+    """
     text, layers = model.config.get_text_config(), find_decoder_layers(model)
     if layers is None:
         return f"{role} ({type(model).__name__}) has no list of decoder layers"
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
-    if any(["_hf_hook" in module.__dict__ for module in modules_of(layers)]):
+    tree = ModuleTree.of(model) if tree is None else tree
+    dispatched = tree.having("_hf_hook")
+    if dispatched and not set(dispatched).isdisjoint(modules_of(layers)):
         return f"{role}'s layers run under accelerate hooks"
     if _cache_name(model) is None:
         return f"{role} has no attention layers, and keeps its states in a cache of its own"

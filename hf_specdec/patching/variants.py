@@ -11,9 +11,10 @@ import itertools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -21,7 +22,7 @@ from torch.utils.weak import WeakIdRef
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .hidden_states import modules_of
+from .hidden_states import ModuleTree
 from .implementations import IMPLEMENTATION
 from .patch import is_anything_replaced, original
 
@@ -33,13 +34,31 @@ _EAGER = "eager_attention_forward"
 # Results that are kept by variant; a model whose modules get another `forward` for every call has one for each.
 MOST_KEPT = 256
 
-_variants: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_variants: WeakKeyDictionary[nn.Module, _Noted] = WeakKeyDictionary()
 # Of variants; numbers are compared in no time.
 _numbers: dict[Hashable, int] = {}
 _next_number = itertools.count()
 # Results of `why_not_known_attention`, by variant.
 _reasons: dict[Hashable, str | None] = {}
 _keeping = threading.Lock()
+
+
+class _Noted(NamedTuple):
+    """What a model was made of when it was last looked at.
+
+    Attributes:
+        number: of the variant.
+        parts: weak references to all that it is of.
+        identities: the `id` of each; those of living objects tell them apart.
+    """
+
+    number: int
+    parts: tuple[weakref.ref, ...]
+    identities: tuple[Hashable, ...]
+
+    def is_of(self, identities: tuple[Hashable, ...]) -> bool:
+        """Whether `identities` are those of the same objects, and of no others that came later."""
+        return self.identities == identities and all(part() is not None for part in self.parts)
 
 
 class Identity(WeakIdRef):
@@ -55,34 +74,47 @@ class Identity(WeakIdRef):
 def variant_of(model: PreTrainedModel) -> int:
     """The variant of `model` as of the last `note_variant`: a number, equal for models that are made of the same."""
     if model not in _variants:
-        note_variant(model)
-    return _variants[model]
+        note_variant(model, ModuleTree.of(model))
+    return _variants[model].number
 
 
-def note_variant(model: PreTrainedModel) -> None:
+def note_variant(model: PreTrainedModel, tree: ModuleTree) -> None:
     """See what `model` is made of now; every call begins so.
 
     That are the classes of its modules, their `forward`, one that a module has as an attribute, the functions of the
     files that define the classes, and the attention implementation. None of them is kept alive.
+
+    Args:
+        model: the target.
+        tree: of `model`, as it is now.
     """
-    kinds: set[type] = set()
-    forwards: list[Identity] = []
-    configs: dict[int, PreTrainedConfig] = {}
-    for module in modules_of(model):
-        attributes = module.__dict__
-        kinds.add(type(module))
-        if "forward" in attributes and (forward := original(module, "forward")) is not None:
-            forwards.append(Identity(forward))
-        if isinstance(config := attributes.get("config"), PreTrainedConfig):
-            configs[id(config)] = config
-    kinds = {kind for kind in kinds if not issubclass(kind, _OF_ONE_TOKEN)}
-    names = {original(config, IMPLEMENTATION) for config in configs.values()}
-    classes = frozenset((Identity(kind), Identity(_forward_of(kind))) for kind in kinds)
-    functions = frozenset(map(Identity, functions_of(files_of(kinds))))
-    attention = frozenset((name, _identity(ALL_ATTENTION_FUNCTIONS.get(name))) for name in names)
-    parts = classes, tuple(forwards), functions, attention
-    number = _numbers.get(parts)
-    _variants[model] = keep(_numbers, parts, next(_next_number)) if number is None else number
+    kinds = [kind for kind in dict.fromkeys(map(type, tree.modules)) if not issubclass(kind, _OF_ONE_TOKEN)]
+    class_forwards = list(map(_forward_of, kinds))
+    forwards = [original(module, "forward") for module in tree.having("forward")]
+    forwards = [forward for forward in forwards if forward is not None]
+    functions = list(functions_of(files_of(kinds)))
+    names = list(dict.fromkeys(original(config, IMPLEMENTATION) for config in _configs_of(tree)))
+    chosen = [ALL_ATTENTION_FUNCTIONS.get(name) for name in names]
+    parts = [*kinds, *class_forwards, *forwards, *functions, *chosen]
+    identities = (len(kinds), len(forwards), len(functions), *names, *map(id, parts))
+    noted = _variants.get(model)
+    if noted is not None and noted.is_of(identities):
+        return
+    key = (
+        frozenset(zip(map(Identity, kinds), map(Identity, class_forwards), strict=True)),
+        tuple(map(Identity, forwards)),
+        frozenset(map(Identity, functions)),
+        frozenset(zip(names, map(_identity, chosen), strict=True)),
+    )
+    number = _numbers.get(key)
+    number = keep(_numbers, key, next(_next_number)) if number is None else number
+    _variants[model] = _Noted(number, tuple(weakref.ref(part) for part in parts if part is not None), identities)
+
+
+def _configs_of(tree: ModuleTree) -> list[PreTrainedConfig]:
+    """The configurations that modules of `tree` have, each once."""
+    found = {id(config): config for config in map(dict.get, tree.attributes, itertools.repeat("config"))}
+    return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
 
 def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
@@ -129,15 +161,14 @@ def why_not_known_attention(model: PreTrainedModel) -> str | None:
 
 
 def _find_unknown_attention(model: PreTrainedModel) -> str | None:
-    modules = modules_of(model)
-    configs = {id(one): one for one in (vars(module).get("config") for module in modules) if one is not None}
-    names = {original(config, IMPLEMENTATION) for config in configs.values() if isinstance(config, PreTrainedConfig)}
+    tree = ModuleTree.of(model)
+    names = {original(config, IMPLEMENTATION) for config in _configs_of(tree)}
     chosen = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
     for name, function in chosen.items():
         if function is not None and not _is_of(function, "transformers"):
             return _not_own(name, function)
     if "eager" in names:
-        for file in files_of({type(module) for module in modules}):
+        for file in files_of(set(map(type, tree.modules))):
             function = original(file, _EAGER)
             if function is not None and not _is_of(function, "transformers", file.__name__):
                 return _not_own("eager", function)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from hf_specdec.engine import capture, cuda_graphs, lease, sessions
 from hf_specdec.engine.fingerprint import fingerprint, torch_settings
-from hf_specdec.patching.hidden_states import modules_of
+from hf_specdec.patching.hidden_states import ModuleTree
 
 CPU = torch.device("cpu")
 
@@ -270,24 +270,24 @@ ATTRIBUTES = [
 @pytest.mark.parametrize(("one", "other"), ATTRIBUTES)
 def test_fingerprint_of_attributes(one, other):
     target = own_target()
-    modules = modules_of(target)
+    tree = ModuleTree.of(target)
     norm = target.model.norm
     found = []
     for value in (one, other, one):
         norm.own = value
-        found.append(fingerprint(modules, CPU))
-        assert fingerprint(modules, CPU) == found[-1]
+        found.append(fingerprint(tree, CPU))
+        assert fingerprint(tree, CPU) == found[-1]
     assert found[0] == found[2] and found[0] != found[1] and found[1] != found[2]
     del norm.own
-    assert fingerprint(modules, CPU) not in found
+    assert fingerprint(tree, CPU) not in found
 
 
 def test_fingerprint_of_changes_inside_attributes():
     target = own_target()
-    modules = modules_of(target)
+    tree = ModuleTree.of(target)
     norm = target.model.norm
     norm.own = {"scaling": {"a": 1.0}, "names": ["a"], "object": Settings(3)}
-    seen = [fingerprint(modules, CPU)]
+    seen = [fingerprint(tree, CPU)]
     for change in (
         lambda: norm.own["scaling"].update(a=2.0),
         lambda: norm.own["names"].append("b"),
@@ -298,37 +298,37 @@ def test_fingerprint_of_changes_inside_attributes():
         lambda: target.half(),
     ):
         change()
-        seen.append(fingerprint(modules, CPU))
-        assert seen[-1] == fingerprint(modules, CPU) and seen[-1] not in seen[:-1]
+        seen.append(fingerprint(tree, CPU))
+        assert seen[-1] == fingerprint(tree, CPU) and seen[-1] not in seen[:-1]
 
 
 @pytest.mark.core
 def test_fingerprint_of_class_forwards(monkeypatch):
     target = own_target()
-    modules = modules_of(target)
-    before = fingerprint(modules, CPU)
+    tree = ModuleTree.of(target)
+    before = fingerprint(tree, CPU)
     forward = type(target.model.norm).forward
     monkeypatch.setattr(type(target.model.norm), "forward", lambda self, hidden: 2 * forward(self, hidden))
-    assert fingerprint(modules, CPU) != before
+    assert fingerprint(tree, CPU) != before
 
 
 def test_fingerprint_keeps_no_references():
     target = own_target()
-    modules = modules_of(target)
+    tree = ModuleTree.of(target)
     norm = target.model.norm
     norm.forward = lambda hidden: hidden
     norm.own = Settings(3)
     norm.weights = [torch.ones(3)]
     gone = [weakref.ref(one) for one in (norm.forward, norm.own, norm.weights[0], norm.weight, norm)]
-    before = fingerprint(modules, CPU)
+    before = fingerprint(tree, CPU)
     del norm.forward, norm.own, norm.weights
     gc.collect()
     norm.forward = lambda hidden: hidden
     norm.own = Settings(3)
     assert [one() is None for one in gone] == [True, True, True, False, False]
-    assert fingerprint(modules, CPU) != before
+    assert fingerprint(tree, CPU) != before
     target.model.norm = copy.deepcopy(norm)
-    del norm, modules
+    del norm, tree
     gc.collect()
     assert [one() is None for one in gone] == [True] * 5
     assert before.is_past(before)

@@ -22,6 +22,7 @@ from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.engine.fingerprint import behaviour_of
 from hf_specdec.layer_ops import NormKind, RotaryKind
 from hf_specdec.patching import rotary_functions as patched_functions
+from hf_specdec.patching.hidden_states import ModuleTree
 from hf_specdec.patching.layer_kernels import layer_kernels
 from hf_specdec.patching.layer_probes import GatedMlp, Norm, Probes
 from hf_specdec.patching.patch import engine
@@ -352,17 +353,17 @@ def test_a_replaced_rotary_function_is_noticed(monkeypatch):
         return torch.stack((-states[..., 1::2], states[..., ::2]), -1).flatten(-2)
 
     target = own_target()
-    modules = list(target.modules())
-    before = behaviour_of(modules)
+    tree = ModuleTree.of(target)
+    before = behaviour_of(tree)
     with rotary_functions(target):
-        assert behaviour_of(modules) == before
+        assert behaviour_of(tree) == before
     own = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args: own(*args))
-    assert behaviour_of(modules) != before
+    assert behaviour_of(tree) != before
     monkeypatch.undo()
-    assert behaviour_of(modules) == before
+    assert behaviour_of(tree) == before
     monkeypatch.setattr(modeling_llama, "rotate_half", neighbours)  # which it calls
-    assert behaviour_of(modules) != before
+    assert behaviour_of(tree) != before
 
 
 def test_a_function_that_the_rotary_function_calls_is_replaced(used, monkeypatch):

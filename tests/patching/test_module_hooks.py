@@ -13,6 +13,7 @@ from hf_specdec import NoDrafter
 from hf_specdec.engine import equivalence, prefix_reuse
 from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.patching import variants
+from hf_specdec.patching.hidden_states import ModuleTree
 from hf_specdec.patching.module_hooks import without_hooks
 from hf_specdec.patching.variants import note_variant
 
@@ -109,7 +110,7 @@ def test_an_error_of_the_target_is_not_kept(monkeypatch):
     forward = norm.forward
     for number in range(12):
         norm.forward = lambda states, number=number: forward(states) if number else 1 / 0
-        note_variant(target)
+        note_variant(target, ModuleTree.of(target))
         reason = why_not_equivalent(target, "static")
         assert (reason is None) == (number > 0)
         if number == 0:

@@ -1,0 +1,56 @@
+"""The buffers of `DecodeState` with an entry for each row: what is in them at first, and how they get it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .kernels.types import NO_TOP_K
+
+# Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
+NO_TOKEN = -1
+
+# All of them but tokens and caches.
+OF_ROWS = (
+    "lengths",
+    "limits",
+    "finished",
+    "eos",
+    "seeds",
+    "row_temperatures",
+    "row_top_k",
+    "row_tail",
+    "cached",
+    "draft_starts",
+    "position_offsets",
+    "prompt_lengths",
+    "ahead",
+)
+_NEW_NUMBERS = {"row_top_k": NO_TOP_K, "cached": 0, "draft_starts": 0, "position_offsets": 0, "ahead": 0}
+# What those of a row are, unless a call or a request says otherwise.
+NEW_ROW = {"eos": NO_TOKEN, "row_temperatures": 1.0, "row_tail": 0.0, **_NEW_NUMBERS}
+# The int64 numbers of a row that holds no text.
+_UNUSED_ROW = {"lengths": 1, "limits": 1, "prompt_lengths": 1, "seeds": 0, **_NEW_NUMBERS}
+
+
+def fill_rows(state: object, given: Mapping[str, Sequence[int]]) -> None:
+    """Fill the int64 buffers `[B]` of `state`, in one upload.
+
+    Args:
+        state: the `DecodeState`.
+        given: numbers of the first rows, by buffer; other entries are those of rows that hold no text.
+    """
+    batch = len(state.lengths)
+    numbers = [[*given.get(name, ()), *[unused] * batch][:batch] for name, unused in _UNUSED_ROW.items()]
+    torch._foreach_copy_([getattr(state, name) for name in _UNUSED_ROW], upload(numbers, state.lengths).unbind())
+
+
+def upload(values: int | Sequence | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`values` in the dtype and on the device of `like`; a GPU is not waited for."""
+    if isinstance(values, torch.Tensor):
+        host = values.to(like.dtype)
+        host = host.pin_memory() if like.is_cuda else host
+    else:
+        host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+    return host.to(like.device, non_blocking=True)

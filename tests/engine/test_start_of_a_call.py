@@ -1,0 +1,191 @@
+"""What a call looks at before it runs: one walk over the modules, nothing kept that may have changed."""
+
+import gc
+
+import pytest
+import torch
+from graph_stand_ins import replay_on_cpu
+from oracle import copy_of
+from targets import PAD, new_target, padded_prompts, tiny_target
+from torch import nn
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation import utils as generation_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from hf_specdec import NoDrafter
+from hf_specdec.patching import hidden_states
+from hf_specdec.patching.cache import attention_layers
+from hf_specdec.patching.hidden_states import ModuleTree
+from hf_specdec.patching.support import settings_of, settings_read_once
+from hf_specdec.patching.variants import note_variant, variant_of
+from hf_specdec.state import DecodeState, Shape
+
+OPTIONS = {"do_sample": False, "max_new_tokens": 3}
+
+
+@pytest.fixture
+def target():
+    """A target that a test may change."""
+    return new_target("llama", num_layers=1)
+
+
+def variant_now(target):
+    note_variant(target, ModuleTree.of(target))
+    return variant_of(target)
+
+
+@pytest.mark.core
+def test_a_call_walks_over_modules_once(monkeypatch):
+    target = tiny_target("llama")
+    drafter, walk, walked = NoDrafter(target), hidden_states.modules_of, []
+    replay_on_cpu(monkeypatch)
+    target.generate(**padded_prompts([5]), **OPTIONS, assistant_model=drafter)
+    monkeypatch.setattr(hidden_states, "modules_of", lambda *models: walked.append(models) or walk(*models))
+    target.generate(**padded_prompts([5]), **OPTIONS, assistant_model=drafter)
+    assert walked == [(target,), (drafter,)]
+
+
+def test_a_tree_tells_own_attributes_and_hooks(target):
+    layer, norm = target.model.layers[0], target.model.norm
+    norm.forward = norm.forward
+    after = layer.register_forward_hook(lambda *args: None)
+    before = norm.register_forward_pre_hook(lambda *args: None)
+    tree = ModuleTree.of(target)
+    assert tree.having("forward") == [norm] and set(tree.hooked) == {layer, norm}
+    after.remove(), before.remove()
+    assert not ModuleTree.of(target).hooked
+    extra = nn.Sequential(norm, nn.ReLU())
+    both = tree.with_model(extra)
+    assert both.modules == [*tree.modules, extra, extra[1]]
+    assert all(one is vars(module) for module, one in zip(both.modules, both.attributes, strict=True))
+
+
+class Norm(modeling_llama.LlamaRMSNorm):
+    pass
+
+
+CHANGES = {
+    "class of a module": lambda target, patch: patch.setattr(target.model.norm, "__class__", Norm),
+    "forward of a class": lambda target, patch: patch.setattr(
+        modeling_llama.LlamaMLP, "forward", lambda self, states: states
+    ),
+    "function of a file": lambda target, patch: patch.setattr(modeling_llama, "rotate_half", lambda states: states),
+    "name of the attention": lambda target, patch: patch.setitem(
+        vars(target.config), "_attn_implementation_internal", "eager"
+    ),
+    "attention of a name": lambda target, patch: patch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **kwargs: None
+    ),
+    "module": lambda target, patch: patch.setitem(target.model.layers[0].mlp._modules, "act_fn", nn.ReLU()),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_variant_is_that_of_now(target, monkeypatch, change):
+    before = variant_now(target)
+    assert variant_now(target) == before
+    with monkeypatch.context() as patch:
+        CHANGES[change](target, patch)
+        changed = variant_now(target)
+        assert changed != before and variant_now(target) == changed
+    assert variant_now(target) == before
+
+
+def test_variants_of_functions_that_take_the_place_of_freed_ones(target):
+    """Python gives a new object the `id` of one that is gone."""
+    norm, seen = target.model.norm, []
+    forward = norm.forward
+    for number in range(4):
+        norm.forward = lambda states, number=number: forward(states) + number
+        seen.append(variant_now(target))
+        del norm.forward
+        gc.collect()
+    assert len(set(seen)) == 4
+
+
+def test_settings_are_read_anew_outside(target):
+    config = target.config
+    before = settings_of(config)
+    assert settings_of(config) == before
+    for name, value in (("rms_norm_eps", 0.5), ("rope_parameters", {**config.rope_parameters, "rope_theta": 5.0})):
+        kept = getattr(config, name)
+        with settings_read_once():
+            inside = settings_of(config)
+        setattr(config, name, value)
+        with settings_read_once():
+            assert settings_of(config) == settings_of(config) != inside == before
+        setattr(config, name, kept)
+    config.rope_parameters["rope_theta"] += 1  # in place
+    assert settings_of(config) != before
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """The caches that `generate()` makes."""
+    made = []
+
+    class Counted(DynamicCache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(generation_utils, "DynamicCache", Counted)
+    return made
+
+
+@pytest.mark.core
+def test_transformers_cache_is_made_where_it_is_needed(caches):
+    target, inputs = tiny_target("llama"), padded_prompts([6])
+    drafter, options = copy_of(target), {**OPTIONS, "return_dict_in_generate": True}
+    plain = target.generate(**inputs, **options)
+    assert len(caches) == 1 and plain.past_key_values is caches[0]
+    config = GenerationConfig(**options, pad_token_id=PAD)
+    ours = target.generate(**inputs, generation_config=config, assistant_model=drafter)
+    assert len(caches) == 1 and torch.equal(ours.sequences, plain.sequences)
+    again = target.generate(**inputs, generation_config=config)
+    assert len(caches) == 2 and again.past_key_values is caches[1]
+    drafter.configure(engine="stock")
+    stock = target.generate(**inputs, **options, assistant_model=drafter)
+    assert stock.past_key_values in caches[2:] and torch.equal(stock.sequences, plain.sequences)
+    drafter.configure(engine="static")
+    embedded = {**inputs, "inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]).detach()}
+    by_target = target.generate(**embedded, **options, assistant_model=drafter)
+    assert torch.equal(by_target.sequences[:, -3:], plain.sequences[:, -3:])
+
+
+class OwnCache:
+    """A class whose caches are made by a method of its own, which expects that of transformers."""
+
+    def _prepare_cache_for_generation(self, config, model_kwargs, *args, **kwargs):
+        super()._prepare_cache_for_generation(config, model_kwargs, *args, **kwargs)
+        assert isinstance(model_kwargs["past_key_values"], DynamicCache)
+
+
+def test_classes_that_make_caches_in_their_own_way_get_one(target, caches):
+    target.__class__ = type("LlamaForCausalLM", (OwnCache, type(target)), {})
+    drafter = NoDrafter(target)
+    caches.clear()
+    target.generate(**padded_prompts([6]), **OPTIONS, assistant_model=drafter)
+    assert caches
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_rows_begin_as_they_are_admitted(batch):
+    shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=True, draft_probs=False, num_ends=3)
+    states = [DecodeState.allocate(shape, attention_layers(1), torch.device("cpu")) for _ in range(2)]
+    prompts, more, seeds, eos = [torch.arange(1, 5), torch.arange(3)], [4, 2], torch.tensor([7, 8]), torch.tensor([5])
+    for state in states:
+        for row, name in enumerate(("lengths", "limits", "seeds", "ahead", "row_top_k", "eos", "row_tail", "tokens")):
+            getattr(state, name).fill_(row + 9)  # of an earlier call
+    one, other = states
+    one.begin(prompts, more, eos, seeds, 0.7, cached=[1, 0], ahead=[0, 1])
+    other.clear()
+    other.set_temperature(0.7)
+    other.admit([0, 1], prompts, more, seeds, eos)
+    other.cached[:2], other.ahead[:2] = torch.tensor([1, 0]), torch.tensor([0, 1])
+    other.live = 4
+    names = [name for name, value in vars(one).items() if isinstance(value, torch.Tensor)]
+    assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+    assert one.live == other.live and one.lengths.tolist() == [4, 3, 1][:batch]
