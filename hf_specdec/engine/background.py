@@ -89,8 +89,8 @@ def warn(error: Exception | str) -> None:
     """Say that a round stays as it is."""
     reason = error if isinstance(error, str) else f"{type(error).__name__}: {first_line(error)}"
     logger.warning(
-        f"A round cannot be compiled in the background ({reason}); it stays uncompiled. compile=True compiles it before "
-        "it first runs, compile=False avoids the attempt."
+        f"A round cannot be compiled in the background ({reason}); it stays uncompiled. compile=True compiles rounds "
+        "before they run, compile=False avoids the attempt."
     )
 
 
@@ -203,7 +203,7 @@ def job_of(recording: Recording, device: torch.device) -> Job:
 def _start() -> tuple[subprocess.Popen, Any]:
     if not sys.executable:
         raise RuntimeError("sys.executable does not say what runs this Python")
-    errors = tempfile.TemporaryFile()
+    errors = tempfile.TemporaryFile()  # noqa: SIM115, closed when the process is ended
     process = subprocess.Popen(
         [sys.executable, "-c", f"from {main.__module__} import main; main()"],
         stdin=subprocess.PIPE,

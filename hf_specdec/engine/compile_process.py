@@ -67,11 +67,7 @@ class Reply:
 
 
 def compile_job(job: Job) -> Reply:
-    """Compile in this process."""
-    torch.set_float32_matmul_precision(job.precision)
-    torch.use_deterministic_algorithms(job.is_deterministic)
-    if job.device.type == "cuda":
-        torch.cuda.set_device(job.device)
+    """Compile in this process, with its settings."""
     pieces = split(job.recording)
     mode, values = fake_values(job.recording)
     places: dict[Hashable, int] = {}
@@ -94,9 +90,6 @@ def _compiled(piece: Piece, mode: Any, values: dict[int, torch.Tensor]) -> bytes
 
     # Kernels are tuned where they run: here a piece would need memory for all of its inputs.
     patches = {**options(same_everywhere=False), "triton.autotune_at_compile_time": False}
-    # An artifact is an entry of these caches.
-    torch._inductor.config.force_disable_caches = False
-    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = True
     with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad():
         artifact = standalone_compile(
             _graph_of(piece, values),
@@ -133,6 +126,16 @@ def _graph_of(piece: Piece, values: dict[int, torch.Tensor]) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
+def _take_settings(job: Job) -> None:
+    torch.set_float32_matmul_precision(job.precision)
+    torch.use_deterministic_algorithms(job.is_deterministic)
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    # An artifact is an entry of these caches.
+    torch._inductor.config.force_disable_caches = False
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = True
+
+
 def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
     """Answer jobs until there are no more, or the process that asks is gone."""
     waiting: SimpleQueue[Job | None] = SimpleQueue()
@@ -140,6 +143,7 @@ def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     while (job := waiting.get()) is not None:
         try:
+            _take_settings(job)
             reply = compile_job(job)
         except Exception as error:  # compilers raise anything
             reply = Reply([], [], (), f"{type(error).__name__}: {first_line(error)}")

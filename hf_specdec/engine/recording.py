@@ -24,6 +24,7 @@ from ..patching.patch import traced
 # Modules whose native functions compute nothing on tensors, or only by operators that torch dispatches.
 _DISPATCHED = frozenset({"torch", "numpy", *sys.stdlib_module_names})
 
+
 @dataclass(frozen=True)
 class Value:
     """A tensor of a recording, in the arguments of an operation: its number."""

@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def uses_layer_kernels(states: torch.Tensor) -> bool:
     """Whether the layers that compute with `states` run the ops of `layer_ops`.
 
-    Not in code that is to be compiled: torch's compiler fuses small operations with their neighbours, residual sums, too.
+    Not in code that is to be compiled: the compiler fuses small operations with their neighbours, residual sums, too.
     """
     return not is_traced() and runs_engine() and has_layer_kernels(states.device)
 
