@@ -216,8 +216,9 @@ class Drafter(PreTrainedModel):
                 the drafter's distributions once more. The stock engine supports `"token"` only.
             compile_rounds: whether rounds on a GPU are compiled, which takes some seconds for every shape of call and
                 makes rounds faster. `"background"`: another process compiles while rounds run as they are, and compiled
-                ones take their place between two rounds. True: rounds are compiled before they first run, so all of
-                them are the same, bit for bit, from the first call of a shape on.
+                ones take their place between two rounds, which may change the rounding of logits. True: rounds are
+                compiled before they first run, as they are with `"background"` if
+                `torch.use_deterministic_algorithms(True)` is set.
             batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
                 same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
                 prompts take longer. See docs/batch-invariance.md.

@@ -8,6 +8,7 @@ what it has compiled; it touches no module, and no tensor of a model or of a ses
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import pickle
@@ -54,6 +55,11 @@ class Compilation:
         self.plan: Plan | None = None
         self.is_done = False
 
+    @property
+    def kept(self) -> Any:
+        """What a graph of the function launches and reads, and does not keep: loaded kernels, and constants."""
+        return self.plan, self._addresses.constants
+
     def function(self) -> Callable[[], tuple[torch.Tensor, ...]] | None:
         """The compiled function on the tensors on which it was recorded; None if there is none, or memory was freed."""
         plan, inputs = self.plan, self._addresses.tensors(self.recording.inputs)
@@ -86,8 +92,12 @@ def compile_later(function: Callable[[], Any], device: torch.device) -> Compilat
 
 
 def warn(error: Exception | str) -> None:
-    """Say that a round stays as it is."""
-    reason = error if isinstance(error, str) else f"{type(error).__name__}: {first_line(error)}"
+    """Say, once for each reason, that a round stays as it is."""
+    _warn_once(error if isinstance(error, str) else f"{type(error).__name__}: {first_line(error)}")
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
     logger.warning(
         f"A round cannot be compiled in the background ({reason}); it stays uncompiled. compile=True compiles rounds "
         "before they run, compile=False avoids the attempt."
@@ -191,13 +201,7 @@ class BackgroundCompiler:
 
 def job_of(recording: Recording, device: torch.device) -> Job:
     """The job to compile `recording` with the settings of this process."""
-    return Job(
-        recording,
-        policy_of(device).compiler,
-        device,
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    return Job(recording, policy_of(device).compiler, device, torch.get_float32_matmul_precision())
 
 
 def _start() -> tuple[subprocess.Popen, Any]:
@@ -237,12 +241,15 @@ def _load_piece(saved: bytes) -> Run:
 
 
 _compiler = BackgroundCompiler()
+# Of processes that this one was forked from, whose pipes it must not write to when it frees them.
+_inherited: list[BackgroundCompiler] = []
 atexit.register(lambda: _compiler.close())
 
 
 def _begin_anew() -> None:
     """In a forked process, which has neither the thread nor, as its own, the process."""
     global _compiler
+    _inherited.append(_compiler)
     _compiler = BackgroundCompiler()
 
 

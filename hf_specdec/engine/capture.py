@@ -53,7 +53,7 @@ class CapturedRound:
         process: BlockProcessor,
         is_compiled_later: bool = False,
     ):
-        self._state, self._compilation, self._plan = state, None, None
+        self._state, self._compilation, self._kept = state, None, None
         # What a graph returns is never freed, so scores and logits are not returned. The result is a plain tuple:
         # torch 2.11 cannot compile functions that return named tuples.
         with state.idle():
@@ -97,7 +97,7 @@ class CapturedRound:
             warn(error)
         else:
             self.execution = "captured in one graph, compiled"
-            self._plan = compilation.plan  # which keeps the kernels loaded that the graph launches
+            self._kept = compilation.kept
 
     def __call__(self, process: BlockProcessor) -> tuple[VerificationResult, None, None]:
         if self._round is not None:
@@ -150,10 +150,13 @@ def capture_round(session: Session, target: Target, drafter: Drafter, process: B
 def is_compiled_first(model: PreTrainedModel, drafter: Drafter) -> bool:
     """Whether rounds are compiled before they run, not in the background.
 
-    So are those of a target that several processes run together, which need the same bits in all rounds.
+    So are those of a target that several processes run together, which need the same bits in all rounds, and those of
+    callers who have asked for results that repeat: rounds are replaced after a time that differs from run to run.
     """
     mode = drafter.compile_mode
-    return mode is True or (mode == IN_BACKGROUND and tensor_parallel_group(model) is not None)
+    if mode == IN_BACKGROUND:
+        return torch.are_deterministic_algorithms_enabled() or tensor_parallel_group(model) is not None
+    return mode
 
 
 def replace_round(session: Session, captured: CapturedRound) -> None:

@@ -39,14 +39,12 @@ class Job:
         backend: `"inductor"`; other backends of `torch.compile` leave the operations as they are.
         device: that operations without a device index mean.
         precision: of `torch.set_float32_matmul_precision`.
-        is_deterministic: of `torch.use_deterministic_algorithms`.
     """
 
     recording: Recording
     backend: str
     device: torch.device
     precision: str
-    is_deterministic: bool
 
 
 @dataclass
@@ -128,7 +126,6 @@ def _graph_of(piece: Piece, values: dict[int, torch.Tensor]) -> fx.GraphModule:
 
 def _take_settings(job: Job) -> None:
     torch.set_float32_matmul_precision(job.precision)
-    torch.use_deterministic_algorithms(job.is_deterministic)
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
     # An artifact is an entry of these caches.

@@ -112,18 +112,22 @@ def run_operation(operation: Operation, values: dict[int, Any]) -> None:
 
 
 class Addresses:
-    """The tensors that a recording begins with, as places in storages that it does not keep alive."""
+    """The tensors that a recording begins with, as places in storages that it does not keep alive.
+
+    Attributes:
+        constants: those that the function itself made of numbers, by number, which are kept.
+    """
 
     def __init__(self) -> None:
         self._storages: list[StorageWeakRef] = []
         self._numbers: dict[int, int] = {}
-        self._constants: dict[int, torch.Tensor] = {}
+        self.constants: dict[int, torch.Tensor] = {}
 
     def layout_of(self, number: int, tensor: torch.Tensor, is_constant: bool) -> Layout:
-        """The layout of an input, of which nothing but `is_constant` tensors is kept."""
+        """The layout of an input, which is kept only if it `is_constant`."""
         storage = tensor.untyped_storage()
         if is_constant:
-            self._constants[number] = tensor
+            self.constants[number] = tensor
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._storages)
             # Refers to it weakly, and keeps its number from being used again.

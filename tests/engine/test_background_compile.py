@@ -19,6 +19,7 @@ from targets import padded_prompts, set_policy, tiny_target
 
 from hf_specdec.engine import background, compile_process
 from hf_specdec.engine.background import BackgroundCompiler, Compilation, compile_later, job_of, load
+from hf_specdec.engine.capture import is_compiled_first
 from hf_specdec.engine.compile_process import Reply, compile_job
 from hf_specdec.engine.recorded_pieces import fake_values
 from hf_specdec.engine.recording import record
@@ -161,8 +162,12 @@ def test_what_nobody_waits_for_is_not_compiled(gate):
     assert first.function() is None
 
 
-def test_batch_invariant_rounds_are_not_compiled():
+def test_modes(monkeypatch):
     drafter = copy_of(tiny_target("llama", num_layers=1))
+    target = tiny_target("llama", num_layers=1)
+    assert not is_compiled_first(target, drafter)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert is_compiled_first(target, drafter)
     assert drafter.compile_mode == "background" and drafter.configure(compile_rounds=True).compile_mode is True
     assert drafter.configure(batch_invariant=True).compile_mode is False
     with pytest.raises(ValueError, match="compile_rounds is 'later'; expected True, False or"):
@@ -239,14 +244,21 @@ print(background._compiler._process.pid)
 """
 
 
-@pytest.mark.parametrize(
-    ("backend", "waits"),
-    [
-        ("eager", True),
-        pytest.param("inductor", True, marks=pytest.mark.slow),
-        pytest.param("eager", False, marks=pytest.mark.slow),
-    ],
-)
+def test_another_process_compiles(monkeypatch):
+    set_policy(monkeypatch, "cpu", compiler="eager")
+    compiler, numbers = BackgroundCompiler(), torch.ones(4)
+    made = Compilation(*record(lambda: (numbers.add_(1), numbers * 3)))
+    compiler.submit(made, CPU)
+    wait_until_done([made])
+    assert [one.tolist() for one in made.function()()] == [[3.0] * 4, [9.0] * 4]
+    process = compiler._process.pid
+    compiler.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+@pytest.mark.slow  # imports the package twice
+@pytest.mark.parametrize(("backend", "waits"), [("inductor", True), ("eager", False)])
 def test_the_process_that_compiles_ends_with_the_one_that_asks(backend, waits):
     command = [sys.executable, "-c", SCRIPT, backend, "wait" if waits else "leave"]
     out = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
