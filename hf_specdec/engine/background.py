@@ -43,15 +43,16 @@ class Compilation:
     Args:
         recording: of the function.
         addresses: of what it reads and writes.
+        device: that it computes on.
 
     Attributes:
-        recording: as given.
+        recording, device: as given.
         is_done: whether nothing will change any more.
         plan: the compiled function; None until it is there, and if it could not be compiled.
     """
 
-    def __init__(self, recording: Recording, addresses: Addresses):
-        self.recording, self._addresses = recording, addresses
+    def __init__(self, recording: Recording, addresses: Addresses, device: torch.device):
+        self.recording, self._addresses, self.device = recording, addresses, device
         self.plan: Plan | None = None
         self.is_done = False
 
@@ -65,7 +66,7 @@ class Compilation:
         plan, inputs = self.plan, self._addresses.tensors(self.recording.inputs)
         if plan is None or inputs is None:
             return None
-        device_type = next(iter(inputs.values())).device.type
+        device_type = self.device.type
 
         def run() -> tuple[torch.Tensor, ...]:
             # What autocast does was recorded.
@@ -83,11 +84,11 @@ def compile_later(function: Callable[[], Any], device: torch.device) -> Compilat
     """
     try:
         with on_device(device), without_autocast_cache():
-            compilation = Compilation(*record(function))
+            compilation = Compilation(*record(function), device)
     except Exception as error:  # an error of the function has come up when it was captured
         warn(error)
         return None
-    _compiler.submit(compilation, device)
+    _compiler.submit(compilation)
     return compilation
 
 
@@ -108,15 +109,15 @@ class BackgroundCompiler:
     """The queue of what is to be compiled, the thread that works on it, and the process that compiles."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[weakref.ref[Compilation], torch.device]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[weakref.ref[Compilation]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_running = self._is_closed = False
         self._process: subprocess.Popen | None = None
         self._errors: Any = None
 
-    def submit(self, compilation: Compilation, device: torch.device) -> None:
-        """Compile `compilation`, of a function on `device`, when what came before is done."""
-        self._waiting.put((weakref.ref(compilation), device))
+    def submit(self, compilation: Compilation) -> None:
+        """Compile `compilation` when what came before is done."""
+        self._waiting.put(weakref.ref(compilation))
         with self._lock:
             if not self._is_running:
                 self._is_running = True
@@ -130,7 +131,7 @@ class BackgroundCompiler:
     def _work(self) -> None:
         while not self._is_closed:
             try:
-                waiting, device = self._waiting.get(timeout=IDLE_SECONDS)
+                waiting = self._waiting.get(timeout=IDLE_SECONDS)
             except queue.Empty:
                 self._end_process()
                 with self._lock:
@@ -139,7 +140,7 @@ class BackgroundCompiler:
                         return
                 continue
             try:
-                plan = self._plan(waiting, device)
+                plan = self._plan(waiting)
             except Exception as error:  # compilers raise anything
                 plan = None
                 if not self._is_closed:
@@ -149,10 +150,11 @@ class BackgroundCompiler:
                 compilation.plan, compilation.is_done = plan, True
             del compilation
 
-    def _plan(self, waiting: weakref.ref[Compilation], device: torch.device) -> Plan | None:
+    def _plan(self, waiting: weakref.ref[Compilation]) -> Plan | None:
         compilation = waiting()
         if compilation is None:
             return None
+        device = compilation.device
         job = job_of(compilation.recording, device)
         del compilation  # its session may be freed meanwhile
         reply = self._ask(job)

@@ -247,8 +247,8 @@ print(background._compiler._process.pid)
 def test_another_process_compiles(monkeypatch):
     set_policy(monkeypatch, "cpu", compiler="eager")
     compiler, numbers = BackgroundCompiler(), torch.ones(4)
-    made = Compilation(*record(lambda: (numbers.add_(1), numbers * 3)))
-    compiler.submit(made, CPU)
+    made = Compilation(*record(lambda: (numbers.add_(1), numbers * 3)), CPU)
+    compiler.submit(made)
     wait_until_done([made])
     assert [one.tolist() for one in made.function()()] == [[3.0] * 4, [9.0] * 4]
     process = compiler._process.pid
@@ -271,7 +271,7 @@ def test_the_process_that_compiles_ends_with_the_one_that_asks(backend, waits):
 def test_a_process_that_fails_says_why(monkeypatch, caplog):
     monkeypatch.setattr(compile_process.main, "__module__", "nothing_of_this_name", raising=False)
     compiler, ones = BackgroundCompiler(), torch.ones(2)
-    made = Compilation(*record(lambda: (ones + 1,)))
-    compiler.submit(made, CPU)
+    made = Compilation(*record(lambda: (ones + 1,)), CPU)
+    compiler.submit(made)
     wait_until_done([made])
     assert made.plan is None and "has ended: ModuleNotFoundError: No module named 'nothing_of_this_name'" in caplog.text
