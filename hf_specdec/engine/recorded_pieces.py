@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_map
 
 from .piecewise import last_of_pieces
-from .recording import Layout, Operation, Recording, Value, run_operation
+from .recording import Layout, Operation, Recording, Value, run_operation, with_values
 
 Run = Callable[..., Sequence[torch.Tensor]]
 
@@ -79,7 +78,7 @@ class Piece:
 
 
 def _renumbered(arguments: Any, place_of: Callable[[int], int | None]) -> Any:
-    return tree_map(lambda one: Value(place_of(one.number)) if isinstance(one, Value) else one, arguments)
+    return with_values(arguments, lambda one: Value(place_of(one.number)) if isinstance(one, Value) else one)
 
 
 def split(recording: Recording) -> list[Piece]:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..patching.patch import traced
@@ -71,7 +70,9 @@ class Operation(NamedTuple):
     @property
     def reads(self) -> list[int]:
         """Numbers of the tensors among the arguments."""
-        return [one.number for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, Value)]
+        found: list[int] = []
+        with_values((self.args, self.kwargs), lambda one: found.append(one.number) if isinstance(one, Value) else None)
+        return found
 
 
 @dataclass
@@ -89,6 +90,16 @@ class Recording:
     outputs: tuple[int, ...] = ()
 
 
+def with_values(arguments: Any, replace: Callable[[Any], Any]) -> Any:
+    """Arguments of an operator with what `replace` gives in the place of each that is no tuple, list or dict."""
+    kind = type(arguments)
+    if kind is tuple or kind is list:
+        return kind([with_values(one, replace) for one in arguments])
+    if kind is dict:
+        return {name: with_values(one, replace) for name, one in arguments.items()}
+    return replace(arguments)
+
+
 def operator_of(name: str) -> torch._ops.OpOverload:
     """The operator of an `Operation.name`.
 
@@ -102,8 +113,8 @@ def operator_of(name: str) -> torch._ops.OpOverload:
 
 def run_operation(operation: Operation, values: dict[int, Any]) -> None:
     """Run it on `values` by number, and add its results to them."""
-    args, kwargs = tree_map(
-        lambda one: values[one.number] if isinstance(one, Value) else one, (operation.args, operation.kwargs)
+    args, kwargs = with_values(
+        (operation.args, operation.kwargs), lambda one: values[one.number] if isinstance(one, Value) else one
     )
     result = operator_of(operation.name)(*args, **kwargs)
     for number, one in zip(operation.results, [result] if operation.is_single else result or (), strict=True):
@@ -203,12 +214,14 @@ class _Recorder(TorchDispatchMode):
             raise RuntimeError(f"{function} cannot be recorded: it reads values on the host")
         # Numbers that the function itself holds, such as those of `torch.tensor([1, 2])`.
         is_constant = function.namespace == "aten" and function.__name__.startswith("lift_fresh")
-        numbered = tree_map(lambda one: self._numbered(one, is_constant), (args, kwargs))
+        numbered = with_values((args, kwargs), lambda one: self._numbered(one, is_constant))
         self.runs_operator = True
         try:
             result = function(*args, **kwargs)
         finally:
             self.runs_operator = False
+        if not isinstance(result, (torch.Tensor, tuple, list, type(None))):
+            return result  # such as a dtype, which depends on no value of a tensor
         is_single = isinstance(result, torch.Tensor)
         results = (result,) if is_single else tuple(result or ())
         numbers = tuple(self._result_number(one) if isinstance(one, torch.Tensor) else None for one in results)

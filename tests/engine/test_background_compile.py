@@ -176,6 +176,7 @@ def test_modes(monkeypatch):
 
 def layers(hidden, weights, positions, kept):
     """Three layers alike, with views, constants and writes in place, which are split after their attention."""
+    assert torch.promote_types(hidden.dtype, torch.float16) == torch.float32
     for weight in weights:
         query = (hidden @ weight).view(2, 3, 1, 4)
         kept[:, 1:].mul_(0.5).add_(query[:, :, 0])
