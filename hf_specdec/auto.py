@@ -163,7 +163,7 @@ class AutoDrafter:
         draft_probs: bool | str = "auto",
         engine: str = "auto",
         verification: str = "token",
-        compile: bool = True,
+        compile: bool | str = "background",
         batch_invariant: bool = False,
         draft_window_size: int | str | None = None,
         dtype: str | torch.dtype | None = None,

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
 ALL = "all"
+# Of `Drafter.compile_rounds`.
+IN_BACKGROUND = "background"
 # The fewest tokens that drafting attends to: more than a round reads again or drafts.
 LEAST_WINDOW = 64
 
@@ -92,7 +94,7 @@ class Drafter(PreTrainedModel):
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
-        self.compile_rounds = True
+        self.compile_rounds: bool | str = IN_BACKGROUND
         self.batch_invariant = False
         self.draft_window_size: int | None = None
 
@@ -196,7 +198,7 @@ class Drafter(PreTrainedModel):
         draft_probs: bool | str | None = None,
         engine: str | None = None,
         verification: str | None = None,
-        compile_rounds: bool | None = None,
+        compile_rounds: bool | str | None = None,
         batch_invariant: bool | None = None,
         draft_window_size: int | str | None = None,
     ) -> Drafter:
@@ -212,8 +214,11 @@ class Drafter(PreTrainedModel):
                 `"token"`, one after the other (arXiv 2211.17192), or `"block"`, all of a round jointly (arXiv
                 2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
                 the drafter's distributions once more. The stock engine supports `"token"` only.
-            compile_rounds: whether rounds on a GPU are compiled before they are captured as CUDA graphs. Compiling
-                takes some seconds for every shape of call, and makes rounds faster.
+            compile_rounds: whether rounds on a GPU are compiled, which takes some seconds for every shape of call and
+                makes rounds faster. `"background"`: another process compiles while rounds run as they are, and compiled
+                ones take their place between two rounds, which may change the rounding of logits. True: rounds are
+                compiled before they first run, as they are with `"background"` if
+                `torch.use_deterministic_algorithms(True)` is set.
             batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
                 same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
                 prompts take longer. See docs/batch-invariance.md.
@@ -239,11 +244,14 @@ class Drafter(PreTrainedModel):
             if verification not in VERIFICATIONS:
                 raise ValueError(f'verification is {verification!r}; expected "token" or "block".')
             self.verification = verification
-        for name, value in (("compile_rounds", compile_rounds), ("batch_invariant", batch_invariant)):
-            if value is not None:
-                if not isinstance(value, bool):
-                    raise ValueError(f"{name} is {value!r}; expected True or False.")
-                setattr(self, name, value)
+        if compile_rounds is not None:
+            if not isinstance(compile_rounds, bool) and compile_rounds != IN_BACKGROUND:
+                raise ValueError(f'compile_rounds is {compile_rounds!r}; expected True, False or "{IN_BACKGROUND}".')
+            self.compile_rounds = compile_rounds
+        if batch_invariant is not None:
+            if not isinstance(batch_invariant, bool):
+                raise ValueError(f"batch_invariant is {batch_invariant!r}; expected True or False.")
+            self.batch_invariant = batch_invariant
         if draft_window_size is not None:
             self.draft_window_size = self._checked_window(draft_window_size)
         return self
@@ -264,9 +272,9 @@ class Drafter(PreTrainedModel):
         """Let what is drafted attend to the last `window` tokens of each text only; to all of it if None."""
 
     @property
-    def compiles(self) -> bool:
-        """Whether rounds are compiled: torch's compiler chooses the order of sums by the number of rows."""
-        return self.compile_rounds and not self.batch_invariant
+    def compile_mode(self) -> bool | str:
+        """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows."""
+        return False if self.batch_invariant else self.compile_rounds
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """K of a call, or `"auto"`.

@@ -203,7 +203,16 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
 
 
 @contextmanager
-def _without_autocast_cache() -> Iterator[None]:
+def settings_of_compiler() -> Iterator[None]:
+    """Context for changes of the compiler's settings, which all threads share: no other thread compiles meanwhile."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    with _COMPILING, compile_lock:
+        yield
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
     """Context in which autocast caches no casts of weights, which a graph would go on reading when outdated."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -234,7 +243,7 @@ class Capture:
 
     def __call__(self, function: Callable[[], Any]) -> Any:
         """`function` as a graph; calling it replays it, and every replay overwrites its `result`."""
-        with on_device(self._device), _without_autocast_cache():
+        with on_device(self._device), without_autocast_cache():
             return self._graph_of(function)
 
     def _graph_of(self, function: Callable[[], Any]) -> Any:

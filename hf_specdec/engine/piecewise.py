@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import fx
@@ -14,7 +14,7 @@ Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 # A graph is split after attention and recurrences, which a compiler cannot fuse with other operators; and after a write
 # of keys and values that attention of a modeling file reads.
-_ATTENTION, _RECURRENCE, _WRITE = "hf_specdec.attention", "hf_specdec.recurrence", "hf_specdec.write_kv"
+_ATTENTION, _RECURRENCE, _WRITE = "hf_specdec::attention", "hf_specdec::recurrence", "hf_specdec::write_kv"
 
 
 def piecewise_backend(compiler: Compiler) -> Compiler:
@@ -30,11 +30,12 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
 
     def compile_pieces(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         given = dict(zip((node.name for node in graph.graph.find_nodes(op="placeholder")), inputs, strict=True))
-        last = _last_of_pieces(graph)
+        nodes = list(graph.graph.nodes)
+        last = last_of_pieces([_operator_name(node) for node in nodes])
         numbers, number = {}, 0
-        for node in graph.graph.nodes:
+        for place, node in enumerate(nodes):
             numbers[node] = number
-            number += node in last
+            number += place in last
         whole = split_module(graph, None, numbers.__getitem__, keep_original_order=True)
         compiled: dict[Hashable, Callable[..., Any]] = {}
         for name, piece in list(whole.named_children()):
@@ -49,14 +50,23 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
     return compile_pieces
 
 
-def _last_of_pieces(graph: fx.GraphModule) -> set[fx.Node]:
-    """The nodes after which `graph` is split; of a write of keys and values and attention that reads them, the last."""
-    names = {node: str(node.target).removesuffix(".default") for node in graph.graph.nodes}
-    found = [node for node, name in names.items() if name in (_ATTENTION, _RECURRENCE, _WRITE)]
+def _operator_name(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default").replace(".", "::", 1)
+
+
+def last_of_pieces(names: Sequence[str]) -> set[int]:
+    """Places of the operators after which a sequence of them is split.
+
+    Of a write of keys and values and attention that reads them, the last.
+
+    Args:
+        names: of the operators, `"hf_specdec::attention"`.
+    """
+    found = [place for place, name in enumerate(names) if name in (_ATTENTION, _RECURRENCE, _WRITE)]
     return {
-        node
-        for node, after in zip(found, [*found[1:], None], strict=False)
-        if names[node] != _WRITE or after is None or names[after] != _ATTENTION
+        place
+        for place, after in zip(found, [*found[1:], None], strict=False)
+        if names[place] != _WRITE or after is None or names[after] != _ATTENTION
     }
 
 

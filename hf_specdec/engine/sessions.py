@@ -37,13 +37,13 @@ class SessionKey(NamedTuple):
     Attributes:
         shape: of its buffers.
         grows: whether keys and values are in a `RowMemory`.
-        is_compiled: whether rounds are compiled before they are captured.
+        compile_mode: see `Drafter.compile_mode`.
         fingerprint: of target and drafter.
     """
 
     shape: Shape
     grows: bool
-    is_compiled: bool
+    compile_mode: bool | str
     fingerprint: Fingerprint
 
 

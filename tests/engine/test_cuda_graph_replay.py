@@ -102,7 +102,7 @@ def test_hooks_left_by_output_hidden_states_do_not_prevent_capture(capture, monk
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=3)
     target(**inputs, output_hidden_states=True)
     assert any(module._forward_hooks for module in target.modules())
-    drafter = copy_of(target).configure(num_assistant_tokens=1)
+    drafter = copy_of(target).configure(num_assistant_tokens=1, compile_rounds=True)
     out = target.generate(**inputs, do_sample=False, max_new_tokens=3, assistant_model=drafter)
     assert torch.equal(out, plain)
     assert drafter.stats.execution == "captured in one graph, compiled"
@@ -165,7 +165,7 @@ def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers, settin
     set_policy(monkeypatch, "cpu", fused_linear=True, layer_kernels=kind == "eagle3")
     replay_on_cpu(monkeypatch)
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
-    drafter = RANDOM_DRAFTERS[kind](target, **settings)
+    drafter = RANDOM_DRAFTERS[kind](target, **settings).configure(compile_rounds=True)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
     assert drafter.stats.execution == "captured in one graph, compiled"
     attention = target.model.layers[0].self_attn
@@ -179,7 +179,7 @@ def test_rounds_that_cannot_be_compiled_are_captured_uncompiled(capture, monkeyp
     target = tiny_target("llama", num_layers=1)
     forward = target.model.norm.forward
     monkeypatch.setattr(target.model.norm, "forward", torch._dynamo.disable(lambda hidden: forward(hidden)))
-    drafter = copy_of(target)
+    drafter = copy_of(target).configure(compile_rounds=True)
     options = {**padded_prompts([5, 2]), "do_sample": False, "max_new_tokens": 6}
     assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
     assert drafter.stats.execution == "captured in one graph, not compiled"

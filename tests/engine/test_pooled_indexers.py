@@ -223,5 +223,6 @@ def test_round_with_the_gpu_policy(name, triton, monkeypatch):
     replay_on_cpu(monkeypatch)
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
     drafter = oracle(target, inputs, plain, accuracy=1.0)  # a single round: without kernels each has another span
+    drafter.configure(compile_rounds=True)
     assert torch.equal(TEXTS.greedy(target, inputs, drafter, 2, max_new_tokens=3), plain)
     assert drafter.stats.execution == "captured in one graph, compiled"

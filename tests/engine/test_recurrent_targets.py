@@ -384,6 +384,6 @@ def test_round_with_the_gpu_policy(family, num_layers, monkeypatch):
     set_policy(monkeypatch, "cpu", fused_linear=True)
     replay_on_cpu(monkeypatch)
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
-    drafter = OracleDrafter(target, continuations(inputs, plain), [5, 1], 0.6)
+    drafter = OracleDrafter(target, continuations(inputs, plain), [5, 1], 0.6).configure(compile_rounds=True)
     assert torch.equal(greedy(target, inputs, drafter, 2, max_new_tokens=3), plain)
     assert drafter.stats.execution == "captured in one graph, compiled"

@@ -79,7 +79,7 @@ def test_the_chain_is_slow_enough_to_notice():
 def test_compiled_kernels_wait_if_they_are_launched_early(family, kind):
     """Also those that load nothing; see `PlainLaunchOfCreation`."""
     target = on_gpu(family)
-    drafter = RANDOM_DRAFTERS[kind](target).configure(4)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(4, compile_rounds=True)
     inputs = {name: one.to(target.device) for name, one in padded_prompts([9, 1, 5]).items()}
     options = {"do_sample": True, "temperature": 1.1, "max_new_tokens": 8, "assistant_model": drafter}
     with config.patch(force_disable_caches=True):
