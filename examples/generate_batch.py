@@ -255,9 +255,7 @@ def run(args: argparse.Namespace, state: PartialState) -> None:
     tokenizer = load_tokenizer(args.target)
     target = load_target(args.target, getattr(torch, args.dtype), state.device)
     set_end_tokens(target, tokenizer, args.eos_token, ignore_eos=False)
-    drafter = AutoDrafter.from_pretrained(args.drafter, target).configure(
-        compile_rounds="background" if args.compile else False
-    )
+    drafter = AutoDrafter.from_pretrained(args.drafter, target).configure(compile_rounds=args.compile)
     pending = [prompt for prompt in prompts if prompt.id not in done]
     shares = make_shares(pending, prompt_lengths(tokenizer, pending, args.chat_template), args, state.num_processes)
 

@@ -163,7 +163,7 @@ class AutoDrafter:
         draft_probs: bool | str = "auto",
         engine: str = "auto",
         verification: str = "token",
-        compile: bool | str = "background",
+        compile: bool | str = True,
         batch_invariant: bool = False,
         draft_window_size: int | str | None = None,
         dtype: str | torch.dtype | None = None,

@@ -94,7 +94,7 @@ class Drafter(PreTrainedModel):
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
-        self.compile_rounds: bool | str = IN_BACKGROUND
+        self.compile_rounds: bool | str = True
         self.batch_invariant = False
         self.draft_window_size: int | None = None
 
@@ -214,11 +214,10 @@ class Drafter(PreTrainedModel):
                 `"token"`, one after the other (arXiv 2211.17192), or `"block"`, all of a round jointly (arXiv
                 2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
                 the drafter's distributions once more. The stock engine supports `"token"` only.
-            compile_rounds: whether rounds on a GPU are compiled, which takes some seconds for every shape of call and
-                makes rounds faster. `"background"`: another process compiles while rounds run as they are, and compiled
-                ones take their place between two rounds, which may change the rounding of logits. True: rounds are
-                compiled before they first run, as they are with `"background"` if
-                `torch.use_deterministic_algorithms(True)` is set.
+            compile_rounds: whether rounds on a GPU are compiled before they first run, which takes some seconds for
+                every shape of call and makes rounds faster. `"background"`: another process compiles while rounds run
+                as they are, and compiled ones take their place between two rounds, which may change the rounding of
+                logits; if `torch.use_deterministic_algorithms(True)` is set, as True.
             batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
                 same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
                 prompts take longer. See docs/batch-invariance.md.

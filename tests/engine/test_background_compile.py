@@ -128,7 +128,7 @@ def test_rounds_stay_as_they_are_if_the_compiler_fails(gate, caplog):
     gate.error = "OutOfMemoryError: no"
     gate.open()
     target = tiny_target("llama", num_layers=1)
-    drafter = copy_of(target).configure(1)
+    drafter = copy_of(target).configure(1, compile_rounds="background")
     options = {**padded_prompts([5]), "do_sample": False, "max_new_tokens": 4, "assistant_model": drafter}
     expected = target.generate(**options)
     wait_for(drafter)
@@ -141,7 +141,7 @@ def test_rounds_that_cannot_be_recorded_stay_as_they_are(gate, monkeypatch, capl
     target = tiny_target("llama", num_layers=1)
     forward = target.model.norm.forward
     monkeypatch.setattr(target.model.norm, "forward", lambda hidden: _regex.fold_case(0, "a") and forward(hidden))
-    drafter = copy_of(target).configure(1)
+    drafter = copy_of(target).configure(1, compile_rounds="background")
     target.generate(**padded_prompts([5]), do_sample=False, max_new_tokens=4, assistant_model=drafter)
     assert drafter.stats.execution == "captured in one graph, not compiled" and gate.asked == 0
     assert "regex._regex.fold_case cannot be recorded: it is no operator of torch" in caplog.text
@@ -163,7 +163,7 @@ def test_what_nobody_waits_for_is_not_compiled(gate):
 
 
 def test_modes(monkeypatch):
-    drafter = copy_of(tiny_target("llama", num_layers=1))
+    drafter = copy_of(tiny_target("llama", num_layers=1)).configure(compile_rounds="background")
     target = tiny_target("llama", num_layers=1)
     assert not is_compiled_first(target, drafter)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

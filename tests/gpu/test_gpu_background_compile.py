@@ -51,7 +51,7 @@ def wait_until_ready(drafter):
 )
 def test_replaced_rounds_generate_the_same(kind, mode, family):
     target = on_gpu(family)
-    drafter = KINDS[kind](target)
+    drafter = KINDS[kind](target).configure(compile_rounds="background")
     options = options_of(drafter, **MODES[mode]) | ({"seeds": 5} if MODES[mode]["do_sample"] else {})
     expected = target.generate(**options)
     assert drafter.stats.execution == "captured in one graph, not compiled yet"
@@ -74,7 +74,7 @@ def test_rounds_are_replaced_while_a_call_runs_and_others_compute(monkeypatch):
         replaced.set()
 
     monkeypatch.setattr(lease, "replace_round", noting)
-    drafter = copy_of(target, noise=0.02)
+    drafter = copy_of(target, noise=0.02).configure(compile_rounds="background")
     options = options_of(drafter, lengths=[9], do_sample=False, max_new_tokens=60)
     expected = target.generate(**options)
     inputs = options["input_ids"]
@@ -104,7 +104,7 @@ def test_rounds_are_replaced_while_a_call_runs_and_others_compute(monkeypatch):
 
 def test_compiled_rounds_keep_no_weights_alive():
     target = on_gpu("llama")
-    drafter = copy_of(target)
+    drafter = copy_of(target).configure(compile_rounds="background")
     options = options_of(drafter, do_sample=False)
     target.generate(**options)
     wait_until_ready(drafter)
@@ -124,7 +124,7 @@ def test_compiled_rounds_keep_no_weights_alive():
 def test_rows_that_come_and_go():
     """Continuous batching with K chosen round by round."""
     target = on_gpu("llama")
-    drafter = copy_of(target, noise=0.02).configure("auto")
+    drafter = copy_of(target, noise=0.02).configure("auto", compile_rounds="background")
     lengths = [9, 1, 5, 12, 3, 3, 8, 2]
     inputs = [row[mask.bool()].tolist() for row, mask in zip(*padded_prompts(lengths).values(), strict=True)]
     config = target.generation_config
