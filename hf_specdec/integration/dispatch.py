@@ -37,7 +37,7 @@ from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
 from .eligibility import empty_attentions, inputs_besides_tokens, ordinary_offsets, why_not_static
-from .validation import check_prompts, check_same_device, check_tokens
+from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +221,7 @@ def generate_with_drafter(
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
     cache = model_kwargs.get("past_key_values")
+    check_cache(cache, generation_config)
     randomness = Randomness(seeds, generator)
     num_draft_tokens = _num_draft_tokens(drafter, generation_config, randomness, continuous)
     request = Request(
