@@ -31,9 +31,11 @@ from ..patching.support import (
     uses_attention_interface,
 )
 from ..patching.variants import Identity, keep, variant_of
+from .buckets import useful_drafts
 from .compared_texts import (
     EXACT_LIMIT,
     LARGEST_LIMIT,
+    NUM_DRAFT_TOKENS,
     ROUNDED_LIMIT,
     Generated,
     ScriptedDrafter,
@@ -46,6 +48,7 @@ from .compared_texts import (
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
 from .prompts import Prompts
+from .request import Request
 
 # Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
 # every round, which takes more.
@@ -116,6 +119,7 @@ class CallWithInputs(NamedTuple):
         following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
         hooks: see `hooks_of`.
         engine: to check.
+        num_draft_tokens: K of the call; hooks may treat a longer block differently.
     """
 
     model: PreTrainedModel
@@ -126,6 +130,27 @@ class CallWithInputs(NamedTuple):
     following: Mapping[str, Any]
     hooks: tuple[int, ...] = ()
     engine: str = "static"
+    num_draft_tokens: int = NUM_DRAFT_TOKENS
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        model_kwargs: Mapping[str, Any],
+        besides: Mapping[str, Any],
+        following: Mapping[str, Any],
+        hooks: tuple[int, ...],
+        engine: str = "static",
+    ) -> CallWithInputs:
+        """The call of `request`."""
+        num_drafts = useful_drafts(request.num_draft_tokens, request.max_new_tokens, is_kept=False)
+        given = request.model, request.prompts, request.config, model_kwargs
+        return cls(*given, besides, following, hooks, engine, num_drafts)
+
+    @property
+    def most_drafts(self) -> int:
+        """The largest K to check."""
+        return max(self.num_draft_tokens if self.hooks else 0, NUM_DRAFT_TOKENS)
 
     @property
     def what(self) -> str:
@@ -148,7 +173,7 @@ class CallWithInputs(NamedTuple):
             (name, None if isinstance(value, (torch.Tensor, Mapping, list, tuple)) else repr(value))
             for name, value in sorted(self.besides.items())
         )
-        hooked = (Identity(self.model), *self.hooks) if self.hooks else ()
+        hooked = (Identity(self.model), self.most_drafts, *self.hooks) if self.hooks else ()
         return (self.engine, hooked, *values, *_kind_of(self.model))
 
 
@@ -181,10 +206,9 @@ def why_not_equivalent_with(call: CallWithInputs) -> str | None:
     return keep(_outcomes, key, outcome)
 
 
-def why_not_equivalent_with_hooks(
-    model: PreTrainedModel, prompts: Prompts, config: GenerationConfig, model_kwargs: Mapping[str, Any]
-) -> str | None:
-    """As `why_not_equivalent_with` of the stock engine, for hooks; arguments as of `CallWithInputs`."""
+def why_not_equivalent_with_hooks(request: Request, model_kwargs: Mapping[str, Any]) -> str | None:
+    """As `why_not_equivalent_with` of the stock engine, for hooks; `model_kwargs` as of `CallWithInputs`."""
+    model = request.model
     hooks = hooks_of(modules_of(model))
     if not hooks:
         return None
@@ -193,7 +217,7 @@ def why_not_equivalent_with_hooks(
         for name, value in model_kwargs.items()
         if isinstance(value, torch.Tensor) and name not in ("attention_mask", "position_ids", "cache_position")
     }
-    return why_not_equivalent_with(CallWithInputs(model, prompts, config, model_kwargs, besides, {}, hooks, "stock"))
+    return why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, besides, {}, hooks, "stock"))
 
 
 def _read_with_every_token(call: CallWithInputs) -> list[str]:
@@ -242,12 +266,15 @@ def _generate_with(call: CallWithInputs, **options: Any) -> Generated:
         inputs["attention_mask"] = call.model_kwargs["attention_mask"]
     if call.prompts.cached:
         inputs["past_key_values"] = copy.deepcopy(call.model_kwargs["past_key_values"])
-    return generate_greedily(call.model, inputs, NUM_NEW_TOKENS[call.engine], **options)
+    # No more drafts are made than the text has tokens left.
+    count = max(NUM_NEW_TOKENS[call.engine], call.most_drafts)
+    return generate_greedily(call.model, inputs, count, **options)
 
 
 def _compare_with(call: CallWithInputs, expected: Generated, what: str) -> str | None:
     """Compare the engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
     drafter = ScriptedDrafter(call.model, call.engine, expected.tokens, call.prompts.lengths)
+    drafter.configure(num_assistant_tokens=call.most_drafts)
     try:
         generated = _generate_with(call, assistant_model=drafter)
     except torch.OutOfMemoryError:

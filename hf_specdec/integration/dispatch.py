@@ -119,7 +119,8 @@ def _why_not_hooks(
         rows = slice(_TRIED_REQUESTS)
         prompts = replace(prompts, input_ids=prompts.input_ids[rows], padding=prompts.padding[rows])
         model_kwargs = {} if mask is None else {"attention_mask": mask[rows]}
-    return why_not_equivalent_with(CallWithInputs(request.model, prompts, request.config, model_kwargs, {}, {}, hooks))
+    request = replace(request, prompts=prompts)
+    return why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, {}, {}, hooks))
 
 
 def _on_static_engine(
@@ -156,7 +157,7 @@ def _on_static_engine(
     if isinstance(offsets, str):
         return request, offsets
     if (besides or hooks) and not drafter.is_equivalence_check:
-        call = CallWithInputs(model, prompts, request.config, model_kwargs, besides, following, hooks)
+        call = CallWithInputs.of(request, model_kwargs, besides, following, hooks)
         obstacle = why_not_equivalent_with(call)
     return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
 

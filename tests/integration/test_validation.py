@@ -296,9 +296,7 @@ def test_caches_that_change_what_they_store(target, drafter, options, match, eng
 
 @pytest.mark.core
 def test_offloaded_static_cache(target, drafter):
-    with pytest.raises(
-        ValueError, match="cache_implementation is 'offloaded_static', a static cache .* Drop that option"
-    ):
+    with pytest.raises(ValueError, match=r"cache_implementation is 'offloaded_static', a static .* Drop that option"):
         target.generate(
             **padded_prompts([3]), max_new_tokens=3, assistant_model=drafter, cache_implementation="offloaded_static"
         )
