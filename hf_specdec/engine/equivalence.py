@@ -8,6 +8,7 @@ target, it generates a few tokens with drafts of which some are wrong, and the l
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
 from .prompts import Prompts
 from .request import Request
+
+logger = logging.getLogger(__name__)
 
 # Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
 # every round, which takes more.
@@ -365,6 +368,14 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
         raise _PlainFails(error) from error
     is_exact = is_exact_arithmetic(model)
     limit = limit_of(plain_alone, plain, is_exact)
+    if is_exact and limit > ROUNDED_LIMIT:
+        logger.warning(
+            "hf_specdec: %s computes in float32, but without a drafter, too, logits of a row are others in a batch "
+            "than alone (by %.0f %% of their spread or more), as where activations are quantised by one scale for all "
+            "tokens. Texts with a drafter may differ from those without one where two tokens are nearly as likely.",
+            type(model).__name__,
+            10 * limit,
+        )
     if not is_padded:
         plain = put_together(plain_alone, generate_greedily(model, _last_row(inputs), count))
     for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:

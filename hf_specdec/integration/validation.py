@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..drafters.base import Drafter
+from ..patching.hidden_states import modules_of
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
@@ -138,6 +139,12 @@ def check_call(
             "which must run it equally often, but with drafters their numbers of rounds differ; expected a target "
             "that a process can run by itself (synced_gpus=False). Load all of it in every process, split it with a "
             "tp_plan, or drop assistant_model."
+        )
+    if any(hasattr(kind, "set_reshard_after_forward") for kind in set(map(type, modules_of(model)))):
+        raise ValueError(
+            f"{name} is sharded by fully_shard() (FSDP2), so that its weights are whole only while its own forward "
+            "runs; expected a target that a process can run by itself. Load all of it in every process, split it with "
+            "a tp_plan, or drop assistant_model."
         )
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lossless import PROMPTS
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import NUM_LAYERS, STOCK_FAMILY, padded_prompts, tiny_target
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     Cache,
     DynamicCache,
@@ -477,6 +479,19 @@ def test_useful_drafts(asked, room, is_kept, expected):
 
 
 @pytest.mark.core
+def test_sharded_by_fully_shard(drafter):
+    target = llama()
+    drafter.bind(target)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(target)
+        refused(
+            target, drafter, r"LlamaForCausalLM is sharded by fully_shard\(\) .* expected a target that a process can"
+        )
+    finally:
+        dist.destroy_process_group()
+
+
 def test_pipeline_stages():
     target = llama()
     drafter = random_eagle3(target)
