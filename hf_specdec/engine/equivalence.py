@@ -23,6 +23,7 @@ from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
 from ..patching.module_hooks import hooks_of, without_hooks
+from ..patching.packing import packs_prompts
 from ..patching.support import (
     cache_name,
     length_limits,
@@ -291,18 +292,21 @@ def _compare_with(call: CallWithInputs, expected: Generated, what: str) -> str |
     return f"{what}, after which logits differ there from plain generate()'s by {difference:.2g}"
 
 
-def why_not_separate_rows(model: PreTrainedModel) -> str | None:
-    """The reason why plain `generate()` of a padded row differs from that of the row without its padding; None if it
-    does not.
+def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str | None:
+    """The reason why plain `generate()` of a row in a batch differs from that of the row alone; None if it does not.
 
     The first call for a class and configuration runs the model on a few tokens.
+
+    Args:
+        model: the target.
+        is_padded: whether the row is padded in the batch.
     """
-    key = ("separate rows", *_kind_of(model))
+    key = ("separate rows", is_padded, *_kind_of(model))
     if key in _outcomes:
         return _outcomes[key]
     try:
         with torch.no_grad():
-            outcome = _compare_padding(without_hooks(model))
+            outcome = _compare_rows(without_hooks(model), is_padded)
     except _PlainFails as error:
         return str(error)
     return keep(_outcomes, key, outcome)
@@ -378,10 +382,13 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
         )
     if not is_padded:
         plain = put_together(plain_alone, generate_greedily(model, _last_row(inputs), count))
-    for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
+    # Rows run one by one on the stock engine; packed ones are a row together.
+    cases = [(alone, plain_alone, False), (inputs, plain, False), (inputs, plain, True)]
+    is_packed = not prompts_by_target and packs_prompts(model)
+    for given, expected, packs in cases[: 1 if engine == "stock" else 2 + is_packed]:
         lengths = given["attention_mask"].sum(dim=1).tolist()
         drafter = ScriptedDrafter(model, engine, expected.tokens, lengths)
-        drafter.prompts_by_target = prompts_by_target
+        drafter.prompts_by_target, drafter.packs_prompts = prompts_by_target, packs
         try:
             generated = generate_greedily(model, given, count, assistant_model=drafter)
         except torch.OutOfMemoryError:
@@ -404,9 +411,12 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
     return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
 
 
-def _compare_padding(model: PreTrainedModel) -> str | None:
-    """Compare plain `generate()` of a padded row, in a batch, with that of the row alone and without padding."""
+def _compare_rows(model: PreTrainedModel, is_padded: bool) -> str | None:
+    """Compare plain `generate()` of a row in a batch, padded or not, with that of the row alone and without padding."""
     inputs, count = _prompts(model), NUM_NEW_TOKENS["stock"]
+    if not is_padded:
+        kept = int(inputs["attention_mask"].sum(dim=1).min())
+        inputs = {name: tensor[:, -kept:] for name, tensor in inputs.items()}
     first = {name: tensor[:1] for name, tensor in inputs.items()}
     try:
         batch, unpadded, alone = (
@@ -420,7 +430,8 @@ def _compare_padding(model: PreTrainedModel) -> str | None:
     difference = difference_of(alone, Generated(batch.tokens[-1:], batch.logits[:, -1:]), is_exact)
     if difference <= limit_of(unpadded, batch, is_exact):
         return None
-    return f"the padding of a row changes its logits in plain generate(), of a few tokens by {difference:.2g}"
+    what = "the padding of a row changes its logits" if is_padded else "a row has other logits in a batch than alone"
+    return f"{what} in plain generate(), of a few tokens by {difference:.2g}"
 
 
 def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -25,7 +25,8 @@ from .hidden_states import modules_of
 from .implementations import IMPLEMENTATION
 from .patch import is_anything_replaced, original
 
-# They compute token by token, whatever their class: quantised and parametrised ones are of classes of their own.
+# They compute token by token, whatever their class, unless it has a `forward` of its own: parametrised ones are of
+# classes of their own.
 _OF_ONE_TOKEN = (nn.Linear, nn.Embedding)
 _T = TypeVar("_T")
 _EAGER = "eager_attention_forward"
@@ -75,12 +76,13 @@ def note_variant(model: PreTrainedModel) -> None:
             forwards.append(Identity(forward))
         if isinstance(config := attributes.get("config"), PreTrainedConfig):
             configs[id(config)] = config
+    linear = {_forward_of(kind) for kind in kinds if issubclass(kind, _OF_ONE_TOKEN)}
     kinds = {kind for kind in kinds if not issubclass(kind, _OF_ONE_TOKEN)}
     names = {original(config, IMPLEMENTATION) for config in configs.values()}
     classes = frozenset((Identity(kind), Identity(_forward_of(kind))) for kind in kinds)
     functions = frozenset(map(Identity, functions_of(files_of(kinds))))
     attention = frozenset((name, _identity(ALL_ATTENTION_FUNCTIONS.get(name))) for name in names)
-    parts = classes, tuple(forwards), functions, attention
+    parts = classes, frozenset(map(Identity, linear)), tuple(forwards), functions, attention
     number = _numbers.get(parts)
     _variants[model] = keep(_numbers, parts, next(_next_number)) if number is None else number
 

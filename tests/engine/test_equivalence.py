@@ -122,6 +122,26 @@ def test_forward_that_hands_its_arguments_on(place):
     assert not torch.equal(plain, greedy(tiny_target("llama"), inputs))
 
 
+class OfRows(nn.Embedding):
+    def forward(self, tokens):
+        rows = torch.arange(len(tokens))[:, None, None]
+        return super().forward(tokens) * (1 + rows)
+
+
+@pytest.mark.core_for(engine=["auto"])
+@pytest.mark.parametrize("engine", ["auto", "stock"])
+def test_something_for_each_row(engine):
+    """Which a prompt does not get where prompts are packed in one row, or rows run one after the other."""
+    target = copy.deepcopy(tiny_target("llama"))
+    target.model.embed_tokens.__class__ = OfRows
+    drafter, inputs = random_draft_model(target).configure(engine=engine), padded_prompts([9, 9, 9])
+    if engine == "stock":
+        with pytest.raises(ValueError, match="a row has other logits in a batch than alone in plain generate"):
+            greedy(target, inputs, drafter, 3)
+    else:
+        assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("model_type", ["jamba", "bert", "mamba", "recurrent_gemma"])
 def test_unsupported_targets_are_refused_before_generation(model_type):
