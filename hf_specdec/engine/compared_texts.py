@@ -32,10 +32,14 @@ class ScriptedDrafter(Drafter):
         engine: to run.
         answers: `[B, n]` int64, the continuations.
         lengths: tokens of each prompt.
+
+    Attributes:
+        packs_prompts: whether prompts are packed where the target allows it.
     """
 
     config_class = DrafterConfig
     is_equivalence_check = True
+    packs_prompts = False
 
     def __init__(self, target: PreTrainedModel, engine: str, answers: torch.Tensor, lengths: Sequence[int]):
         super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))

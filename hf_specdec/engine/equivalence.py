@@ -8,6 +8,7 @@ target, it generates a few tokens with drafts of which some are wrong, and the l
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
 from ..patching.module_hooks import hooks_of, without_hooks
+from ..patching.packing import packs_prompts
 from ..patching.support import (
     cache_name,
     length_limits,
@@ -31,9 +33,11 @@ from ..patching.support import (
     uses_attention_interface,
 )
 from ..patching.variants import Identity, keep, variant_of
+from .buckets import useful_drafts
 from .compared_texts import (
     EXACT_LIMIT,
     LARGEST_LIMIT,
+    NUM_DRAFT_TOKENS,
     ROUNDED_LIMIT,
     Generated,
     ScriptedDrafter,
@@ -46,6 +50,9 @@ from .compared_texts import (
 from .first_pass import kept_rope_deltas
 from .kv_transfer import run_as_given
 from .prompts import Prompts
+from .request import Request
+
+logger = logging.getLogger(__name__)
 
 # Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
 # every round, which takes more.
@@ -116,6 +123,7 @@ class CallWithInputs(NamedTuple):
         following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
         hooks: see `hooks_of`.
         engine: to check.
+        num_draft_tokens: K of the call; hooks may treat a longer block differently.
     """
 
     model: PreTrainedModel
@@ -126,6 +134,27 @@ class CallWithInputs(NamedTuple):
     following: Mapping[str, Any]
     hooks: tuple[int, ...] = ()
     engine: str = "static"
+    num_draft_tokens: int = NUM_DRAFT_TOKENS
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        model_kwargs: Mapping[str, Any],
+        besides: Mapping[str, Any],
+        following: Mapping[str, Any],
+        hooks: tuple[int, ...],
+        engine: str = "static",
+    ) -> CallWithInputs:
+        """The call of `request`."""
+        num_drafts = useful_drafts(request.num_draft_tokens, request.max_new_tokens, is_kept=False)
+        given = request.model, request.prompts, request.config, model_kwargs
+        return cls(*given, besides, following, hooks, engine, num_drafts)
+
+    @property
+    def most_drafts(self) -> int:
+        """The largest K to check."""
+        return max(self.num_draft_tokens if self.hooks else 0, NUM_DRAFT_TOKENS)
 
     @property
     def what(self) -> str:
@@ -148,7 +177,7 @@ class CallWithInputs(NamedTuple):
             (name, None if isinstance(value, (torch.Tensor, Mapping, list, tuple)) else repr(value))
             for name, value in sorted(self.besides.items())
         )
-        hooked = (Identity(self.model), *self.hooks) if self.hooks else ()
+        hooked = (Identity(self.model), self.most_drafts, *self.hooks) if self.hooks else ()
         return (self.engine, hooked, *values, *_kind_of(self.model))
 
 
@@ -181,10 +210,9 @@ def why_not_equivalent_with(call: CallWithInputs) -> str | None:
     return keep(_outcomes, key, outcome)
 
 
-def why_not_equivalent_with_hooks(
-    model: PreTrainedModel, prompts: Prompts, config: GenerationConfig, model_kwargs: Mapping[str, Any]
-) -> str | None:
-    """As `why_not_equivalent_with` of the stock engine, for hooks; arguments as of `CallWithInputs`."""
+def why_not_equivalent_with_hooks(request: Request, model_kwargs: Mapping[str, Any]) -> str | None:
+    """As `why_not_equivalent_with` of the stock engine, for hooks; `model_kwargs` as of `CallWithInputs`."""
+    model = request.model
     hooks = hooks_of(modules_of(model))
     if not hooks:
         return None
@@ -193,7 +221,7 @@ def why_not_equivalent_with_hooks(
         for name, value in model_kwargs.items()
         if isinstance(value, torch.Tensor) and name not in ("attention_mask", "position_ids", "cache_position")
     }
-    return why_not_equivalent_with(CallWithInputs(model, prompts, config, model_kwargs, besides, {}, hooks, "stock"))
+    return why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, besides, {}, hooks, "stock"))
 
 
 def _read_with_every_token(call: CallWithInputs) -> list[str]:
@@ -242,12 +270,15 @@ def _generate_with(call: CallWithInputs, **options: Any) -> Generated:
         inputs["attention_mask"] = call.model_kwargs["attention_mask"]
     if call.prompts.cached:
         inputs["past_key_values"] = copy.deepcopy(call.model_kwargs["past_key_values"])
-    return generate_greedily(call.model, inputs, NUM_NEW_TOKENS[call.engine], **options)
+    # No more drafts are made than the text has tokens left.
+    count = max(NUM_NEW_TOKENS[call.engine], call.most_drafts)
+    return generate_greedily(call.model, inputs, count, **options)
 
 
 def _compare_with(call: CallWithInputs, expected: Generated, what: str) -> str | None:
     """Compare the engine with plain `generate()`, which has generated `expected`; `what` begins the reason."""
     drafter = ScriptedDrafter(call.model, call.engine, expected.tokens, call.prompts.lengths)
+    drafter.configure(num_assistant_tokens=call.most_drafts)
     try:
         generated = _generate_with(call, assistant_model=drafter)
     except torch.OutOfMemoryError:
@@ -261,18 +292,21 @@ def _compare_with(call: CallWithInputs, expected: Generated, what: str) -> str |
     return f"{what}, after which logits differ there from plain generate()'s by {difference:.2g}"
 
 
-def why_not_separate_rows(model: PreTrainedModel) -> str | None:
-    """The reason why plain `generate()` of a padded row differs from that of the row without its padding; None if it
-    does not.
+def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str | None:
+    """The reason why plain `generate()` of a row in a batch differs from that of the row alone; None if it does not.
 
     The first call for a class and configuration runs the model on a few tokens.
+
+    Args:
+        model: the target.
+        is_padded: whether the row is padded in the batch.
     """
-    key = ("separate rows", *_kind_of(model))
+    key = ("separate rows", is_padded, *_kind_of(model))
     if key in _outcomes:
         return _outcomes[key]
     try:
         with torch.no_grad():
-            outcome = _compare_padding(without_hooks(model))
+            outcome = _compare_rows(without_hooks(model), is_padded)
     except _PlainFails as error:
         return str(error)
     return keep(_outcomes, key, outcome)
@@ -338,12 +372,23 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
         raise _PlainFails(error) from error
     is_exact = is_exact_arithmetic(model)
     limit = limit_of(plain_alone, plain, is_exact)
+    if is_exact and limit > ROUNDED_LIMIT:
+        logger.warning(
+            "hf_specdec: %s computes in float32, but without a drafter, too, logits of a row are others in a batch "
+            "than alone (by %.0f %% of their spread or more), as where activations are quantised by one scale for all "
+            "tokens. Texts with a drafter may differ from those without one where two tokens are nearly as likely.",
+            type(model).__name__,
+            10 * limit,
+        )
     if not is_padded:
         plain = put_together(plain_alone, generate_greedily(model, _last_row(inputs), count))
-    for given, expected in ((alone, plain_alone), (inputs, plain))[: 1 if engine == "stock" else 2]:
+    # Rows run one by one on the stock engine; packed ones are a row together.
+    cases = [(alone, plain_alone, False), (inputs, plain, False), (inputs, plain, True)]
+    is_packed = not prompts_by_target and packs_prompts(model)
+    for given, expected, packs in cases[: 1 if engine == "stock" else 2 + is_packed]:
         lengths = given["attention_mask"].sum(dim=1).tolist()
         drafter = ScriptedDrafter(model, engine, expected.tokens, lengths)
-        drafter.prompts_by_target = prompts_by_target
+        drafter.prompts_by_target, drafter.packs_prompts = prompts_by_target, packs
         try:
             generated = generate_greedily(model, given, count, assistant_model=drafter)
         except torch.OutOfMemoryError:
@@ -366,9 +411,12 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
     return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
 
 
-def _compare_padding(model: PreTrainedModel) -> str | None:
-    """Compare plain `generate()` of a padded row, in a batch, with that of the row alone and without padding."""
+def _compare_rows(model: PreTrainedModel, is_padded: bool) -> str | None:
+    """Compare plain `generate()` of a row in a batch, padded or not, with that of the row alone and without padding."""
     inputs, count = _prompts(model), NUM_NEW_TOKENS["stock"]
+    if not is_padded:
+        kept = int(inputs["attention_mask"].sum(dim=1).min())
+        inputs = {name: tensor[:, -kept:] for name, tensor in inputs.items()}
     first = {name: tensor[:1] for name, tensor in inputs.items()}
     try:
         batch, unpadded, alone = (
@@ -382,7 +430,8 @@ def _compare_padding(model: PreTrainedModel) -> str | None:
     difference = difference_of(alone, Generated(batch.tokens[-1:], batch.logits[:, -1:]), is_exact)
     if difference <= limit_of(unpadded, batch, is_exact):
         return None
-    return f"the padding of a row changes its logits in plain generate(), of a few tokens by {difference:.2g}"
+    what = "the padding of a row changes its logits" if is_padded else "a row has other logits in a batch than alone"
+    return f"{what} in plain generate(), of a few tokens by {difference:.2g}"
 
 
 def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -91,8 +91,10 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
         return "modules of the target have forward hooks, which may treat each row differently; remove them"
     obstacles = (_why_not_split(name, value, prompts) for name, value in model_kwargs.items())
     obstacle = next(filter(None, obstacles), None)
-    if obstacle is not None or not any(prompts.padding):
+    if obstacle is not None:
         return obstacle
+    if not any(prompts.padding):
+        return why_not_separate_rows(request.model, is_padded=False)
     kinds = set(getattr(request.model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if kinds:
         return (

@@ -429,7 +429,7 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
         )
     obstacle = None if request.drafter.is_equivalence_check else why_not_equivalent(request.model, "stock")
     if obstacle is None and prompts.input_ids.shape[0] == 1 and not request.drafter.is_equivalence_check:
-        obstacle = why_not_equivalent_with_hooks(request.model, prompts, request.config, model_kwargs)
+        obstacle = why_not_equivalent_with_hooks(request, model_kwargs)
     if obstacle is not None:
         raise ValueError(
             f"{name} cannot generate with a drafter: neither on the static engine ({reason}), nor in transformers' own "

@@ -101,6 +101,10 @@ class Target:
             models may give logits of more columns; the last is the last token's.
         """
         is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
+        columns = None
+        # A `forward` that only hands its arguments on does not say whether it keeps the logits of some columns.
+        if isinstance(logits_to_keep, torch.Tensor) and not self.model._supports_logits_to_keep():
+            logits_to_keep, columns = 0, logits_to_keep
         state.cache.advance(slots, state.live, state.num_before)
         position_ids = state.position_ids(slots)
         if self.longest_short is not None:
@@ -117,9 +121,7 @@ class Target:
         )
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)
-        logits = out.logits
-        if isinstance(logits_to_keep, torch.Tensor) and not self.model._supports_logits_to_keep():
-            logits = logits[:, logits_to_keep]
+        logits = out.logits if columns is None else out.logits[:, columns]
         return logits, self.recorder.aux_hidden_states
 
     def _last_token(self, slots: torch.Tensor) -> int | torch.Tensor:

@@ -37,7 +37,7 @@ from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
 from .eligibility import empty_attentions, inputs_besides_tokens, ordinary_offsets, why_not_static
-from .validation import check_prompts, check_same_device, check_tokens
+from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ def _why_not_hooks(
         rows = slice(_TRIED_REQUESTS)
         prompts = replace(prompts, input_ids=prompts.input_ids[rows], padding=prompts.padding[rows])
         model_kwargs = {} if mask is None else {"attention_mask": mask[rows]}
-    return why_not_equivalent_with(CallWithInputs(request.model, prompts, request.config, model_kwargs, {}, {}, hooks))
+    request = replace(request, prompts=prompts)
+    return why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, {}, {}, hooks))
 
 
 def _on_static_engine(
@@ -156,7 +157,7 @@ def _on_static_engine(
     if isinstance(offsets, str):
         return request, offsets
     if (besides or hooks) and not drafter.is_equivalence_check:
-        call = CallWithInputs(model, prompts, request.config, model_kwargs, besides, following, hooks)
+        call = CallWithInputs.of(request, model_kwargs, besides, following, hooks)
         obstacle = why_not_equivalent_with(call)
     return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
 
@@ -231,6 +232,7 @@ def generate_with_drafter(
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
     cache = model_kwargs.get("past_key_values")
+    check_cache(cache, generation_config)
     randomness = Randomness(seeds, generator)
     num_draft_tokens = _num_draft_tokens(drafter, generation_config, randomness, continuous)
     request = Request(

@@ -30,6 +30,10 @@ REPLACED_INPUTS = frozenset(
 )
 
 
+# Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
+_CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})
+
+
 def why_not_static(
     model: PreTrainedModel,
     config: GenerationConfig,
@@ -139,7 +143,7 @@ def _why_not_call(
         obstacle = why_not_readable(model_kwargs["past_key_values"], cache_layers(model))
         if obstacle is not None:
             return obstacle
-    if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window"):
+    if config.cache_implementation not in _CACHES:
         return f"the call asks for a {config.cache_implementation} cache"
     return None
 

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..drafters.base import Drafter
+from ..patching.hidden_states import modules_of
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
@@ -69,6 +70,50 @@ def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask
         )
 
 
+def check_cache(cache: Any, config: GenerationConfig) -> None:
+    """Check that the cache of a call is one of transformers', which stores keys and values as it is given them.
+
+    Rounds run on a cache of the engine, and drafts that are rejected are taken back from that of the call. What a cache
+    does with its tokens besides, such as rounding or dropping them, plain `generate()` would have in its text.
+
+    Args:
+        cache: as `generate()` has it; any object.
+        config: as prepared by `generate()`.
+
+    Raises:
+        ValueError: it rounds, it is static and offloaded, or its `update()` or that of a layer is not transformers'.
+    """
+    asked = config.cache_implementation
+    if asked not in (None, "offloaded") and asked.startswith("offloaded"):
+        raise ValueError(
+            f"cache_implementation is {asked!r}, a static cache in another memory, which no engine runs with drafts; "
+            'expected "offloaded" or none. Drop that option or assistant_model.'
+        )
+    what, parts = f"cache_implementation is {asked!r}", []
+    if getattr(cache, "_is_user_defined", False):
+        what = f"past_key_values is a {type(cache).__name__}"
+        parts = [cache, *getattr(cache, "layers", ()), getattr(cache, "layer_class_to_replicate", None)]
+    if asked == "quantized" or any(hasattr(part, "_quantize") for part in parts):
+        raise ValueError(
+            f"{what}, which stores rounded keys and values, from which rejected drafts cannot be taken back; expected "
+            "a cache that stores them as they are. Drop it or assistant_model."
+        )
+    for part in parts:
+        if not _is_of_transformers(part, "update"):
+            kind = part if isinstance(part, type) else type(part)
+            raise ValueError(
+                f"{what}, in which update() of {kind.__name__} is not transformers' own ({kind.__module__}), so it is "
+                "not known what it does with the tokens of a text and with rejected drafts; expected one of "
+                "transformers' caches, such as DynamicCache. Drop it or assistant_model."
+            )
+
+
+def _is_of_transformers(owner: Any, name: str) -> bool:
+    """Whether the method `name` of an object or class is transformers' own, or there is none."""
+    method = getattr(owner, name, None)
+    return method is None or getattr(method, "__module__", "").partition(".")[0] == "transformers"
+
+
 _OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
 
 
@@ -94,6 +139,12 @@ def check_call(
             "which must run it equally often, but with drafters their numbers of rounds differ; expected a target "
             "that a process can run by itself (synced_gpus=False). Load all of it in every process, split it with a "
             "tp_plan, or drop assistant_model."
+        )
+    if any(hasattr(kind, "set_reshard_after_forward") for kind in set(map(type, modules_of(model)))):
+        raise ValueError(
+            f"{name} is sharded by fully_shard() (FSDP2), so that its weights are whole only while its own forward "
+            "runs; expected a target that a process can run by itself. Load all of it in every process, split it with "
+            "a tp_plan, or drop assistant_model."
         )
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:

@@ -185,10 +185,21 @@ def _why_not_recurrent(model: PreTrainedModel) -> str | None:
     return why_not_replaced(model) if has_recurrent_layers(model) else None
 
 
+def _parameters_of(kind: type[nn.Module]) -> set[str]:
+    """The names of the parameters of `forward` of a class, and of those of its bases that it may hand others on to."""
+    names: set[str] = set()
+    for function in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
+        parameters = inspect.signature(inspect.unwrap(function)).parameters
+        names |= parameters.keys()
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
+
+
 @cached_by_settings
 def _cache_name(model: PreTrainedModel) -> str | None:
     """See `cache_name`; None if `model` does not take transformers' `Cache`."""
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    parameters = _parameters_of(type(model))
     attention, recurrent = CACHE_NAMES
     if attention in parameters:
         return attention

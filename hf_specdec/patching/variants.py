@@ -26,7 +26,8 @@ from .hidden_states import ModuleTree
 from .implementations import IMPLEMENTATION
 from .patch import is_anything_replaced, original
 
-# They compute token by token, whatever their class: quantised and parametrised ones are of classes of their own.
+# They compute token by token, whatever their class, unless it has a `forward` of its own: parametrised ones are of
+# classes of their own.
 _OF_ONE_TOKEN = (nn.Linear, nn.Embedding)
 _T = TypeVar("_T")
 _EAGER = "eager_attention_forward"
@@ -88,20 +89,23 @@ def note_variant(model: PreTrainedModel, tree: ModuleTree) -> None:
         model: the target.
         tree: of `model`, as it is now.
     """
-    kinds = [kind for kind in dict.fromkeys(map(type, tree.modules)) if not issubclass(kind, _OF_ONE_TOKEN)]
+    classes = dict.fromkeys(map(type, tree.modules))
+    kinds = [kind for kind in classes if not issubclass(kind, _OF_ONE_TOKEN)]
+    linear_forwards = list(dict.fromkeys(_forward_of(kind) for kind in classes if issubclass(kind, _OF_ONE_TOKEN)))
     class_forwards = list(map(_forward_of, kinds))
     forwards = [original(module, "forward") for module in tree.having("forward")]
     forwards = [forward for forward in forwards if forward is not None]
     functions = list(functions_of(files_of(kinds)))
     names = list(dict.fromkeys(original(config, IMPLEMENTATION) for config in _configs_of(tree)))
     chosen = [ALL_ATTENTION_FUNCTIONS.get(name) for name in names]
-    parts = [*kinds, *class_forwards, *forwards, *functions, *chosen]
-    identities = (len(kinds), len(forwards), len(functions), *names, *map(id, parts))
+    parts = [*kinds, *class_forwards, *linear_forwards, *forwards, *functions, *chosen]
+    identities = (len(kinds), len(linear_forwards), len(forwards), len(functions), *names, *map(id, parts))
     noted = _variants.get(model)
     if noted is not None and noted.is_of(identities):
         return
     key = (
         frozenset(zip(map(Identity, kinds), map(Identity, class_forwards), strict=True)),
+        frozenset(map(Identity, linear_forwards)),
         tuple(map(Identity, forwards)),
         frozenset(map(Identity, functions)),
         frozenset(zip(names, map(_identity, chosen), strict=True)),

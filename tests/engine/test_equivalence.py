@@ -91,6 +91,57 @@ def test_a_subclass_is_checked_too():
     assert "\n" not in str(error.value)
 
 
+class Negated(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = -out.logits
+        return out
+
+
+@pytest.mark.core_for(place=["instance"])
+@pytest.mark.parametrize("place", ["instance", "class"])
+def test_forward_that_hands_its_arguments_on(place):
+    """It names no cache and no logits that are to be kept, of which packed prompts need one of each."""
+    target = copy.deepcopy(tiny_target("llama"))
+    if place == "class":
+        target.__class__ = Negated
+    else:
+        forward = target.forward
+
+        def negate(*args, **kwargs):
+            out = forward(*args, **kwargs)
+            out.logits = -out.logits
+            return out
+
+        target.forward = negate
+    inputs = padded_prompts([9, 9])
+    drafter = random_draft_model(tiny_target("llama"))
+    drafter.bind(target)
+    plain = greedy(target, inputs)
+    assert torch.equal(greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == "static"
+    assert not torch.equal(plain, greedy(tiny_target("llama"), inputs))
+
+
+class OfRows(nn.Embedding):
+    def forward(self, tokens):
+        rows = torch.arange(len(tokens))[:, None, None]
+        return super().forward(tokens) * (1 + rows)
+
+
+@pytest.mark.core_for(engine=["auto"])
+@pytest.mark.parametrize("engine", ["auto", "stock"])
+def test_something_for_each_row(engine):
+    """Which a prompt does not get where prompts are packed in one row, or rows run one after the other."""
+    target = copy.deepcopy(tiny_target("llama"))
+    target.model.embed_tokens.__class__ = OfRows
+    drafter, inputs = random_draft_model(target).configure(engine=engine), padded_prompts([9, 9, 9])
+    if engine == "stock":
+        with pytest.raises(ValueError, match="a row has other logits in a batch than alone in plain generate"):
+            greedy(target, inputs, drafter, 3)
+    else:
+        assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("model_type", ["jamba", "bert", "mamba", "recurrent_gemma"])
 def test_unsupported_targets_are_refused_before_generation(model_type):

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerationMixin
 
-from hf_specdec.engine import equivalence
+from hf_specdec.engine import equivalence, separate_rows
 from hf_specdec.engine.separate_rows import _input_of_row, why_not_separate
 from hf_specdec.sampling.logits import RowTemperature
 
@@ -266,7 +266,7 @@ def test_rows_have_offloaded_caches_of_their_own():
     assert copied is not cache and copied.layers is not cache.layers and copied.offloading
 
 
-def test_padded_batches_of_unknown_layer_types_are_refused():
+def test_padded_batches_of_unknown_layer_types_are_refused(monkeypatch):
     """A batch of UnlimitedOCR, whose windows count padding, had other tokens than plain `generate()`."""
     text = SimpleNamespace(layer_types=["full_attention", "reference_sliding_attention"])
     model = torch.nn.Module()
@@ -275,4 +275,5 @@ def test_padded_batches_of_unknown_layer_types_are_refused():
     reason = why_not_separate(SimpleNamespace(batch=2, prompts=prompts, model=model), {})
     assert "layers of type reference_sliding_attention, for which padding may change the text" in reason
     prompts.padding = [0, 0]
+    monkeypatch.setattr(separate_rows, "why_not_separate_rows", lambda model, is_padded: None)
     assert why_not_separate(SimpleNamespace(batch=2, prompts=prompts, model=model), {}) is None

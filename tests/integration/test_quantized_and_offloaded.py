@@ -145,3 +145,23 @@ def test_a_drafter_goes_where_the_last_layer_computes():
     assert device_of_last_layer(target) == torch.device("cpu")
     add_hook_to_module(target.model.layers[-1].self_attn, AlignDevicesHook(execution_device=torch.device("cuda", 1)))
     assert device_of_last_layer(target) == torch.device("cuda", 1)
+
+
+class RoundedInputs(nn.Module):
+    """A linear layer on inputs that are rounded by one scale for all tokens, as those of `quantize_dynamic`."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, inputs):
+        scale = inputs.abs().amax() / 40
+        return self.linear((inputs / scale).round() * scale)
+
+
+def test_activations_quantised_over_all_tokens(caplog):
+    """Of which plain `generate()`, too, says other things of a row in a batch."""
+    target = copy.deepcopy(tiny_target("llama"))
+    target.model.layers[1].mlp.down_proj = RoundedInputs(target.model.layers[1].mlp.down_proj)
+    greedy(target, padded_prompts(PROMPTS[1]), random_eagle3(target), 3)
+    assert "logits of a row are others in a batch than alone (by" in caplog.text

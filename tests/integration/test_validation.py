@@ -5,11 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lossless import PROMPTS
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import NUM_LAYERS, STOCK_FAMILY, padded_prompts, tiny_target
+from torch.distributed.fsdp import fully_shard
 from transformers import (
+    Cache,
+    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,6 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
     WatermarkingConfig,
 )
+from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 from hf_specdec import AutoDrafter, Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
@@ -244,6 +249,61 @@ def test_unsupported_options(target, drafter, options, match, engine):
     refused(target, drafter.configure(engine=engine), match, **options)
 
 
+class RoundedLayer(QuantizedLayer):
+    """As transformers' layers that quantise, in eighths."""
+
+    def _quantize(self, tensor, axis):
+        return (tensor * 8).round().to(torch.int8)
+
+    def _dequantize(self, quantised):
+        return quantised / 8
+
+
+class ShrinkingLayer(DynamicLayer):
+    def update(self, key_states, value_states, *args, **kwargs):
+        return super().update(key_states, value_states / 2, *args, **kwargs)
+
+
+class ShrinkingCache(DynamicCache):
+    def update(self, key_states, value_states, *args, **kwargs):
+        return super().update(key_states, value_states / 2, *args, **kwargs)
+
+
+def cache_with_a_function():
+    cache = DynamicCache()
+    cache.update = lambda *args, **kwargs: DynamicCache.update(cache, *args, **kwargs)
+    return cache
+
+
+@pytest.mark.core_for(engine=["static"])
+@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"past_key_values": Cache(layers=[RoundedLayer() for _ in range(NUM_LAYERS)])},
+            "is a Cache, which .* rounded",
+        ),
+        (
+            {"past_key_values": Cache(layer_class_to_replicate=ShrinkingLayer)},
+            r"update\(\) of ShrinkingLayer is not tr",
+        ),
+        ({"past_key_values": ShrinkingCache()}, r"a ShrinkingCache, in which update\(\) of ShrinkingCache is not tra"),
+        ({"past_key_values": cache_with_a_function()}, r"update\(\) of DynamicCache is not transformers' own"),
+    ],
+)
+def test_caches_that_change_what_they_store(target, drafter, options, match, engine):
+    refused(target, drafter.configure(engine=engine), match, **options)
+
+
+@pytest.mark.core
+def test_offloaded_static_cache(target, drafter):
+    with pytest.raises(ValueError, match=r"cache_implementation is 'offloaded_static', a static .* Drop that option"):
+        target.generate(
+            **padded_prompts([3]), max_new_tokens=3, assistant_model=drafter, cache_implementation="offloaded_static"
+        )
+
+
 @pytest.mark.core_for(assistant=[AutoDrafter])
 @pytest.mark.parametrize("assistant", [AutoDrafter, Eagle3Drafter])
 def test_class_in_place_of_a_drafter(target, assistant):
@@ -419,6 +479,19 @@ def test_useful_drafts(asked, room, is_kept, expected):
 
 
 @pytest.mark.core
+def test_sharded_by_fully_shard(drafter):
+    target = llama()
+    drafter.bind(target)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(target)
+        refused(
+            target, drafter, r"LlamaForCausalLM is sharded by fully_shard\(\) .* expected a target that a process can"
+        )
+    finally:
+        dist.destroy_process_group()
+
+
 def test_pipeline_stages():
     target = llama()
     drafter = random_eagle3(target)

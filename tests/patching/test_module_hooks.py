@@ -88,6 +88,21 @@ def test_hooks_that_change_the_last_token_of_a_pass(engine):
     assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
 
 
+@pytest.mark.core_for(engine=["auto"])
+@pytest.mark.parametrize("engine", ["auto", "stock"])
+def test_hooks_that_tell_long_blocks_from_single_tokens(engine):
+    """As activated LoRA does, by the part of the prompt that it begins at; or a hook that takes them for a prompt."""
+    target, inputs = new_target("llama", num_layers=2), padded_prompts([9])
+    drafter = random_draft_model(target).configure(engine=engine)
+    target.model.layers[0].register_forward_hook(lambda _, args, output: output + (5 < output.shape[1] < 9))
+    plain = greedy(target, inputs, max_new_tokens=6)
+    assert torch.equal(greedy(target, inputs, drafter, 3, max_new_tokens=6), plain)
+    with pytest.raises(ValueError, match="modules of the target have forward hooks, after which logits differ"):
+        greedy(target, inputs, drafter, 6, max_new_tokens=6)
+    # No block is as long, since no more tokens are left.
+    assert torch.equal(greedy(target, inputs, drafter, 6, max_new_tokens=4), plain[:, :-2])
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_what_is_known_of_a_class_does_not_depend_on_hooks(engine, monkeypatch):
