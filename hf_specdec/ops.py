@@ -39,7 +39,6 @@ from .op_choice import (
     is_batch_invariant,
     is_for_triton,
     note_attended,
-    noting_attended,
     references,
     register_op,
 )
@@ -58,7 +57,6 @@ __all__ = [
     "invert_draft_vocabulary",
     "is_batch_invariant",
     "linear",
-    "noting_attended",
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",

@@ -215,9 +215,8 @@ class Drafter(PreTrainedModel):
                 2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
                 the drafter's distributions once more. The stock engine supports `"token"` only.
             compile_rounds: whether rounds on a GPU are compiled before they first run, which takes some seconds for
-                every shape of call and makes rounds faster. `"background"`: another process compiles while rounds run
-                as they are, and compiled ones take their place between two rounds, which may change the rounding of
-                logits; if `torch.use_deterministic_algorithms(True)` is set, as True.
+                every shape of call and makes rounds faster. `"background"`: meanwhile rounds run uncompiled, which may
+                change the rounding of logits; if `torch.use_deterministic_algorithms(True)` is set, as True.
             batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
                 same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
                 prompts take longer. See docs/batch-invariance.md.

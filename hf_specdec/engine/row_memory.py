@@ -12,6 +12,7 @@ from .. import ops
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..errors import first_line
+from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
@@ -187,7 +188,7 @@ def find_layout(target: LazyTarget, shape: Shape) -> KeyLayout | None:
     slots = max(64, 8 * (shape.num_draft_tokens + 1))
     model, drafter = target.model, target.drafter
     state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
-    with ops.references(), ops.noting_attended() as attended:
+    with ops.references(), noting_attended() as attended:
         SessionPrefill(Session(state), target, None, is_continuous=False).run([PrefillWave(())])
         with state.idle():
             draft_and_forward(state, target(), drafter)
