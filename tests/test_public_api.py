@@ -17,6 +17,7 @@ ORDER = [
     "config",
     "stats",
     "device_policy",
+    "virtual_pages",
     "virtual_memory",
     "op_choice",
     "ops",

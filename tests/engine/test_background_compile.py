@@ -105,7 +105,7 @@ def test_rounds_are_replaced_when_they_are_compiled(gate, monkeypatch, mode):
     monkeypatch.setattr(Compilation, "__init__", _noting(Compilation.__init__, made))
     options = {**padded_prompts([9]), **MODES[mode], "max_new_tokens": 12, "num_assistant_tokens": 2}
     options |= {"seeds": 5} if MODES[mode]["do_sample"] else {}
-    first, second = (copy_of(target, noise=0.02) for _ in range(2))
+    first, second = (copy_of(target, noise=0.02).configure(compile_rounds="background") for _ in range(2))
     expected = target.generate(**options, assistant_model=first)
     assert first.stats.execution == "captured in one graph, not compiled yet"
     streamed = target.generate(**options, assistant_model=second, streamer=OpenedMeanwhile(gate, made))

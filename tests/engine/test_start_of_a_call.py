@@ -139,6 +139,8 @@ def caches(monkeypatch):
 def test_transformers_cache_is_made_where_it_is_needed(caches):
     target, inputs = tiny_target("llama"), padded_prompts([6])
     drafter, options = copy_of(target), {**OPTIONS, "return_dict_in_generate": True}
+    target.generate(**inputs, **OPTIONS, assistant_model=drafter)  # checks the class if no other test has
+    caches.clear()
     plain = target.generate(**inputs, **options)
     assert len(caches) == 1 and plain.past_key_values is caches[0]
     config = GenerationConfig(**options, pad_token_id=PAD)
