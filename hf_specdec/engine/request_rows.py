@@ -222,7 +222,8 @@ class RequestRows:
 
     def _without_conflicts(self, plan: Plan) -> Plan:
         """`plan` without requests that would write to shared memory in rows that others of the group copy from."""
-        sources = {one.source for one in plan.prefixes if one.source != one.row}
+        # Of a row that gets the same prompt they copy what is prefilled now, not what it holds.
+        sources = {one.source for one in plan.prefixes if one.source != one.row and not one.is_whole}
         kept = {one.row: one.length if one.row == one.source else 0 for one in plan.prefixes if one.row in sources}
         held_up = {row for row, length in kept.items() if self._place.shares(row, length)}
         return self._prefixes.hold_up(plan, held_up) if held_up else plan

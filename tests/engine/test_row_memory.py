@@ -387,6 +387,26 @@ class SimulatedRows(row_memory.MemoryOfRows):
         return "first"
 
 
+def test_equal_prompts_take_rows_that_share_memory():
+    """What such a row held before is copied by nobody, so no request has to wait."""
+    entered = []
+
+    class Place(SimulatedRows):
+        merges_equal = True
+
+        def shares(self, row, length):
+            return True
+
+        def prefill(self, prefixes, requests):
+            entered.extend(requests)
+            return "first"
+
+    requests = [RowRequest(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
+    rows = RequestRows(Place(2, 1024), requests, Counters(2, 1), ContinuousBatching())
+    rows.admit()
+    assert [one.index for one in entered] == [0, 1] and not any(one.is_over for one in requests)
+
+
 def test_ten_thousand_requests_lose_nothing(monkeypatch):
     chance = random.Random(0)
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
