@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.library import CustomOpDef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from .device_policy import policy_of
 
@@ -102,17 +102,56 @@ def choose(kernel: Callable, reference: Callable, tensor: torch.Tensor) -> Calla
     return functools.partial(_run_unseen, reference) if is_batch_invariant() else reference
 
 
-def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
+# Types of tensors that hold their values themselves: kernels take them as they are.
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class Op:
+    """A kernel, and the custom op of torch as which it is registered.
+
+    A call runs the kernel, without torch's dispatcher in between, which takes the host several times as long as the
+    launch. The op is called where something has to see it: `torch.compile`, a dispatch mode, a subclass of tensors, and
+    autograd, which refuses to differentiate it.
+
+    Args:
+        op: the op.
+        kernel: which the op runs.
+    """
+
+    def __init__(self, op: CustomOpDef, kernel: Callable):
+        self._op, self._kernel = op, kernel
+        self.register_fake = op.register_fake
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_seen(args):
+            return self._op(*args)
+        return self._kernel(*args)
+
+
+def _is_seen(args: Iterable[Any]) -> bool:
+    """Whether something has to see an op with these arguments."""
+    if torch.is_grad_enabled() or _len_torch_dispatch_stack():
+        return True
+    for one in args:
+        if isinstance(one, torch.Tensor):
+            if type(one) not in _PLAIN_TENSORS:
+                return True
+        elif isinstance(one, (list, tuple)) and _is_seen(one):
+            return True
+    return False
+
+
+def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
     """Decorator: register a kernel as a custom op of torch, which `torch.compile` calls without tracing it.
 
     Triton launches on the current device, so the op makes the device of its first argument the current one.
     """
 
-    def register(function: Callable) -> CustomOpDef:
+    def register(function: Callable) -> Op:
         def launch(tensor: torch.Tensor, *others: Any) -> Any:
             with torch.cuda.device_of(tensor):
                 return function(tensor, *others)
 
-        return torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema)
+        return Op(torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema), launch)
 
     return register
