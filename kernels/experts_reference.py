@@ -65,8 +65,9 @@ def expert_linear(
     """
     out = inputs.new_zeros(plan.shape[1], weight.shape[2 if is_transposed else 1])
     tokens = plan[0].long() // (plan.shape[1] // len(inputs))
-    for expert, begin, end in plan[1:].t().tolist():
-        if 0 <= expert < len(weight):
-            result = inputs[tokens[begin:end]] @ (weight[expert] if is_transposed else weight[expert].t())
-            out[plan[0, begin:end].long()] = result if bias is None else result + bias[expert]
+    with torch.autocast(inputs.device.type, enabled=False):
+        for expert, begin, end in plan[1:].t().tolist():
+            if 0 <= expert < len(weight):
+                result = inputs[tokens[begin:end]] @ (weight[expert] if is_transposed else weight[expert].t())
+                out[plan[0, begin:end].long()] = result if bias is None else result + bias[expert]
     return out

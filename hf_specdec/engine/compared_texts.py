@@ -62,8 +62,17 @@ class ScriptedDrafter(Drafter):
         return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
 
 
+def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """The dtype of matrix products under autocast on the device of `model`; None without autocast."""
+    kind = model.device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
+
+
 def is_exact_arithmetic(model: PreTrainedModel) -> bool:
     """Whether equal computations give equal logits up to rounding errors of float32."""
+    if autocast_dtype(model) not in (None, torch.float32):
+        return False
     return model.dtype == torch.float32 and not (model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32)
 
 

@@ -41,6 +41,7 @@ from .compared_texts import (
     ROUNDED_LIMIT,
     Generated,
     ScriptedDrafter,
+    autocast_dtype,
     difference_of,
     generate_greedily,
     is_exact_arithmetic,
@@ -350,10 +351,10 @@ def _compare_bits(model: PreTrainedModel) -> str | None:
 
 
 def _kind_of(model: PreTrainedModel) -> tuple[Hashable, ...]:
-    """The key of an outcome: class, configurations, variant, dtype, kind of device, and how inputs are prepared."""
+    """The key of an outcome: class, configurations, variant, dtypes, kind of device, and how inputs are prepared."""
     prepare = model.prepare_inputs_for_generation
-    by = getattr(prepare, "__func__", prepare)
-    return type(model), by, model.dtype, model.device.type, settings_of(model.config), variant_of(model)
+    by, dtypes = getattr(prepare, "__func__", prepare), (model.dtype, autocast_dtype(model))
+    return type(model), by, dtypes, model.device.type, settings_of(model.config), variant_of(model)
 
 
 def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_padded: bool) -> str | None:

@@ -137,8 +137,9 @@ class FinishedCall:
         """
         if not self.ragged.stores_only_keys:
             return
-        device, padding = self.sequences.device, torch.tensor(self.prompts.padding)[:, None]
-        columns = torch.arange(int(cache.get_seq_length()), self.columns)
+        device = self.sequences.device
+        padding = torch.tensor(self.prompts.padding, device="cpu")[:, None]
+        columns = torch.arange(int(cache.get_seq_length()), self.columns, device="cpu")
         if not len(columns):
             return
         rows = torch.arange(len(padding), device=device)[:, None]

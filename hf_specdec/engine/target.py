@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
@@ -23,7 +24,7 @@ from ..patching.indexer_probes import pooled_indexers
 from ..patching.layer_kernels import layer_kernels
 from ..patching.length_rope import length_rope, mark_long
 from ..patching.linear import patched_linear
-from ..patching.patch import Patch, current_engine, engine
+from ..patching.patch import Patch, current_engine, engine, replaced
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.relative_bias import relative_biases
 from ..patching.rotary_functions import rotary_functions
@@ -152,6 +153,18 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     yield rotary_functions(model, drafter)
 
 
+def _refuse_copies(model: nn.Module) -> Callable[[int], tuple]:
+    """In place of `__reduce_ex__` of `model`, which is patched: copies would stay so, and run modules of `model`."""
+
+    def refuse(protocol: int) -> tuple:
+        raise RuntimeError(
+            f"{type(model).__name__} was to be copied or pickled during a call with a drafter, which changes how "
+            "modules compute; expected that before or after the call. A manager has pause() for it."
+        )
+
+    return refuse
+
+
 @contextmanager
 def patched_target(
     model: PreTrainedModel, drafter: Drafter, keep_hidden_states: bool, known: Sequence[Patch] = ()
@@ -167,6 +180,7 @@ def patched_target(
     with ExitStack() as stack:
         if current_engine() is None:
             stack.enter_context(engine())
+        stack.enter_context(replaced("__reduce_ex__", [(one, _refuse_copies(one)) for one in (model, drafter)]))
         patches = []
         with unseen():  # what is looked up is found by running modules on a few values
             for patch in known or _look_up(model, drafter):

@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..drafters.base import Drafter
 from ..engine.row_request import ContinuousBatching, RowRequest
+from ..patching.patch import on_host
 from .dispatch import continuous_batching
 from .eligibility import REPLACED_INPUTS
 from .validation import TOKEN_DTYPES
@@ -69,8 +70,9 @@ def generate_batch(
     check_config(settings)
     width = max(map(len, prompts))
     input_ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()
+    with on_host():
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()
     total = len(prompts) * (_asked("num_return_sequences", model, generation_config, kwargs) or 1)
     with tqdm(total=total, disable=not progress_bar, unit="request") as bar:
 
@@ -118,7 +120,7 @@ def tokens_of(prompt: Any, index: int) -> torch.Tensor:
         ValueError: it is not a list or a one-dimensional tensor of token ids, at least one.
     """
     try:
-        tokens = torch.as_tensor(prompt)
+        tokens = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"inputs[{index}] is {prompt!r:.80}; expected a list of token ids.") from error
     if tokens.dim() != 1 or not len(tokens) or tokens.dtype not in TOKEN_DTYPES:
@@ -126,7 +128,7 @@ def tokens_of(prompt: Any, index: int) -> torch.Tensor:
             f"inputs[{index}] has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected token ids in one "
             "dimension, at least one, without padding."
         )
-    return tokens.long().cpu()
+    return tokens.long()
 
 
 def _check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

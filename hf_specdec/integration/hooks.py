@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation import ContinuousBatchingManager, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
@@ -44,13 +45,20 @@ _PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
 _VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
 
 
-def _refuse_class(assistant: Any) -> None:
-    """Raise `ValueError` if a class of ours was passed where a drafter is expected."""
+def _refuse_others(assistant: Any) -> None:
+    """Raise `ValueError` if a class of ours, or a module around a drafter, was passed where a drafter is expected."""
     if isinstance(assistant, type) and issubclass(assistant, (AutoDrafter, Drafter)):
         raise ValueError(
             f"assistant_model is the class {assistant.__name__}; expected a drafter, which "
             "AutoDrafter.from_pretrained(..., target=model) loads."
         )
+    if isinstance(assistant, nn.Module) and not isinstance(assistant, Drafter):
+        inner = next((one for one in assistant.modules() if isinstance(one, Drafter)), None)
+        if inner is not None:
+            raise ValueError(
+                f"assistant_model is a {type(assistant).__name__} around a {type(inner).__name__}; expected the "
+                "drafter itself, in which the layers of LoRA adapters are, too."
+            )
 
 
 @functools.wraps(_ASSISTED_DECODING)
@@ -113,7 +121,7 @@ def _asked_in(config: GenerationConfig) -> dict[str, Any]:
 @functools.wraps(_EXTRACT_GENERATION_MODE_KWARGS)
 def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
     extracted = _EXTRACT_GENERATION_MODE_KWARGS(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
-    _refuse_class(assistant_model)
+    _refuse_others(assistant_model)
     if not isinstance(assistant_model, Drafter):
         return extracted
     if custom_generate is not None:
@@ -152,7 +160,7 @@ def _without_drafters(method: Callable) -> Callable:
     @functools.wraps(method)
     def refuse(self, *args, **kwargs):
         for name, value in kwargs.items():
-            _refuse_class(value)
+            _refuse_others(value)
             if isinstance(value, Drafter):
                 raise ValueError(
                     f"{method.__name__}() was given {name}={type(value).__name__}, but the drafter is the manager's; "
@@ -168,7 +176,7 @@ _GENERATE_BATCH = ContinuousMixin.generate_batch
 
 @functools.wraps(_GENERATE_BATCH)
 def _generate_batch(self, inputs, *args, assistant_model=None, **kwargs):
-    _refuse_class(assistant_model)
+    _refuse_others(assistant_model)
     if isinstance(assistant_model, Drafter):
         return generate_batch(self, assistant_model, inputs, *args, **kwargs)
     others = {} if assistant_model is None else {"assistant_model": assistant_model}
@@ -181,7 +189,7 @@ _CONTINUOUS_BATCHING_CONTEXT_MANAGER = ContinuousMixin.continuous_batching_conte
 
 @functools.wraps(_INIT_CONTINUOUS_BATCHING)
 def _init_continuous_batching(self, *args, assistant_model=None, **kwargs):
-    _refuse_class(assistant_model)
+    _refuse_others(assistant_model)
     if isinstance(assistant_model, Drafter):
         return SpeculativeBatchingManager(self, assistant_model, *args, **kwargs)
     others = {} if assistant_model is None else {"assistant_model": assistant_model}
@@ -190,7 +198,7 @@ def _init_continuous_batching(self, *args, assistant_model=None, **kwargs):
 
 @functools.wraps(_CONTINUOUS_BATCHING_CONTEXT_MANAGER)
 def _continuous_batching_context_manager(self, *args, assistant_model=None, **kwargs):
-    _refuse_class(assistant_model)
+    _refuse_others(assistant_model)
     if isinstance(assistant_model, Drafter):
         return _running_manager(self, assistant_model, *args, **kwargs)
     others = {} if assistant_model is None else {"assistant_model": assistant_model}

@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..drafters.base import Drafter
 from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.patch import on_host
 from .continuous import check_config, check_length
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
@@ -196,9 +197,10 @@ class SpeculativeBatchingManager:
         """
         check_request_id(request_id)
         try:
-            requests = self._factory.make(
-                input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, options
-            )
+            with on_host():
+                requests = self._factory.make(
+                    input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, options
+                )
             self._rounds.add(requests)
         except BaseException:
             with self._queue.changed:
@@ -216,10 +218,11 @@ class SpeculativeBatchingManager:
         **options: Any,
     ) -> list[str]:
         """Add several requests, none if one is wrong; see `add_request`. Returns their ids."""
-        groups = [
-            self._factory.make(prompt, None, max_new_tokens, streaming, record_timestamps, None, options, index)
-            for index, prompt in enumerate(inputs)
-        ]
+        with on_host():
+            groups = [
+                self._factory.make(prompt, None, max_new_tokens, streaming, record_timestamps, None, options, index)
+                for index, prompt in enumerate(inputs)
+            ]
         for requests in groups:
             self._rounds.add(requests)
         return [requests[-1].request_id for requests in groups]

@@ -27,6 +27,7 @@ from ..engine.request import fitting_tokens, why_too_long
 from ..engine.row_request import RowRequest
 from ..kernels.types import NO_TOP_K, SamplingSettings
 from ..ops import row_seeds
+from ..patching.patch import on_host
 from ..patching.support import num_positions, stated_positions
 from .continuous import tokens_of
 from .validation import check_tokens
@@ -123,7 +124,8 @@ class RequestFactory:
         self._num_positions = num_positions(model)
         self._seeds = torch.Generator()
         seed = settings.seed
-        self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
+        with on_host():
+            self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
         self._num_named = 0
         # What ends requests, by tokenizer and stop strings: making it reads the whole vocabulary.
         self._kept: OrderedDict[tuple[int, tuple[str, ...]], tuple[Any, StoppingCriteriaList]] = OrderedDict()

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+_HOST = torch.device("cpu")
+
 # Stands for the value of an attribute that is not in an object's `__dict__`.
 ABSENT = object()
 
@@ -22,6 +24,7 @@ ABSENT = object()
 class _Thread(threading.local):
     engine: object | None = None
     is_inference = False
+    default_device = _HOST
     is_traced = False
 
 
@@ -55,30 +58,46 @@ def traced() -> Iterator[None]:
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """Context in which this thread runs an engine: replaced functions behave as the engine needs them."""
-    before = _thread.engine, _thread.is_inference
+    """Context in which this thread runs an engine: replaced functions behave as the engine needs them.
+
+    Tensors are on the host unless a device is named, whatever `torch.set_default_device` says.
+    """
+    before = _thread.engine, _thread.is_inference, _thread.default_device
     _thread.engine, _thread.is_inference = object(), torch.is_inference_mode_enabled()
+    _thread.default_device = torch.get_default_device()
     try:
-        yield
+        with _with_default(_HOST, _thread.default_device):
+            yield
     finally:
-        _thread.engine, _thread.is_inference = before
+        _thread.engine, _thread.is_inference, _thread.default_device = before
 
 
 @contextmanager
 def caller() -> Iterator[None]:
     """Context, within `engine`, for functions of the caller, such as logits processors.
 
-    Replaced functions behave as the original ones, and inference mode is on if it was on where `engine` was entered.
+    Replaced functions behave as the original ones, and inference mode and the default device are those of where
+    `engine` was entered.
     """
     before = _thread.engine
     # Tensors that were made in inference mode cannot be modified outside of it.
     is_left = _thread.is_inference and not torch.is_inference_mode_enabled()
     _thread.engine = None
     try:
-        with torch.inference_mode() if is_left else nullcontext():
+        with torch.inference_mode() if is_left else nullcontext(), _with_default(_thread.default_device, _HOST):
             yield
     finally:
         _thread.engine = before
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """Context in which new tensors are on the host unless a device is named, also for the caller's default device."""
+    return _with_default(_HOST, torch.get_default_device())
+
+
+def _with_default(device: torch.device, now: torch.device) -> AbstractContextManager[Any]:
+    # Every operation takes longer in a context of a device, so there is none where it changes nothing.
+    return nullcontext() if device == now else device
 
 
 @dataclass

@@ -172,6 +172,22 @@ def test_unsupported_targets_are_refused_before_generation(model_type):
     assert target.generate(**inputs, max_new_tokens=8, do_sample=False).shape == (1, 17)
 
 
+@pytest.mark.parametrize(("family", "has_noise"), [("qwen3-moe", False), ("mamba2", True)])
+def test_a_first_call_under_autocast_says_nothing_of_later_ones(monkeypatch, family, has_noise):
+    """It is compared in its own precision, and the static engine runs it as it runs those without autocast."""
+    target, inputs = tiny_target(family), padded_prompts([5, 9])
+    monkeypatch.setattr(equivalence, "_outcomes", {})
+    drafter = random_eagle3(target)
+    for is_cast in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            plain, generated = (
+                target.generate(**inputs, do_sample=False, max_new_tokens=8, **options)
+                for options in ({}, {"assistant_model": drafter})
+            )
+        assert drafter.stats.engine == "static"
+        assert (is_cast and has_noise) or torch.equal(generated, plain)
+
+
 @pytest.mark.core
 def test_a_class_is_checked_once(monkeypatch):
     monkeypatch.setattr(equivalence, "_outcomes", {})

@@ -311,6 +311,16 @@ def test_class_in_place_of_a_drafter(target, assistant):
         target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=4, assistant_model=assistant)
 
 
+@pytest.mark.parametrize("method", ["generate", "generate_batch", "init_continuous_batching"])
+def test_module_around_a_drafter(target, drafter, method):
+    """As adapters, compilers and parallel modules are; transformers would ignore it in continuous batching."""
+    prompts = {"generate": [torch.tensor([[3, 4]])], "generate_batch": [[[3, 4]]], "init_continuous_batching": []}
+    with pytest.raises(
+        ValueError, match="assistant_model is a DataParallel around a Eagle3Drafter; expected the draft"
+    ):
+        getattr(target, method)(*prompts[method], assistant_model=torch.nn.DataParallel(drafter), max_new_tokens=4)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_use_cache_false_in_a_config(engine):

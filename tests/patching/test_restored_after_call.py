@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import itertools
+import pickle
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
+from model_state import traces
 from oracle import RANDOM_DRAFTERS, random_eagle3
 from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
@@ -197,6 +199,30 @@ def test_models_are_restored_after_errors_of_the_caller(engine, where, error):
         check(before, target, drafter)
         assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
     assert torch.equal(greedy(target, inputs, drafter, 3), plain)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle.dumps])
+def test_copies_during_a_call_are_refused(copy_of):
+    """They would stay patched; between the rounds of a manager, when it pauses, they are whole."""
+    target, inputs = fresh("llama")
+    drafter = random_eagle3(target)
+    plain, refused = greedy(target, inputs), []
+
+    class Copies(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            for one in (target, drafter):
+                with pytest.raises(RuntimeError, match=f"{type(one).__name__} was to be copied or pickled during a c"):
+                    copy_of(one)
+                refused.append(one)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=DEVICE)
+
+    assert torch.equal(greedy(target, inputs, drafter, 3, stopping_criteria=[Copies()]), plain) and refused
+    with target.continuous_batching_context_manager(assistant_model=drafter, max_new_tokens=24) as manager:
+        name = manager.add_request([3, 4, 5])
+        with manager.pause():
+            copied = copy.deepcopy(target)
+        assert manager.get_result(name, timeout=60).error is None
+    assert torch.equal(greedy(copied, inputs), plain) and traces(copied)["hooks"] == traces(target)["hooks"]
 
 
 @pytest.mark.core_for(engine=["captured"], at=[4])
