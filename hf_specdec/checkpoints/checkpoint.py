@@ -17,6 +17,7 @@ from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from .limits import check_settings
+from .quantised import Scale, dequantise, find_scale, is_unused, stated_block
 
 CONFIG_FILE = "config.json"
 # In the order in which transformers prefers them.
@@ -46,11 +47,17 @@ class HubOptions(TypedDict, total=False):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, as its file's header describes it."""
+    """A tensor of a checkpoint, as its file's header describes it.
+
+    Attributes:
+        shape, dtype, file: of what is stored.
+        scale: by which a quantised weight is multiplied; None for others.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     file: Path
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class Checkpoint:
         name: repository or folder as the user gave it, with the subfolder.
         folder: that holds the files: the one given, or the Hub cache's snapshot of one commit.
         config: content of `config.json`.
-        tensors: the selected tensors of the weight files, by their names in the files.
+        tensors: the selected tensors of the weight files, by their names in the files, without the scales of quantised
+            ones, which are read with these.
     """
 
     name: str
@@ -70,26 +78,19 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str) -> torch.Tensor:
-        """Load the one tensor called `name` in the files."""
-        file = self.tensors[name].file
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                return opened.get_tensor(name)
-        return _load_pickle(file)[name]
+        """Load the one tensor called `name` in the files, dequantised if it is quantised."""
+        return self._read_some({name: self.tensors[name]})[name]
 
     def read_all(self) -> dict[str, torch.Tensor]:
         """Load all of `tensors`, and no other tensors of their files."""
-        by_file: dict[Path, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            by_file.setdefault(tensor.file, []).append(name)
-        found: dict[str, torch.Tensor] = {}
-        for file, names in by_file.items():
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt") as opened:
-                    found |= {name: opened.get_tensor(name) for name in names}
-            else:
-                state = _load_pickle(file)
-                found |= {name: state[name] for name in names}
+        return self._read_some(self.tensors)
+
+    def _read_some(self, tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+        places = {name: tensor.file for name, tensor in tensors.items()}
+        scales = {name: tensor.scale for name, tensor in tensors.items() if tensor.scale is not None}
+        found = _read_stored(places | {scale.name: scale.file for scale in scales.values()})
+        for name, scale in scales.items():
+            found[name] = dequantise(found[name], found.pop(scale.name), scale.block)
         return found
 
     def config_errors(self) -> AbstractContextManager[None]:
@@ -224,7 +225,8 @@ def open_checkpoint(
     projection = _fetch(repo, PROJECTION_FILE, subfolder, commit or revision, hub) if has_projection(config) else None
     tensors = _headers([*files, *([projection] if projection is not None else [])])
     kept = set(selected(tensors.keys()))
-    return Checkpoint(name, config_file.parent, config, {key: tensors[key] for key in tensors if key in kept})
+    tensors = _with_scales({key: tensors[key] for key in tensors if key in kept}, config)
+    return Checkpoint(name, config_file.parent, config, tensors)
 
 
 def has_projection(config: Mapping[str, Any]) -> bool:
@@ -343,6 +345,34 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a JSON {type(content).__name__}; expected an object.")
     return content
+
+
+def _read_stored(places: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """Load tensors as they are stored, by name, from the files that they are in."""
+    by_file: dict[Path, list[str]] = {}
+    for name, file in places.items():
+        by_file.setdefault(file, []).append(name)
+    found: dict[str, torch.Tensor] = {}
+    for file, names in by_file.items():
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in names}
+        else:
+            state = _load_pickle(file)
+            found |= {name: state[name] for name in names}
+    return found
+
+
+def _with_scales(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """`tensors` with the scales of quantised weights as a part of these, and without scales that are not used."""
+    block = stated_block(config)
+    scales = {name: find_scale(name, tensors, block) for name in tensors}
+    parts = {scale.name for scale in scales.values() if scale is not None}
+    return {
+        name: tensor._replace(scale=scales[name])
+        for name, tensor in tensors.items()
+        if name not in parts and not is_unused(name)
+    }
 
 
 def _headers(files: list[Path]) -> dict[str, StoredTensor]:

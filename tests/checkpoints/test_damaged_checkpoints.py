@@ -257,7 +257,7 @@ def test_invalid_config_values(dialect, changes, target, tmp_path):
 def test_damaged_peagle(dialect, target, tmp_path):
     weights = make_weights(PEAGLE)
     del weights["layers.1.mlp.up_proj.weight"]
-    weights["layers.1.hidden_norm.weight"] = torch.zeros(32)
+    weights["layers.1.side_norm.weight"] = torch.zeros(32)
     weights["mask_hidden"] = torch.zeros(1, 1, 95)
     folder = write(dialect, tmp_path, PEAGLE, weights)
     shape, expected = ([1, 95], [1, 96]) if dialect == "automodel" else ([1, 1, 95], [1, 1, 96])
@@ -266,7 +266,7 @@ def test_damaged_peagle(dialect, target, tmp_path):
         target,
         str(folder),
         "missing tensors: layers.1.mlp.up_proj.weight;",
-        "unexpected tensors: layers.1.hidden_norm.weight;",
+        "unexpected tensors: layers.1.side_norm.weight;",
         f"wrong shapes: mask_hidden is {shape}, expected {expected}",
     )
 
