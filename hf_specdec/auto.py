@@ -26,6 +26,7 @@ from .checkpoints.detection import (
     P_EAGLE,
     PARD2,
     check_family,
+    check_not_refused,
     drafter_tensors,
 )
 from .checkpoints.dflash import read_dflash, read_dflash2, read_domino, read_dspark
@@ -206,7 +207,7 @@ class AutoDrafter:
         if not isinstance(target, nn.Module):
             raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
         select = drafter_tensors(overrides, target.config.get_text_config())
-        checkpoint = open_checkpoint(pretrained_model_name_or_path, select=select, **hub)
+        checkpoint = open_checkpoint(pretrained_model_name_or_path, select=select, refuse=check_not_refused, **hub)
         found = read_checkpoint(checkpoint, target.config, overrides)
         drafter = found.family.load_checkpoint(
             checkpoint,

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 # `midlayer.` is SafeAILab's and SpecForge's name of EAGLE-3's first layer, `model.` a prefix that NeMo writes,
 # `draft_model.` one of SpecForge's trainer and `encoder.` one of transformers. ModelOpt's export from Megatron numbers
 # `midlayer.`, and calls the first norm of a later layer `hidden_norm`, as SGLang does. SGLang's `aux_norm_*` are older
-# names of `fc_norm`. Before DSpark's `markov_head.` SpecForge wrote `logit_head.`; ModelOpt has neither. z-lab's model of
-# DFlash-2 has its codebooks in embeddings, which its files do not.
+# names of `fc_norm`. Before DSpark's `markov_head.` SpecForge wrote `logit_head.`; ModelOpt has neither. z-lab's model
+# of DFlash-2 has its codebooks in embeddings, which its files do not.
 KEY_MAPPING = {
     r"^draft_model\.": "",
     r"^model\.": "",
@@ -80,7 +80,7 @@ def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: Draft
     check_not_quantised(stored.keys() - expected.keys(), checkpoint.name)
     if len(stored) < len(checkpoint.tensors):
         raise ValueError(
-            f"{checkpoint.name} has several tensors that are {_repeated(checkpoint)} under different names; expected one."
+            f"{checkpoint.name} has several tensors that are {_repeated(checkpoint)} by their names; expected one."
         )
     checkpoint.check_differences(
         missing=expected.keys() - stored.keys(),
