@@ -216,7 +216,7 @@ class AutoDrafter:
             device_map=_device_map_of(target) if device_map is None else device_map,
             use_safetensors=checkpoint.uses_safetensors,
         )
-        drafter.config.name_or_path = checkpoint.name
+        drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
         share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
         drafter.bind(target)
         drafter.configure(
