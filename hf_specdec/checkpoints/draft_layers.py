@@ -36,18 +36,18 @@ _ATTENTION = "layers.0.self_attn"
 def layer_config_class(layer: Mapping[str, Any], name: str) -> type[PreTrainedConfig]:
     """transformers' configuration class of the draft layers that `layer` describes, for its defaults.
 
-    Publishers' code takes the layers' kind from `architectures`; `model_type` may be the target's.
+    `model_type` may be the target's: vLLM and SGLang take the layers' kind from `architectures`, and run Llama's for
+    all EAGLE-3 drafters but Qwen3's and those with latent attention.
     """
     model_type = layer.get("model_type", "llama")
     if model_type in _LAYER_CONFIGS:
         return _LAYER_CONFIGS[model_type]
-    named = next((kind for kind in _LAYER_CONFIGS if kind in architectures(layer)), None)
-    if named is None:
+    if not any(part in architectures(layer) for part in (*_LAYER_CONFIGS, "eagle3", "peagle")):
         raise ValueError(
             f"{name} has draft layers of model_type {model_type!r}; expected one of {sorted(_LAYER_CONFIGS)}, or "
-            "architectures that name one of them."
+            "architectures that name one of them or EAGLE-3."
         )
-    return _LAYER_CONFIGS[named]
+    return LlamaConfig
 
 
 def _accepted_width(stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,8 @@ class DraftLayersReader:
 
     def _has_qk_norm(self) -> bool:
         """Whether the publishers' layers have norms of queries and keys."""
-        if self._layer_class() is Qwen3Config and "llama" in architectures(self.top):
+        kind = self.layer.get("model_type", "llama")
+        if kind not in _LAYER_CONFIGS or (kind == "qwen3" and "llama" in architectures(self.top)):
             return f"{_ATTENTION}.q_norm.weight" in self.tensors
         return self._layer_class() is Qwen3Config
 

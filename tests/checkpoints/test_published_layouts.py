@@ -83,6 +83,8 @@ RENAMED = {
     "Llama 4": (PLAIN, "^", "", {"model_type": "llama4_text", "intermediate_size": 7, "intermediate_size_mlp": 48}),
     "QwQ": (PLAIN, "^", "", {"model_type": "qwen2"}),
     "Phi-4": (PLAIN, "^", "", {"model_type": "phi3"}),
+    "MiniMax-M2": (PLAIN, "^", "", {"model_type": "minimax_m2", "architectures": ["Eagle3MiniMaxM2ForCausalLM"]}),
+    "Qwen3-VL": (PLAIN, "^", "", {"model_type": "qwen3_vl", "architectures": ["Eagle3Qwen3vlForCausalLM"]}),
     "Llama layers for Qwen3": (PLAIN, "^", "", {"model_type": "qwen3"}),
     "M-RoPE of Qwen2.5-VL": (PLAIN, "^", "", {"rope_scaling": SECTIONS}),
     "M-RoPE of Qwen3-VL": (PLAIN, "^", "", {"rope_scaling": SECTIONS | {"type": "default", "mrope_interleaved": True}}),
