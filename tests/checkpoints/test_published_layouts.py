@@ -159,31 +159,17 @@ def test_quantised_in_another_form(parts, target, tmp_path):
     refuse(write("specforge", tmp_path, PLAIN, weights), target, "quantised in a form that is not read here", "q_proj")
 
 
-def with_modules(at, change):
-    """Write the tensors of a checkpoint's modules as `change` makes them; returns all tensors as they were."""
-    tensors = load_file(at.folder / "model.safetensors")
-    modules = {name: one for name, one in tensors.items() if name.startswith("model.layers.3.")}
-    others = {name: one for name, one in tensors.items() if name not in modules}
-    save_file(others | change(modules), at.folder / "model.safetensors", metadata={"format": "pt"})
-    return tensors
-
-
 def test_quantised_modules(tmp_path):
     """As DeepSeek-V3 is published: FP8 with a scale for each block, also of experts."""
     at = publish("deepseek-v3", tmp_path / "target")
-    stored, plain = {}, {}
-
-    def change(modules):
-        stored_modules, plain_modules = quantise(modules, "blocks")
-        stored.update(stored_modules), plain.update(plain_modules)
-        return plain
-
-    with_modules(at, change)
+    file, tensors = at.folder / "model.safetensors", load_file(at.folder / "model.safetensors")
+    stored, plain = quantise({k: v for k, v in tensors.items() if k.startswith("model.layers.3.")}, "blocks")
+    save_file(tensors | plain, file, metadata={"format": "pt"})
     expected = AutoDrafter.from_pretrained(at.folder, at.target)
     config = json.loads((at.folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24]}
     (at.folder / "config.json").write_text(json.dumps(config))
-    with_modules(at, lambda modules: stored)
+    save_file(tensors | stored, file, metadata={"format": "pt"})
     drafter = AutoDrafter.from_pretrained(at.folder, at.target)
     assert any(".experts.1.down_proj.weight_scale_inv" in name for name in stored)
     own, theirs = drafter.state_dict(), expected.state_dict()
