@@ -26,6 +26,7 @@ from .checkpoints.detection import (
     P_EAGLE,
     PARD2,
     check_family,
+    check_not_refused,
     drafter_tensors,
 )
 from .checkpoints.dflash import read_dflash, read_dflash2, read_domino, read_dspark
@@ -206,7 +207,7 @@ class AutoDrafter:
         if not isinstance(target, nn.Module):
             raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
         select = drafter_tensors(overrides, target.config.get_text_config())
-        checkpoint = open_checkpoint(pretrained_model_name_or_path, select=select, **hub)
+        checkpoint = open_checkpoint(pretrained_model_name_or_path, select=select, refuse=check_not_refused, **hub)
         found = read_checkpoint(checkpoint, target.config, overrides)
         drafter = found.family.load_checkpoint(
             checkpoint,
@@ -215,7 +216,7 @@ class AutoDrafter:
             device_map=_device_map_of(target) if device_map is None else device_map,
             use_safetensors=checkpoint.uses_safetensors,
         )
-        drafter.config.name_or_path = checkpoint.name
+        drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
         share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
         drafter.bind(target)
         drafter.configure(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import pickle
-import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from .limits import check_settings
+from .quantised import dequantise, find_scale, is_unused, stated_block
+from .weight_files import StoredTensor, read_headers, read_stored
 
 CONFIG_FILE = "config.json"
 # In the order in which transformers prefers them.
@@ -26,6 +25,15 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+
+# Of a module that SGLang's script exports (export_deepseek_nextn.py), beside an index of shards that it leaves out.
+NEXTN_FILE = "nextn_layer_parameters.safetensors"
+
+# Mistral's own format has its settings in this file.
+_MISTRAL_FILE = "params.json"
+
+# DFlash's file of a trained embedding of the mask token.
+_MASK_FILE = "mask_embedding.pt"
 
 # PARD-2's file of the weights that project the target's hidden states, a pickled one beside the draft model's own.
 PROJECTION_FILE = "warp_model.bin"
@@ -45,14 +53,6 @@ class HubOptions(TypedDict, total=False):
     force_download: bool
 
 
-class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, as its file's header describes it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    file: Path
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A drafter's checkpoint: the files that the drafter needs are on this machine, its weights are not loaded.
@@ -61,7 +61,8 @@ class Checkpoint:
         name: repository or folder as the user gave it, with the subfolder.
         folder: that holds the files: the one given, or the Hub cache's snapshot of one commit.
         config: content of `config.json`.
-        tensors: the selected tensors of the weight files, by their names in the files.
+        tensors: the selected tensors of the weight files, by their names in the files, without the scales of quantised
+            ones, which are read with these.
     """
 
     name: str
@@ -70,26 +71,19 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str) -> torch.Tensor:
-        """Load the one tensor called `name` in the files."""
-        file = self.tensors[name].file
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                return opened.get_tensor(name)
-        return _load_pickle(file)[name]
+        """Load the one tensor called `name` in the files, dequantised if it is quantised."""
+        return self._read_some({name: self.tensors[name]})[name]
 
     def read_all(self) -> dict[str, torch.Tensor]:
         """Load all of `tensors`, and no other tensors of their files."""
-        by_file: dict[Path, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            by_file.setdefault(tensor.file, []).append(name)
-        found: dict[str, torch.Tensor] = {}
-        for file, names in by_file.items():
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt") as opened:
-                    found |= {name: opened.get_tensor(name) for name in names}
-            else:
-                state = _load_pickle(file)
-                found |= {name: state[name] for name in names}
+        return self._read_some(self.tensors)
+
+    def _read_some(self, tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+        places = {name: tensor.file for name, tensor in tensors.items()}
+        scales = {name: tensor.scale for name, tensor in tensors.items() if tensor.scale is not None}
+        found = read_stored(places | {scale.name: scale.file for scale in scales.values()})
+        for name, scale in scales.items():
+            found[name] = dequantise(found[name], found.pop(scale.name), scale.block)
         return found
 
     def config_errors(self) -> AbstractContextManager[None]:
@@ -182,6 +176,10 @@ def quiet_loading() -> Iterator[None]:
 Selection = Callable[[Mapping[str, Any], Collection[str]], Collection[str]]
 
 
+# Raises an error for a checkpoint that is not supported, given its name and config.json.
+Refuse = Callable[[str, Mapping[str, Any]], None]
+
+
 def all_tensors(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
     """The `Selection` of every tensor."""
     return names
@@ -197,6 +195,7 @@ def open_checkpoint(
     subfolder: str = "",
     revision: str | None = None,
     select: Selection = all_tensors,
+    refuse: Refuse | None = None,
     **hub: Any,
 ) -> Checkpoint:
     """Find the files of a checkpoint, downloading those that are needed, and read the headers of its weight files.
@@ -206,25 +205,37 @@ def open_checkpoint(
         subfolder: folder inside it that holds the checkpoint.
         revision: branch, tag or commit. All files are taken from the one commit that it stands for.
         select: which tensors are needed. Shards that hold none of them are not fetched.
+        refuse: called where there is no weight file of a usual name, as families have that are not supported.
         hub: the other `HubOptions`.
 
     Raises:
         OSError: expected an existing folder or an accessible repository with a `config.json` and all weight files.
-        ValueError: expected valid JSON and weight files, inside of the checkpoint's folder.
+        ValueError: expected valid JSON and weight files, inside of the checkpoint's folder, and no mask embedding.
     """
     name = _name(repo, subfolder)
     config_file, config = read_config_file(repo, subfolder, revision, **hub)
     commit = extract_commit_hash(str(config_file), None)
+    if "dflash_config" in config and _fetch(repo, _MASK_FILE, subfolder, commit or revision, hub) is not None:
+        raise ValueError(
+            f"{name} has an embedding of its mask token of its own ({_MASK_FILE}), which is not supported; expected a "
+            "DFlash drafter that reads the target's."
+        )
 
     def selected(names: Collection[str]) -> Collection[str]:
         with config_errors(name):
             return select(config, names)
 
-    files = _fetch_weights(name, repo, subfolder, commit or revision, selected, hub)
+    try:
+        files = _fetch_weights(name, repo, subfolder, commit or revision, selected, hub)
+    except FileNotFoundError:
+        if refuse is not None:
+            refuse(name, config)
+        raise
     projection = _fetch(repo, PROJECTION_FILE, subfolder, commit or revision, hub) if has_projection(config) else None
-    tensors = _headers([*files, *([projection] if projection is not None else [])])
+    tensors = read_headers([*files, *([projection] if projection is not None else [])])
     kept = set(selected(tensors.keys()))
-    return Checkpoint(name, config_file.parent, config, {key: tensors[key] for key in tensors if key in kept})
+    tensors = _with_scales({key: tensors[key] for key in tensors if key in kept}, config)
+    return Checkpoint(name, config_file.parent, config, tensors)
 
 
 def has_projection(config: Mapping[str, Any]) -> bool:
@@ -239,13 +250,18 @@ def read_config_file(
 
     Raises:
         OSError: expected an existing folder or an accessible repository with a `config.json`.
-        ValueError: expected a JSON object whose values pass `check_settings`.
+        ValueError: expected a JSON object whose values pass `check_settings`, not Mistral's own format.
     """
     name = _name(repo, subfolder)
     check_folder(repo)
     if not isinstance(subfolder, str) or not _is_inside(subfolder):
         raise ValueError(f"subfolder is {subfolder!r}; expected a folder inside {repo}.")
     config_file = _fetch(repo, CONFIG_FILE, subfolder, revision, hub)
+    if config_file is None and _fetch(repo, _MISTRAL_FILE, subfolder, revision, hub) is not None:
+        raise ValueError(
+            f"{name} has no {CONFIG_FILE} but {_MISTRAL_FILE}: it is in Mistral's own format, in which it publishes "
+            "EAGLE-1 drafters; they are not supported. Use an EAGLE-3 drafter for the same target."
+        )
     if config_file is None:
         raise OSError(
             f"{name} has no {CONFIG_FILE}; expected a folder or a Hub repository that holds a drafter's "
@@ -303,7 +319,9 @@ def _fetch_weights(
         if file is not None:
             break
     else:
-        raise OSError(f"{name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}.")
+        file = _fetch(repo, NEXTN_FILE, subfolder, revision, hub)
+    if file is None:
+        raise FileNotFoundError(f"{name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}.")
     if file.suffix != ".json":
         return [file]
     weight_map = _read_index(file)
@@ -314,6 +332,9 @@ def _fetch_weights(
     shards = sorted({weight_map[tensor] for tensor in selected})
     files = [_fetch(repo, shard, subfolder, revision, hub) for shard in shards]
     missing = [shard for shard, found in zip(shards, files, strict=True) if found is None]
+    exported = _fetch(repo, NEXTN_FILE, subfolder, revision, hub) if len(missing) == len(shards) > 0 else None
+    if exported is not None:
+        return [exported]
     if missing or not shards:
         raise OSError(f"{file.name} of {name} lists {len(shards)} shards, of which are missing: {missing or 'all'}.")
     return files
@@ -345,45 +366,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _headers(files: list[Path]) -> dict[str, StoredTensor]:
-    tensors = {}
-    for file in files:
-        read = _safetensors_header if file.suffix == ".safetensors" else _pickle_header
-        tensors.update(read(file))
-    return tensors
-
-
-def _safetensors_header(file: Path) -> dict[str, StoredTensor]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), file) for name, part in slices.items()
-            }
-    except SafetensorError as error:
-        raise ValueError(
-            f"{file} is not a complete safetensors file ({error}): it is truncated or of another format. "
-            "Download or export it again."
-        ) from error
-
-
-def _pickle_header(file: Path) -> dict[str, StoredTensor]:
+def _with_scales(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """`tensors` with the scales of quantised weights as a part of these, and without scales that are not used."""
+    block = stated_block(config)
+    scales = {name: find_scale(name, tensors, block) for name in tensors}
+    parts = {scale.name for scale in scales.values() if scale is not None}
     return {
-        name: StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
-        for name, tensor in _load_pickle(file).items()
+        name: tensor._replace(scale=scales[name])
+        for name, tensor in tensors.items()
+        if name not in parts and not is_unused(name)
     }
-
-
-def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """A PyTorch state dict, memory-mapped where the file allows it; code in the file is never run."""
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{file} cannot be read as PyTorch weights with weights_only=True "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): it is truncated, of another "
-            "format, or holds more than tensors."
-        ) from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"{file} holds a {type(state).__name__}; expected a dictionary of tensors (a state dict).")
-    return state

@@ -14,6 +14,7 @@ from .mtp_layouts import (
     find_family,
     has_shape_of,
     holds_modules,
+    is_apart,
     is_speculators_mtp,
     module_names,
     mtp_names,
@@ -169,6 +170,14 @@ def _is_xpress(config: Mapping[str, Any], names: str, tensors: Collection[str]) 
     )
 
 
+def _is_dflare(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return "dflare" in names or any(name.endswith("layer_fusion_weights") for name in tensors)
+
+
+def _is_lstm(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    return config.get("n_predict") is not None and ("lstm" in names or "lstm" in str(config.get("method")))
+
+
 def _is_lilicorr(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
     keys = {*config, *block_settings(config)}
     return (
@@ -249,7 +258,7 @@ def _is_whole_draft_model(
 
     It is, if the target is another model. Without a target, a checkpoint that holds modules is used for them.
     """
-    if is_speculators_mtp(config) or not _is_language_model(config, architectures(config)):
+    if is_apart(config, tensors) or not _is_language_model(config, architectures(config)):
         return False
     if config.get("model_type") not in CONFIG_MAPPING or MTP_ONLY & overrides.keys():
         return False
@@ -284,6 +293,8 @@ def _is_language_model(config: Mapping[str, Any], names: str) -> bool:
 # In the order in which they are tried.
 REFUSALS = (
     Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
+    Refusal("Hydra heads", "they are not supported; use an EAGLE-3 drafter", _has("hydra_num_heads")),
+    Refusal("DFlare", "it is not supported; use a DFlash or DSpark drafter for the same target", _is_dflare),
     Refusal("DFlash-2 with a beam", _NOT_YET, lambda config, names, tensors: "dflash2beam" in names),
     Refusal("Domino of speculators", _NOT_YET, lambda config, names, tensors: speculators_type(config) == "domino"),
     Refusal("XPress", "it is not supported; use a DFlash or DSpark drafter for the same target", _is_xpress),
@@ -301,10 +312,23 @@ REFUSALS = (
     ),
     Refusal("DFlash with attention sinks (MiMo)", _NOT_YET, _of_blocks(_is_mimo)),
     Refusal("DFlash or DSpark with other attention in its draft layers", _NOT_YET, _of_blocks(_is_latent_block)),
+    Refusal("an LSTM speculator", "it is not supported; use an EAGLE-3 drafter", _is_lstm),
     Refusal("an MLP speculator", "it is not supported; use an EAGLE-3 drafter", _has("n_predict")),
     Refusal("EAGLE-3 or P-EAGLE with multi-head latent attention in its draft layers", _NOT_YET, _is_mla),
     Refusal("EAGLE-1 or EAGLE-2", "they are not supported; use an EAGLE-3 drafter for the same target", _is_eagle1),
 )
+
+
+def check_not_refused(name: str, config: Mapping[str, Any], tensors: Collection[str] = ()) -> None:
+    """Check that a checkpoint is not of one of the families in `REFUSALS`; arguments as of `check_family`.
+
+    Raises:
+        ValueError: expected another family; names the one found.
+    """
+    names = architectures(config)
+    for refusal in REFUSALS:
+        if refusal.matches(config, names, tensors):
+            raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
 
 
 def check_family(
@@ -341,9 +365,7 @@ def check_family(
         )
     if _is_pard2(config, tensors):
         return PARD2
-    for refusal in REFUSALS:
-        if refusal.matches(config, names, tensors):
-            raise ValueError(f"{name} is a drafter of another family, {refusal.family}: {refusal.advice}.")
+    check_not_refused(name, config, tensors)
     if _is_block_drafter(config, names, tensors):
         return _check_block_family(name, config, tensors)
     if _is_cache_reader(config, names):

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from ..config import DraftLayersConfig
 from .checkpoint import Checkpoint, StoredTensor
 from .decisions import Decisions
+from .detection import architectures
 from .dialects import SPECULATORS
 from .rope import read_rope
 from .tensors import rename
@@ -29,15 +30,31 @@ _LAYER_FIELDS = (
     "vocab_size",
 )
 
+_ATTENTION = "layers.0.self_attn"
+
 
 def layer_config_class(layer: Mapping[str, Any], name: str) -> type[PreTrainedConfig]:
-    """transformers' configuration class of the draft layers that `layer` describes, for its defaults."""
+    """transformers' configuration class of the draft layers that `layer` describes, for its defaults.
+
+    `model_type` may be the target's: vLLM and SGLang take the layers' kind from `architectures`, and run Llama's for
+    all EAGLE-3 drafters but Qwen3's and those with latent attention.
+    """
     model_type = layer.get("model_type", "llama")
-    if model_type not in _LAYER_CONFIGS:
+    if model_type in _LAYER_CONFIGS:
+        return _LAYER_CONFIGS[model_type]
+    if not any(part in architectures(layer) for part in (*_LAYER_CONFIGS, "eagle3", "peagle")):
         raise ValueError(
-            f"{name} has draft layers of model_type {model_type!r}; expected one of {sorted(_LAYER_CONFIGS)}."
+            f"{name} has draft layers of model_type {model_type!r}; expected one of {sorted(_LAYER_CONFIGS)}, or "
+            "architectures that name one of them or EAGLE-3."
         )
-    return _LAYER_CONFIGS[model_type]
+    return LlamaConfig
+
+
+def _accepted_width(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """A `hidden_size` that transformers' class accepts: a multiple of the number of heads, even with a `head_dim`."""
+    width, heads = stated.get("hidden_size"), stated.get("num_attention_heads")
+    are_sizes = all(type(size) is int and size > 0 for size in (width, heads))
+    return {"hidden_size": heads} if are_sizes and "head_dim" in stated and width % heads else {}
 
 
 class DraftLayersReader:
@@ -106,21 +123,25 @@ class DraftLayersReader:
 
     def _has_qk_norm(self) -> bool:
         """Whether the publishers' layers have norms of queries and keys."""
+        kind = self.layer.get("model_type", "llama")
+        if kind not in _LAYER_CONFIGS or (kind == "qwen3" and "llama" in architectures(self.top)):
+            return f"{_ATTENTION}.q_norm.weight" in self.tensors
         return self._layer_class() is Qwen3Config
 
     def _layers(self) -> dict[str, Any]:
         """The fields of `DraftLayersConfig` that describe the decoder layers."""
         config_class = self._layer_class()
         stated = {key: self.layer[key] for key in _LAYER_FIELDS if self.layer.get(key) is not None}
+        if "intermediate_size_mlp" in self.layer:  # Llama 4's name of the width of its MLPs without experts
+            stated["intermediate_size"] = self.layer["intermediate_size_mlp"]
         # speculators' files hold only the differences to the defaults of the class.
-        complete = config_class(**stated)
-        fields = {key: getattr(complete, key) for key in _LAYER_FIELDS}
+        complete = config_class(**stated | _accepted_width(stated))
+        fields = {key: stated.get(key, getattr(complete, key)) for key in _LAYER_FIELDS}
         fields["num_hidden_layers"] = self._num_layers()
-        attention, mlp = "layers.0.self_attn", "layers.0.mlp"
         bias, mlp_bias = self.layer.get("attention_bias"), self.layer.get("mlp_bias")
-        fields["attention_bias"] = self._agreed("attention_bias", bias, f"{attention}.q_proj.bias")
-        fields["mlp_bias"] = self._agreed("mlp_bias", mlp_bias, f"{mlp}.gate_proj.bias")
-        fields["qk_norm"] = self._agreed("q_norm (of qwen3)", self._has_qk_norm(), f"{attention}.q_norm.weight")
+        fields["attention_bias"] = self._agreed("attention_bias", bias, f"{_ATTENTION}.q_proj.bias")
+        fields["mlp_bias"] = self._agreed("mlp_bias", mlp_bias, "layers.0.mlp.gate_proj.bias")
+        fields["qk_norm"] = self._agreed("q_norm (of qwen3)", self._has_qk_norm(), f"{_ATTENTION}.q_norm.weight")
         return fields | self._windows(fields["num_hidden_layers"])
 
     def _num_layers(self) -> int:

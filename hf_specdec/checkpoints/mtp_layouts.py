@@ -163,6 +163,17 @@ def is_speculators_mtp(config: Mapping[str, Any]) -> bool:
     return config.get("speculators_model_type") == "mtp"
 
 
+def is_apart(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether there are modules only, published without the target: by speculators, or as SGLang's export numbers them.
+
+    That export has `num_hidden_layers` 1 and calls the module layer 0 (sgl-project/sglang deepseek_weight_loader.py).
+    """
+    if is_speculators_mtp(config):
+        return True
+    matches = (APPENDED.pattern.fullmatch(name) for name in names)
+    return any(match["index"] == "0" and match["part"].startswith("eh_proj.") for match in matches if match)
+
+
 def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of config.json that describes the layers."""
     return config.get("transformer_layer_config" if is_speculators_mtp(config) else "text_config") or config
@@ -251,13 +262,15 @@ def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[Mo
     family = find_family(config)
     if family is None:
         return []
-    num_layers = text_settings(config).get("num_hidden_layers", 0) if family.layout.is_appended else 0
+    first = 0
+    if family.layout.is_appended and not is_apart(config, names):
+        first = text_settings(config).get("num_hidden_layers", 0)
     found = []
     for name in names:
         match = family.layout.pattern.fullmatch(name)
         if match is None:
             continue
-        index = None if match["index"] is None else int(match["index"]) - num_layers
+        index = None if match["index"] is None else int(match["index"]) - first
         if index is None or index >= 0:
             found.append(ModuleTensor(name, index, match["part"]))
     return found

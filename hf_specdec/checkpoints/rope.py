@@ -52,7 +52,7 @@ def _stated_rope(layer: Mapping[str, Any], dialect: str, name: str, decisions: D
             f"{name} contradicts itself: rope_parameters is {given['rope_parameters']} and rope_scaling is "
             f"{given['rope_scaling']}. Pass `rope_parameters=` with what it was trained with."
         )
-    return ropes[0] if ropes else {}
+    return _in_one_dimension(ropes[0], decisions) if ropes else {}
 
 
 def _draft_layers_rope(rope: Mapping[str, Any], dialect: str, name: str, decisions: Decisions) -> Mapping[str, Any]:
@@ -71,6 +71,19 @@ def _draft_layers_rope(rope: Mapping[str, Any], dialect: str, name: str, decisio
             "layers share one RoPE. Pass `rope_parameters=` with the one that they were trained with."
         )
     return decisions.decide("rope_parameters", dict(entries[kind]), rule)
+
+
+def _in_one_dimension(rope: Mapping[str, Any], decisions: Decisions) -> Mapping[str, Any]:
+    """RoPE without the sections of M-RoPE: draft layers have one position a token, which text has in all sections."""
+    if not any(key.startswith("mrope_") for key in rope):
+        return rope
+    plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    for key in ("type", "rope_type"):
+        if plain.get(key) == "mrope":
+            plain[key] = "default"
+    rule = "config.json without the sections of M-RoPE, which are the same for text; only drafts after images differ"
+    decisions.decide("rope_parameters", plain, rule)
+    return plain
 
 
 def _split(rope: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

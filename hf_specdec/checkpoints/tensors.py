@@ -11,15 +11,24 @@ from torch.distributed.tensor import DTensor
 
 from ..config import DrafterConfig
 from .checkpoint import Checkpoint
+from .quantised import check_not_quantised
 
 logger = logging.getLogger(__name__)
 
-# `midlayer.` is SafeAILab's and SpecForge's name of EAGLE-3's first layer, `model.` a prefix that NeMo writes and
-# `encoder.` one of transformers. Before DSpark's `markov_head.` SpecForge wrote `logit_head.`; ModelOpt has neither.
-# z-lab's model of DFlash-2 has its codebooks in embeddings, which its files do not.
+# `midlayer.` is SafeAILab's and SpecForge's name of EAGLE-3's first layer, `model.` a prefix that NeMo writes,
+# `draft_model.` one of SpecForge's trainer and `encoder.` one of transformers. ModelOpt's export from Megatron numbers
+# `midlayer.`, and calls the first norm of a later layer `hidden_norm`, as SGLang does. SGLang's `aux_norm_*` are older
+# names of `fc_norm`. Before DSpark's `markov_head.` SpecForge wrote `logit_head.`; ModelOpt has neither. z-lab's model
+# of DFlash-2 has its codebooks in embeddings, which its files do not.
 KEY_MAPPING = {
+    r"^draft_model\.": "",
     r"^model\.": "",
+    r"^midlayer\.(\d+\.)": r"layers.\1",
     r"^midlayer\.": "layers.0.",
+    r"^(layers\.[1-9]\d*)\.hidden_norm\.": r"\1.input_layernorm.",
+    r"^aux_norm_low\.": "fc_norm.0.",
+    r"^aux_norm_mid\.": "fc_norm.1.",
+    r"^aux_norm_high\.": "fc_norm.2.",
     r"^encoder\.fc\.": "fc.",
     r"^encoder\.output_norm_enc\.": "hidden_norm.",
     r"^logit_head\.": "",
@@ -62,11 +71,17 @@ def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: Draft
     """Compare names and shapes of the files' tensors with those of a `family` model of this `config`; loads no weights.
 
     Raises:
-        ValueError: expected exactly the model's tensors, and offsets in `d2t`; names each difference.
+        ValueError: expected exactly the model's tensors, once and not quantised but as `find_scale` reads them, and
+            offsets in `d2t`; names each difference.
     """
     with checkpoint.config_errors(), torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}
     stored = {rename(name): tensor.shape for name, tensor in checkpoint.tensors.items()}
+    check_not_quantised(stored.keys() - expected.keys(), checkpoint.name)
+    if len(stored) < len(checkpoint.tensors):
+        raise ValueError(
+            f"{checkpoint.name} has several tensors that are {_repeated(checkpoint)} by their names; expected one."
+        )
     checkpoint.check_differences(
         missing=expected.keys() - stored.keys(),
         unexpected=[name for name in stored.keys() - expected.keys() if not _is_ignored(name, config)],
@@ -76,6 +91,12 @@ def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: Draft
     )
     if "d2t" in stored:
         _check_draft_vocabulary(checkpoint, config)
+
+
+def _repeated(checkpoint: Checkpoint) -> str:
+    """A name in the normal form that more than one of the tensors has."""
+    names = [rename(name) for name in checkpoint.tensors]
+    return next(name for name in names if names.count(name) > 1)
 
 
 def _is_ignored(name: str, config: DrafterConfig) -> bool:

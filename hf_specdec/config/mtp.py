@@ -104,8 +104,15 @@ def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, An
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    # Per-layer settings are derived again from the layers' types.
-    for name in ("per_layer_config", "num_nextn_predict_layers", "num_mtp_layers", "architectures", "auto_map"):
+    # Per-layer settings are derived again from the layers' types; quantised modules are dequantised when they are read.
+    for name in (
+        "per_layer_config",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "architectures",
+        "auto_map",
+        "quantization_config",
+    ):
         settings.pop(name, None)
     return settings | {name: value for name, value in changes.items() if name in settings}
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.tensors import KEY_MAPPING, check_tensors
+from ..checkpoints.checkpoint import Checkpoint, quiet_loading
+from ..checkpoints.tensors import check_tensors, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.cache import LayerKind
@@ -186,9 +186,12 @@ class Drafter(PreTrainedModel):
         Raises:
             ValueError: expected every weight to be loaded, and every tensor of the files to be used.
         """
-        drafter, info = cls.from_pretrained(
-            checkpoint.folder, config=config, key_mapping=KEY_MAPPING, output_loading_info=True, **options
-        )
+        options.pop("use_safetensors", None)
+        state = {rename(name): tensor for name, tensor in checkpoint.read_all().items()}
+        with quiet_loading():
+            drafter, info = cls.from_pretrained(
+                None, config=config, state_dict=state, output_loading_info=True, **options
+            )
         checkpoint.check_loaded(info)
         return drafter
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from .. import ops
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
+from ..checkpoints.quantised import check_not_quantised
 from ..config import MtpConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..patching.cache import RaggedCache
@@ -120,12 +121,7 @@ class MtpDrafter(CachedDrafter):
         if _is_normal_form(checkpoint):
             super().check_checkpoint(checkpoint, config)
             return
-        scales = [name for name in checkpoint.tensors if "scale" in name.rpartition(".")[2]]
-        if scales:
-            raise ValueError(
-                f"The MTP modules of {checkpoint.name} are quantised (they have {scales[0]}); expected weights in "
-                "bfloat16, float16 or float32. Use a checkpoint whose modules are not quantised."
-            )
+        check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
         experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
         checkpoint.check_differences(missing=experts)
         weights = {

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
-from ..checkpoints.detection import drafter_tensors
+from ..checkpoints.detection import check_not_refused, drafter_tensors
 from ..config import CacheReaderConfig, DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig, Pard2Config
 from ..drafters.draft_layers import check_fit
 from ..drafters.draft_model import check_vocabulary
@@ -74,6 +74,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         subfolder=arguments.subfolder,
         revision=arguments.revision,
         select=drafter_tensors({}, target.get_text_config() if target is not None else None),
+        refuse=check_not_refused,
         token=arguments.token,
     )
     found = read_checkpoint(checkpoint, target)

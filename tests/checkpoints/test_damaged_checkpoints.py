@@ -79,12 +79,20 @@ def test_zero_d2t_table_is_warned_about(target, tmp_path, caplog):
         ({}, {"norm_before_fc": True}, ("norm_before_fc is True", "no tensor input_norm.weight")),
         ({}, {"fc_norm": True}, ("fc_norm is True", "no tensor fc_norm.0.weight")),
         ({"fc_norm.0.weight": 32}, {"fc_norm": False}, ("fc_norm is False", "a tensor fc_norm.0.weight")),
-        ({}, {"model_type": "qwen3"}, ("q_norm", "no tensor layers.0.self_attn.q_norm.weight")),
+        (
+            {},
+            {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+            ("q_norm", "no tensor layers.0.self_attn.q_norm.weight"),
+        ),
         ({}, {"attention_bias": True}, ("attention_bias is True", "no tensor layers.0.self_attn.q_proj.bias")),
         ({"layers.0.mlp.gate_proj.bias": 48}, {"mlp_bias": False}, ("mlp_bias is False", "gate_proj.bias")),
         ({}, {"num_hidden_layers": 2}, ("num_hidden_layers is 2", "draft layers [0]")),
         ({}, {"target_hidden_size": 48}, ("fc.weight reads 96", "target_hidden_size 48")),
-        ({}, {"model_type": "gemma3"}, ("model_type 'gemma3'", "['llama', 'qwen3']")),
+        (
+            {},
+            {"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]},
+            ("model_type 'gemma3'", "['llama', 'qwen3']"),
+        ),
         ({}, {"draft_vocab_size": 41}, ("d2t is [40], expected [41]", "lm_head.weight is [40, 32], expected [41, 32]")),
         ({}, {"head_dim": 16}, ("q_proj.weight is [32, 64], expected [64, 64]",)),
         ({}, {"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state is False", "fc.weight")),
@@ -257,7 +265,7 @@ def test_invalid_config_values(dialect, changes, target, tmp_path):
 def test_damaged_peagle(dialect, target, tmp_path):
     weights = make_weights(PEAGLE)
     del weights["layers.1.mlp.up_proj.weight"]
-    weights["layers.1.hidden_norm.weight"] = torch.zeros(32)
+    weights["layers.1.side_norm.weight"] = torch.zeros(32)
     weights["mask_hidden"] = torch.zeros(1, 1, 95)
     folder = write(dialect, tmp_path, PEAGLE, weights)
     shape, expected = ([1, 95], [1, 96]) if dialect == "automodel" else ([1, 1, 95], [1, 1, 96])
@@ -266,7 +274,7 @@ def test_damaged_peagle(dialect, target, tmp_path):
         target,
         str(folder),
         "missing tensors: layers.1.mlp.up_proj.weight;",
-        "unexpected tensors: layers.1.hidden_norm.weight;",
+        "unexpected tensors: layers.1.side_norm.weight;",
         f"wrong shapes: mask_hidden is {shape}, expected {expected}",
     )
 

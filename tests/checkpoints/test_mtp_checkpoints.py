@@ -16,7 +16,7 @@ from targets import padded_prompts, tiny_target
 from hf_specdec import AutoDrafter
 from hf_specdec.auto import read_checkpoint
 from hf_specdec.bench.models import random_drafter
-from hf_specdec.checkpoints import checkpoint
+from hf_specdec.checkpoints import weight_files
 from hf_specdec.checkpoints.checkpoint import open_checkpoint
 from hf_specdec.checkpoints.mtp_layouts import FAMILIES
 from hf_specdec.cli import main
@@ -50,8 +50,8 @@ class CountingFile:
 @pytest.fixture
 def bytes_read(monkeypatch):
     """Names and bytes of the tensors that are read from now on."""
-    count, safe_open = [], checkpoint.safe_open
-    monkeypatch.setattr(checkpoint, "safe_open", lambda *args, **kw: CountingFile(safe_open(*args, **kw), count))
+    count, safe_open = [], weight_files.safe_open
+    monkeypatch.setattr(weight_files, "safe_open", lambda *args, **kw: CountingFile(safe_open(*args, **kw), count))
     return count
 
 

@@ -1,0 +1,119 @@
+"""Quantised tensors of checkpoints: weights of 8 bits with scales are read as plain ones, other forms are refused.
+
+Names and layouts as DeepSeek and transformers (`weight_scale_inv`, by blocks), compressed-tensors and NVIDIA ModelOpt
+(`weight_scale`, for a tensor, its rows or its blocks) write them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+_EIGHT_BITS = {"F8_E4M3", "F8_E5M2", "I8", "float8_e4m3fn", "float8_e5m2", "int8"}
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+# The published size of blocks where config.json does not state it.
+_BLOCK = 128
+
+# Scales of activations and of quantised caches, which weights in bfloat16 are run without.
+_UNUSED = re.compile(r"(.*\.)?((input|output|[qkv]|prob)_scale|input_global_scale)")
+# Parts of quantised weights, by the last parts of their names.
+_PARTS = re.compile(
+    r"(.*[._])?(scale|scales|scale_inv|scale_2|global_scale|zero_point|weight_packed|weight_shape|qweight|qzeros|g_idx"
+    r"|SCB|weight_format|absmax|quant_map|nested_absmax|nested_quant_map|blocks|bitsandbytes__\w+)"
+)
+
+
+class Scale(NamedTuple):
+    """The tensor by which a quantised weight is multiplied.
+
+    Attributes:
+        name: of the tensor.
+        file: that holds it.
+        block: rows and columns that an entry of it is for; None if its shape broadcasts to that of the weight.
+    """
+
+    name: str
+    file: Path
+    block: tuple[int, int] | None
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor of this name is a scale of activations or of a cache."""
+    return _UNUSED.fullmatch(name) is not None
+
+
+def find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | None) -> Scale | None:
+    """The scale of the weight called `name`; None if the weight is not quantised in a form that `dequantise` reads.
+
+    Args:
+        name: of one of `tensors`.
+        tensors: `StoredTensor`s by name.
+        block: size of the blocks by config.json, see `stated_block`.
+    """
+    weight = tensors[name]
+    scale_name = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in tensors), None)
+    if weight.dtype not in _EIGHT_BITS or scale_name is None or f"{name}_zero_point" in tensors:
+        return None
+    shape = tensors[scale_name].shape
+    if _broadcasts(shape, weight.shape):
+        return Scale(scale_name, tensors[scale_name].file, None)
+    if len(shape) != len(weight.shape) or len(shape) < 2 or shape[:-2] != weight.shape[:-2]:
+        return None
+    for rows, columns in (block, (_BLOCK, _BLOCK)) if block is not None else ((_BLOCK, _BLOCK),):
+        if shape[-2:] == (-(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns)):
+            return Scale(scale_name, tensors[scale_name].file, (rows, columns))
+    return None
+
+
+def _broadcasts(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Whether a scale is for the whole weight, or for each of its rows."""
+    is_one, is_row_each = all(size == 1 for size in scale), scale == weight[:1]
+    return is_one or is_row_each or (len(scale) == len(weight) and scale == (*weight[:-1], 1))
+
+
+def stated_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block by the `quantization_config` of config.json; None if it states none."""
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, Mapping) else {}):
+        settings = source.get("quantization_config")
+        if not isinstance(settings, Mapping):
+            continue
+        groups = settings.get("config_groups")
+        weights = [one.get("weights") for one in (groups.values() if isinstance(groups, Mapping) else ()) if one]
+        blocks = [one.get("block_structure") for one in weights if isinstance(one, Mapping)]
+        for block in (settings.get("weight_block_size"), *blocks):
+            if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+                return block[0], block[1]
+    return None
+
+
+def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """`weight` times its `scale`, in bfloat16; `block` as in `Scale`."""
+    values, factors = weight.float(), scale.float()
+    if block is not None:
+        for dim, size in zip((-2, -1), block, strict=True):
+            factors = factors.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+    elif factors.numel() == 1:
+        factors = factors.reshape(())
+    elif factors.dim() == 1:
+        factors = factors.reshape(-1, *[1] * (values.dim() - 1))
+    return (values * factors).bfloat16()
+
+
+def check_not_quantised(names: Collection[str], checkpoint: str, what: str = "weights") -> None:
+    """Check that none of the tensor `names` of a checkpoint belongs to a quantised weight.
+
+    Raises:
+        ValueError: expected plain weights, or such that `find_scale` finds the scale of; names a tensor.
+    """
+    parts = [name for name in names if _PARTS.fullmatch(name)]
+    if parts:
+        raise ValueError(
+            f"The {what} of {checkpoint} are quantised in a form that is not read here (they have {parts[0]}); "
+            "expected bfloat16, float16 or float32, or 8 bits with a scale for a tensor, its rows or its blocks. Use a "
+            f"checkpoint whose {what} are not quantised."
+        )
