@@ -53,7 +53,11 @@ class Prompts:
     @property
     def cached_lengths(self) -> list[int]:
         """Tokens of each row that the cache holds."""
-        return [max(self.cached - pad, 0) for pad in self.padding]
+        return self.ends(self.cached)
+
+    def ends(self, columns: int) -> list[int]:
+        """Tokens of each row in the leading `columns` of the text, new tokens included."""
+        return [max(columns - pad, 0) for pad in self.padding]
 
     @property
     def spans(self) -> list[PromptSpan]:

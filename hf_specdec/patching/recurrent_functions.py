@@ -25,6 +25,7 @@ from .hidden_states import modules_of
 from .patch import Replacements, original
 from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
 from .running_layer import next_state, running_layer_forwards
+from .state_forms import StateForm
 from .variants import files_of
 
 
@@ -215,7 +216,8 @@ def _state_space(
 ) -> torch.Tensor:
     """Outputs `[B, n, H, P]` of a state-space model; `steps` `[B, n, H]` float32, the others as of `_mamba2_scan`."""
     decay = steps * A.float()
-    out = state.run(C, B, hidden_states, decay, steps, chunked, delta=False, normalize=False, scale=1.0)
+    options = {"form": StateForm.VALUES_FIRST, "delta": False, "normalize": False, "scale": 1.0}
+    out = state.run(C, B, hidden_states, decay, steps, chunked, **options)
     return out if D is None else (out + hidden_states * D[:, None]).to(hidden_states.dtype)
 
 
@@ -294,7 +296,8 @@ def _selective_state_space(
     # One head; the logarithm of a factor is step * A, of another A for each element of the state.
     decay, updates, key, query = (part[:, :, None] for part in (steps, steps * hidden_states.float(), B, C))
     rates = A.float().t().contiguous()[None]
-    out = state.run(query, key, updates, decay, None, delta=False, normalize=False, scale=1.0, rates=rates)[:, :, 0]
+    options = {"form": StateForm.CHANNELS, "delta": False, "normalize": False, "scale": 1.0, "rates": rates}
+    out = state.run(query, key, updates, decay, None, **options)[:, :, 0]
     if D is not None:
         out = out + hidden_states * D
     return (out if gate is None else out * F.silu(gate)).to(hidden_states.dtype)
