@@ -186,6 +186,7 @@ class FinishedCall:
         position_offsets: see `Request`.
         run_prompts: runs the target over the prompts as plain `generate()` does, into the cache that it is given; None
             where their tokens are all that it needs.
+        bounds_steps: whether the target bounds time steps of several tokens at once only, see `RecurrentState`.
         is_written: whether `write_to` has copied the columns.
     """
 
@@ -196,6 +197,7 @@ class FinishedCall:
     columns: int
     position_offsets: Sequence[int] | None = None
     run_prompts: Callable[[Cache], Any] | None = None
+    bounds_steps: bool = False
     is_written: bool = field(default=False, init=False)
 
     @classmethod
@@ -204,7 +206,8 @@ class FinishedCall:
         model, prompts, run_prompts = request.model, request.prompts, None
         if request.inputs is not None and ragged.recurrence is not None:
             run_prompts = functools.partial(run_as_given, model, prompts.input_ids, request.config, request.inputs)
-        return cls(model, ragged, prompts, sequences, columns, request.position_offsets, run_prompts)
+        offsets, bounds_steps = request.position_offsets, ragged.bounds_steps
+        return cls(model, ragged, prompts, sequences, columns, offsets, run_prompts, bounds_steps)
 
     def write_to(self, cache: Cache) -> None:
         """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.
@@ -247,8 +250,7 @@ class FinishedCall:
     def complete(self, cache: Cache) -> None:
         """Run the target over the remaining columns, except the last, as plain `generate()` has done.
 
-        In these columns some rows had ended and continue with padding tokens. They are run in one pass, or where the
-        target would forget what the cache holds one by one.
+        In these columns some rows had ended and continue with padding tokens.
         """
         prompts = self.prompts
         if self.is_written and self.columns == self._most:
@@ -268,10 +270,8 @@ class FinishedCall:
         positions = torch.arange(width, device=text.device) - padding
         offsets = torch.tensor(self.position_offsets or [0] * len(padding), device=text.device)[:, None]
         options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-        step = 1 if held and forgets_states(self.model) else width
         with torch.no_grad():
-            for begin in range(held, width, step):
-                end = min(begin + step, width)
+            for begin, end in self._passes(held, width):
                 self.model(
                     input_ids=text[:, begin - held : end - held],
                     attention_mask=(positions[:, 0 if has_keys else begin : end] >= 0).long(),
@@ -280,6 +280,22 @@ class FinishedCall:
                     **{cache_name(self.model): cache},
                     **options,
                 )
+
+    def _passes(self, held: int, width: int) -> Iterator[tuple[int, int]]:
+        """The first column and the end of each pass over the columns from `held` to `width`.
+
+        It is one, but where several tokens are not what single ones are: those that follow a prompt then come one by
+        one, and if the target would forget what the cache holds all that follow this.
+        """
+        together = width
+        if held and forgets_states(self.model):
+            together = held
+        elif self.bounds_steps:
+            together = min(max(held, self.prompts.width), width)
+        if held < together:
+            yield held, together
+        for column in range(together, width):
+            yield column, column + 1
 
 
 class DeferredCache(DynamicCache):

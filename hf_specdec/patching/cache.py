@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .. import ops
 from ..virtual_memory import RowMemory
 from .compressed_layers import CompressedWindows
-from .recurrent_layers import RecurrencePositions, RecurrentLayer
+from .recurrent_layers import RecurrentLayer
+from .recurrent_positions import RecurrencePositions
 from .rings import Block
 
 
@@ -302,6 +303,11 @@ class RaggedCache(Cache):
     @property
     def recurrent_layers(self) -> list[RecurrentLayer]:
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    @property
+    def bounds_steps(self) -> bool:
+        """Whether a pass has named bounds of time steps, which are those of tokens of prompts only."""
+        return any(layer.bounds_steps for layer in self.recurrent_layers)
 
     @property
     def ring_slots(self) -> int:

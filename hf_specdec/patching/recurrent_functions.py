@@ -23,7 +23,7 @@ from .cache import RaggedCache
 from .former_inputs import former_inputs
 from .hidden_states import modules_of
 from .patch import Replacements, original
-from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
+from .recurrent_layers import UNBOUNDED, ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
 from .running_layer import next_state, running_layer_forwards
 from .state_forms import StateForm
 from .variants import files_of
@@ -104,7 +104,7 @@ def _time_steps(
     steps = dt.float() if bias is None else dt.float() + bias.float()
     if softplus:
         steps = F.softplus(steps)
-    if limits == (0.0, float("inf")):
+    if limits == UNBOUNDED:
         return steps
     cache = state.cache
     is_prompt = cache.positions < cache.recurrence.prompt_lengths[:, None]
@@ -124,7 +124,7 @@ def _mamba2_scan(
     dt_bias: torch.Tensor | None = None,
     initial_states: RecurrentState | torch.Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_limit: tuple[float, float] = UNBOUNDED,
     return_final_states: bool = False,
     **kwargs: Any,
 ) -> Any:
