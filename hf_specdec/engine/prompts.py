@@ -119,7 +119,7 @@ def read_prompts(
         raise ValueError(
             f"past_key_values holds {cached} tokens a row, but the prompts have {width}; expected at least one token "
             "that it does not hold. Pass the whole text, or only what follows the cached text together with an "
-            "attention_mask over both; or take tokens out of the cache with its crop()."
+            "attention_mask over both; or take tokens out of the cache with its crop(), if it has no recurrent states."
         )
     prompts = Prompts(input_ids, left_padding(batch, attention_mask), width, cached)
     filled = (layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None) if cached else ()
