@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ..patching import recurrent_layers
 from ..patching.cache import RaggedCache
 from ..row_buffers import upload
 from ..state import DecodeState
@@ -40,26 +39,28 @@ def replay_states(cache: RaggedCache, ends: Sequence[int]) -> bool:
     return True
 
 
-def run_to_ends(state: DecodeState, target: Target, texts: Sequence[torch.Tensor], ends: Sequence[int]) -> None:
+def run_to_ends(
+    state: DecodeState, target: Target, texts: Sequence[torch.Tensor], ends: Sequence[int], chunk_size: int
+) -> None:
     """Run the tokens of finished texts that recurrent states lack; afterwards these are of the positions `ends`.
 
     Args:
         state: of the texts, in its first rows; no round follows.
         target: to run.
-        texts: `[ends[row] + 1]` int64 or more tokens of each, read from the position of its state on.
-        ends: of each row. The token there is run, too, but does not become part of a state.
+        texts: at least `[ends[row]]` int64 tokens of each, read from the position of its state on.
+        ends: of each row, none before the position of its state.
+        chunk_size: most columns of a pass.
     """
-    count, cache = len(ends), state.cache
-    bases = positions_of_states(cache, count)
-    width = max(end + 1 - base for base, end in zip(bases, ends, strict=True))
+    count, bases = len(ends), positions_of_states(state.cache, len(ends))
+    width = max(end - base for base, end in zip(bases, ends, strict=True))
     first, last = upload(bases, state.lengths)[:, None], upload(ends, state.lengths)[:, None]
-    state.lengths[:count] = last[:, 0]
-    state.live = max(ends) + 1
+    state.lengths[:count] = last[:, 0]  # all of them are certain
+    state.live = max(ends)
     tokens = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True).to(state.tokens)
-    for columns in torch.arange(width, device=first.device).split(recurrent_layers.MOST_STEPS):
+    for columns in torch.arange(width, device=first.device).split(chunk_size):
         slots = torch.full((len(state.lengths), len(columns)), state.dummy_slot, device=first.device)
         positions = first + columns
-        slots[:count] = torch.where(positions <= last, positions, state.dummy_slot)
+        slots[:count] = torch.where(positions < last, positions, state.dummy_slot)
         given = torch.zeros_like(slots)
         given[:count] = tokens.gather(1, positions.clamp(max=tokens.shape[1] - 1))
         target(state, given, slots, 1)

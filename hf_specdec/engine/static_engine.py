@@ -256,8 +256,9 @@ class StaticRun:
             if prompts.cached:
                 read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.device)
         # Tokens that were not given are in the cache already.
-        texts = torch.nn.functional.pad(sequences, (prompts.hidden, 0))
-        run_to_ends(state, self._target(), [row[pad:] for row, pad in zip(texts, prompts.padding, strict=True)], ends)
+        columns_of_all = torch.nn.functional.pad(sequences, (prompts.hidden, 0))
+        texts = [row[pad:] for row, pad in zip(columns_of_all, prompts.padding, strict=True)]
+        run_to_ends(state, self._target(), texts, ends, self._lease.prefill.chunk_size)
         return most
 
     def finish(self) -> SpeculativeOutput | torch.Tensor:

@@ -85,7 +85,7 @@ def check_turns(target, inputs, drafter, order, counts, make=None, **options):
 def test_turns_of_a_chat(family):
     """With and without a drafter, each after each, the whole text or new tokens only; one new token is a step."""
     target, inputs = tiny_target(family), padded_prompts(LENGTHS)
-    check_turns(target, inputs, who(target), (1, 1, 0, 1), [4, 0, 1, 1])
+    check_turns(target, inputs, who(target), (1, 1, 0, 1), [0, 4, 1, 1])
     check_turns(target, padded_prompts([30]), {"assistant_model": random_eagle3(target)}, (0, 1), [7, 1])
 
 
