@@ -8,7 +8,7 @@ import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from oracle import copy_of, random_eagle3
-from targets import PAD, VOCAB, padded_prompts, set_policy, tiny_target
+from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache, StoppingCriteria
 
 from hf_specdec.patching.cache import LayerKind, RaggedCache
@@ -238,10 +238,8 @@ def test_states_of_other_models_are_refused():
         target.generate(**turn, **OPTIONS, past_key_values=cache, **who(target))
 
 
-@pytest.mark.parametrize("has_kernels", [False, True])
-def test_accepted_drafts_in_rings_become_part_of_states(has_kernels, monkeypatch):
-    if has_kernels:
-        set_policy(monkeypatch, "cpu", triton=True)
+@pytest.mark.core
+def test_accepted_drafts_in_rings_become_part_of_states():
     lengths, generator = torch.tensor([6, 9, 4]), torch.Generator().manual_seed(0)
     cache = RaggedCache([LayerKind(False, 1)], 32, None, lengths, 3)
     cache.restart()
