@@ -1,10 +1,11 @@
-"""Copies between the caller's key/value caches and the engine's: before a call that continues one, and after it."""
+"""Copies between the caller's caches and the engine's: before a call that continues one, and after it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,19 +14,37 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 from transformers.utils import ModelOutput
 
-from ..patching.cache import LayerKind, RaggedCache
+from ..patching.cache import LayerKind, RaggedCache, RaggedLayer
+from ..patching.recurrent_layers import RecurrentLayer
 from ..patching.running_layer import forgets_states
 from ..patching.support import cache_name
+from .last_states import replay_states
 from .prompts import Prompts
 from .request import Request
 
-# Layers of a cache that are stored column by column. Exact types: a subclass may store states in another form.
-_READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+# Layers of a cache that are stored column by column, and recurrent states. Exact types: a subclass may store them in
+# another form.
+_READABLE = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+)
 # Layers that compute without memory, or read the keys and values of another one.
 _EMPTY = LayerKind(has_keys=False)
 
@@ -37,7 +56,9 @@ def why_not_readable(cache: Cache, kinds: Sequence[LayerKind]) -> str | None:
     others = sorted({type(layer).__name__ for layer in storing if type(layer) not in _READABLE})
     if others:
         return f"the call continues a cache with layers of type {', '.join(others)}"
-    filled, expected = sum(layer.is_initialized for layer in storing), sum(kind != _EMPTY for kind in kinds)
+    # Whether states are there is seen when they are read: of a layer without keys it is not known that it has any.
+    keyed = [layer for layer in storing if isinstance(layer, CacheLayerMixin)]
+    filled, expected = sum(layer.is_initialized for layer in keyed), sum(kind.has_keys for kind in kinds)
     if filled != expected or len(cache.layers) > len(kinds):
         return f"the call continues a cache in which {filled} of {expected} layers are filled"
     return None
@@ -58,10 +79,16 @@ def stores_keys(cache: Cache) -> bool:
 def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, device: torch.device) -> None:
     """Copy what `cache` holds of `prompts` into `ragged`, whose buffers have `batch` rows and are on `device`.
 
-    Recurrent states are those of another `RaggedCache`, with a row for each prompt.
+    Where there are recurrent states, `cache` is another `RaggedCache`, with a row for each prompt, or a first pass has
+    allocated the layers of `ragged`.
+
+    Raises:
+        ValueError: `cache` lacks recurrent states of the target, or has them in other shapes.
     """
-    if ragged.recurrence is not None:
+    if isinstance(cache, RaggedCache) and ragged.recurrence is not None:
         ragged.copy_states(torch.arange(len(prompts.padding), device=device), cache)
+    elif ragged.recurrence is not None:
+        _read_states(cache, ragged, prompts, device)
     rows_by_padding: dict[int, list[int]] = {}
     for row, pad in enumerate(prompts.padding):
         rows_by_padding.setdefault(pad, []).append(row)
@@ -78,6 +105,54 @@ def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, 
                 for theirs, buffer in ((keys, ours.keys), (values, ours.values)):
                     buffer[rows, slots] = theirs[rows, :, held].transpose(1, 2).to(buffer)
                 ours.read_indexer(layer, rows, slice(begin, end), slots)
+
+
+def _read_states(cache: Cache, ragged: RaggedCache, prompts: Prompts, device: torch.device) -> None:
+    ends = torch.tensor(prompts.cached_lengths, device=device)
+    for layer, ours in zip(cache.layers, ragged.layers, strict=False):
+        if isinstance(ours, RecurrentLayer):
+            ours.read_states(layer, ends)
+    # A single column is run by the functions for one token.
+    ragged.recurrence.resume(ends, is_step=prompts.width - prompts.cached == 1)
+
+
+def _write_states(cache: Cache, ragged: RaggedCache, ends: torch.Tensor) -> None:
+    """Let `cache` hold the recurrent states of `ragged`, of the positions `ends` `[B]` int64."""
+    pairs = zip(cache.layers, ragged.layers, strict=False)
+    written = [(theirs, *ours.written_states(ends)) for theirs, ours in pairs if isinstance(ours, RecurrentLayer)]
+    for layer, states, inputs in written:
+        for index, held in states.items():
+            if not layer.is_recurrent_states_initialized[index]:
+                layer.lazy_initialization(recurrent_states=held, state_idx=index)
+        for index, held in inputs.items():
+            if not layer.is_conv_states_initialized[index]:
+                layer.lazy_initialization(conv_states=held, state_idx=index, conv_kernel_size=held.shape[-1])
+    # Nothing is allocated from here on.
+    for layer, states, inputs in written:
+        for index, held in states.items():
+            layer.recurrent_states[index].copy_(held)
+        for index, held in inputs.items():
+            # In place, as graphs may read them there; a layer that records its past holds more.
+            is_same = layer.conv_states[index].shape == held.shape
+            layer.conv_states[index] = layer.conv_states[index].copy_(held) if is_same else held
+            layer.has_previous_state[index] = True
+
+
+@contextmanager
+def _unchanged_on_error(cache: Cache) -> Iterator[None]:
+    """Context that on an error restores the layers of `cache`, as far as their tensors were not written in place."""
+    before = [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+        for layer in cache.layers
+    ]
+    try:
+        yield
+    except BaseException:
+        del cache.layers[len(before) :]
+        for layer, attributes in zip(cache.layers, before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(attributes)
+        raise
 
 
 def run_as_given(
@@ -100,17 +175,19 @@ def run_as_given(
 
 @dataclass
 class FinishedCall:
-    """The keys and values of a finished call on the static engine, until another call uses its buffers.
+    """The keys, values and states of a finished call on the static engine, until another call uses its buffers.
 
     Attributes:
         model: the target.
         ragged: its keys and values.
         prompts: of the call.
         sequences: `[B, P + new]` int64, what the call returns.
-        columns: leading columns that all rows have keys and values of; never the last column of the text.
+        columns: leading columns that the target has run in all rows; never the last column of the text.
         position_offsets: see `Request`.
         run_prompts: runs the target over the prompts as plain `generate()` does, into the cache that it is given; None
             where their tokens are all that it needs.
+        bounds_steps: whether the target bounds time steps of several tokens at once only, see `RecurrentState`.
+        is_written: whether `write_to` has copied the columns.
     """
 
     model: PreTrainedModel
@@ -120,6 +197,8 @@ class FinishedCall:
     columns: int
     position_offsets: Sequence[int] | None = None
     run_prompts: Callable[[Cache], Any] | None = None
+    bounds_steps: bool = False
+    is_written: bool = field(default=False, init=False)
 
     @classmethod
     def of(cls, request: Request, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
@@ -127,16 +206,34 @@ class FinishedCall:
         model, prompts, run_prompts = request.model, request.prompts, None
         if request.inputs is not None and ragged.recurrence is not None:
             run_prompts = functools.partial(run_as_given, model, prompts.input_ids, request.config, request.inputs)
-        return cls(model, ragged, prompts, sequences, columns, request.position_offsets, run_prompts)
+        offsets, bounds_steps = request.position_offsets, ragged.bounds_steps
+        return cls(model, ragged, prompts, sequences, columns, offsets, run_prompts, bounds_steps)
 
     def write_to(self, cache: Cache) -> None:
         """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.
 
         Recurrent states are of the last position of each row, and cannot be taken back to one that all rows have; and
-        caches take the keys of indexers and of windows of tokens from the model only.
+        caches take the keys of indexers and of windows of tokens from the model only. After an error `cache` is as it
+        was.
         """
-        if not self.ragged.stores_only_keys:
+        ragged, ends = self.ragged, self.prompts.ends(self.columns)
+        if not ragged.can_be_copied:
             return
+        if ragged.recurrence is not None and not (self.columns == self._most and replay_states(ragged, ends)):
+            return
+        with _unchanged_on_error(cache):
+            if ragged.has_keys:
+                self._write_keys(cache)
+            if ragged.recurrence is not None:
+                _write_states(cache, ragged, torch.tensor(ends, device=self.sequences.device))
+        self.is_written = True
+
+    @property
+    def _most(self) -> int:
+        """Columns that plain `generate()` has run: all but the last of the text."""
+        return self.prompts.hidden + self.sequences.shape[1] - 1
+
+    def _write_keys(self, cache: Cache) -> None:
         device = self.sequences.device
         padding = torch.tensor(self.prompts.padding, device="cpu")[:, None]
         columns = torch.arange(int(cache.get_seq_length()), self.columns, device="cpu")
@@ -146,7 +243,7 @@ class FinishedCall:
         # Keys and values of padding are never read.
         slots = (columns - padding).clamp(min=0).to(device)
         for index, layer in enumerate(self.ragged.layers):
-            if not layer.is_initialized:  # a layer that no attention uses
+            if not isinstance(layer, RaggedLayer) or not layer.is_initialized:  # a layer that no attention uses
                 continue
             keys, values = (buffer[rows, slots].transpose(1, 2) for buffer in (layer.keys, layer.values))
             cache.update(keys, values, index)
@@ -154,10 +251,11 @@ class FinishedCall:
     def complete(self, cache: Cache) -> None:
         """Run the target over the remaining columns, except the last, as plain `generate()` has done.
 
-        In these columns some rows had ended and continue with padding tokens. They are run in one pass, or where the
-        target would forget what the cache holds one by one.
+        In these columns some rows had ended and continue with padding tokens.
         """
         prompts = self.prompts
+        if self.is_written and self.columns == self._most:
+            return
         has_keys = stores_keys(cache)
         # A cache of the caller's with recurrent states only is none that a call fills.
         held = int(cache.get_seq_length()) if has_keys else 0
@@ -173,10 +271,8 @@ class FinishedCall:
         positions = torch.arange(width, device=text.device) - padding
         offsets = torch.tensor(self.position_offsets or [0] * len(padding), device=text.device)[:, None]
         options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-        step = 1 if held and forgets_states(self.model) else width
         with torch.no_grad():
-            for begin in range(held, width, step):
-                end = min(begin + step, width)
+            for begin, end in self._passes(held, width):
                 self.model(
                     input_ids=text[:, begin - held : end - held],
                     attention_mask=(positions[:, 0 if has_keys else begin : end] >= 0).long(),
@@ -185,6 +281,22 @@ class FinishedCall:
                     **{cache_name(self.model): cache},
                     **options,
                 )
+
+    def _passes(self, held: int, width: int) -> Iterator[tuple[int, int]]:
+        """The first column and the end of each pass over the columns from `held` to `width`.
+
+        It is one, but where several tokens are not what single ones are: those that follow a prompt then come one by
+        one, and if the target would forget what the cache holds all that follow this.
+        """
+        together = width
+        if held and forgets_states(self.model):
+            together = held
+        elif self.bounds_steps:
+            together = min(max(held, self.prompts.width), width)
+        if held < together:
+            yield held, together
+        for column in range(together, width):
+            yield column, column + 1
 
 
 class DeferredCache(DynamicCache):

@@ -53,7 +53,11 @@ class Prompts:
     @property
     def cached_lengths(self) -> list[int]:
         """Tokens of each row that the cache holds."""
-        return [max(self.cached - pad, 0) for pad in self.padding]
+        return self.ends(self.cached)
+
+    def ends(self, columns: int) -> list[int]:
+        """Tokens of each row in the leading `columns` of the text, new tokens included."""
+        return [max(columns - pad, 0) for pad in self.padding]
 
     @property
     def spans(self) -> list[PromptSpan]:
@@ -115,7 +119,7 @@ def read_prompts(
         raise ValueError(
             f"past_key_values holds {cached} tokens a row, but the prompts have {width}; expected at least one token "
             "that it does not hold. Pass the whole text, or only what follows the cached text together with an "
-            "attention_mask over both; or take tokens out of the cache with its crop()."
+            "attention_mask over both; or take tokens out of the cache with its crop(), if it has no recurrent states."
         )
     prompts = Prompts(input_ids, left_padding(batch, attention_mask), width, cached)
     filled = (layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None) if cached else ()

@@ -15,6 +15,7 @@ import torch
 from ..patching.hidden_states import ModuleTree
 from ..patching.patch import caller
 from ..patching.support import settings_read_once
+from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
@@ -23,6 +24,7 @@ from .buckets import next_power_of_two
 from .equal_prompts import EqualPrompts
 from .first_pass import FirstPass
 from .kv_transfer import DeferredCache, FinishedCall, read_cache
+from .last_states import positions_of_states, replay_states, run_to_ends
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
@@ -169,6 +171,8 @@ class StaticRun:
             return
         prompts = self._request.prompts
         is_there = prompts.cached or self._first_pass is not None
+        if prompts.cached and session.state.cache.recurrence is not None:
+            self._lease.allocate()  # by a pass, which tells how the target's layers hold states
         bring_cached = functools.partial(self._bring_cached, session) if is_there else None
         self._lease.prefill.run(self._waves, bring_cached, self._first_pass)
 
@@ -220,6 +224,8 @@ class StaticRun:
         request, transcript = self._request, self._transcript
         self._sequences = transcript.sequences
         columns = transcript.columns_run(request.prompts)
+        if request.cache is not None and session.state.cache.recurrence is not None:
+            columns = self._run_to_ends(session.state, columns)
         self._finished = FinishedCall.of(request, session.state.cache, self._sequences, columns)
         self._past_key_values = request.cache
         if request.cache is not None:
@@ -227,6 +233,33 @@ class StaticRun:
                 self._finished.write_to(request.cache)
         elif request.config.return_dict_in_generate:
             self._past_key_values = session.lend_buffers(DeferredCache(self._finished))
+
+    def _run_to_ends(self, state: DecodeState, columns: int) -> int:
+        """Bring recurrent states to the last token but one of all rows; returns how many columns were run then.
+
+        Args:
+            state: of the session.
+            columns: that the target has run in all rows.
+        """
+        request, prompts, sequences = self._request, self._request.prompts, self._sequences
+        most = prompts.hidden + sequences.shape[1] - 1
+        ends = prompts.ends(most)
+        if columns == most and replay_states(state.cache, ends):
+            return most
+        bases = positions_of_states(state.cache, len(ends))
+        if any(base > end for base, end in zip(bases, ends, strict=True)):
+            # States have tokens in them that the text does not have: they are made anew from where the call began.
+            if request.inputs is not None:
+                return columns
+            state.lengths[: len(ends)] = upload(prompts.lengths, state.lengths)
+            state.cache.restart()
+            if prompts.cached:
+                read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.device)
+        # Tokens that were not given are in the cache already.
+        columns_of_all = torch.nn.functional.pad(sequences, (prompts.hidden, 0))
+        texts = [row[pad:] for row, pad in zip(columns_of_all, prompts.padding, strict=True)]
+        run_to_ends(state, self._target(), texts, ends, self._lease.prefill.chunk_size)
+        return most
 
     def finish(self) -> SpeculativeOutput | torch.Tensor:
         """End the call: the rest of the caller's cache, the streamer, statistics. Returns what `generate()` does."""

@@ -31,7 +31,7 @@ from ..engine.stock_engine import assist
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
 from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
-from ..patching.support import has_compressed_layers, settings_read_once
+from ..patching.support import has_compressed_layers, has_recurrent_layers, settings_read_once
 from ..patching.variants import note_variant
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
@@ -149,8 +149,10 @@ def _on_static_engine(
         if obstacle is None and hooks:
             obstacle = _why_not_hooks(request, model_kwargs, hooks, is_continuous)
         return replace(request, position_offsets=offsets), obstacle
+    what = ", ".join(sorted(besides)) or "position_ids of its own"
+    if prompts.cached and has_recurrent_layers(model):
+        return request, f"the call has {what}, and continues a cache with recurrent states"
     if request.config.prefill_chunk_size is not None:
-        what = ", ".join(sorted(besides)) or "position_ids of its own"
         return request, f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
     following = inputs_after_prompts(model, prompts, model_kwargs)
     offsets = following if isinstance(following, str) else position_offsets(prompts, following)

@@ -10,7 +10,8 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
 from ..patching.hidden_states import ModuleTree
-from ..patching.support import cache_layers, length_limits, why_not_supported
+from ..patching.running_layer import forgets_states
+from ..patching.support import cache_layers, has_recurrent_layers, length_limits, why_not_supported
 from ..patching.variants import why_not_known_attention
 
 # Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
@@ -143,6 +144,11 @@ def _why_not_call(
         obstacle = why_not_readable(model_kwargs["past_key_values"], cache_layers(model))
         if obstacle is not None:
             return obstacle
+        if prompts.width - prompts.cached > 1 and has_recurrent_layers(model) and forgets_states(model):
+            return (
+                f"the call continues a cache with {prompts.width - prompts.cached} tokens at once, for which layers of "
+                f"{type(model).__name__} begin without the states that it holds (so does plain generate())"
+            )
     if config.cache_implementation not in _CACHES:
         return f"the call asks for a {config.cache_implementation} cache"
     return None

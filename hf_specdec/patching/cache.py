@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .. import ops
 from ..virtual_memory import RowMemory
 from .compressed_layers import CompressedWindows
-from .recurrent_layers import RecurrencePositions, RecurrentLayer
+from .recurrent_layers import RecurrentLayer
+from .recurrent_positions import RecurrencePositions
 from .rings import Block
 
 
@@ -294,10 +295,19 @@ class RaggedCache(Cache):
         self._position_ids.scatter_(2, self.positions.expand(sections, -1, -1), position_ids[..., -columns:])
 
     @property
-    def stores_only_keys(self) -> bool:
-        """Whether layers hold keys and values only, neither states nor compressed windows nor keys of indexers."""
+    def can_be_copied(self) -> bool:
+        """Whether transformers' caches can be given what layers hold: not compressed windows, nor keys of indexers."""
         has_indexers = any(getattr(layer, "indexer_keys", None) is not None for layer in self.layers)
-        return self.recurrence is None and not self._compresses and not has_indexers
+        return not self._compresses and not has_indexers
+
+    @property
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    @property
+    def bounds_steps(self) -> bool:
+        """Whether a pass has named bounds of time steps, which are those of tokens of prompts only."""
+        return any(layer.bounds_steps for layer in self.recurrent_layers)
 
     @property
     def ring_slots(self) -> int:
@@ -390,6 +400,20 @@ class RaggedCache(Cache):
                 RecurrentLayer.copy_rows(layer, rows, other, slice(len(rows)), 0)
         self.recurrence.copy_rows(rows, source.recurrence, slice(len(rows)))
         self._copy_position_ids(rows, source, slice(len(rows)))
+
+    def replay(self, ends: torch.Tensor) -> None:
+        """Bring the recurrent states of the first rows to positions up to which the target has run all tokens.
+
+        Args:
+            ends: `[n]` int64, none before a state's position, and no further from it than accepted drafts of a round.
+        """
+        recurrence = self.recurrence
+        positions = torch.full_like(recurrence.base, self.dummy_slot)[:, None]
+        positions[: len(ends), 0] = ends
+        recurrence.base.copy_(recurrence.next_base)
+        for layer in self.recurrent_layers:
+            layer.replay(positions)
+        recurrence.next_base[: len(ends)] = ends
 
     def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.

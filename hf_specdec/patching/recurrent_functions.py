@@ -23,8 +23,9 @@ from .cache import RaggedCache
 from .former_inputs import former_inputs
 from .hidden_states import modules_of
 from .patch import Replacements, original
-from .recurrent_layers import ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
+from .recurrent_layers import UNBOUNDED, ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
 from .running_layer import next_state, running_layer_forwards
+from .state_forms import StateForm
 from .variants import files_of
 
 
@@ -103,7 +104,7 @@ def _time_steps(
     steps = dt.float() if bias is None else dt.float() + bias.float()
     if softplus:
         steps = F.softplus(steps)
-    if limits == (0.0, float("inf")):
+    if limits == UNBOUNDED:
         return steps
     cache = state.cache
     is_prompt = cache.positions < cache.recurrence.prompt_lengths[:, None]
@@ -123,7 +124,7 @@ def _mamba2_scan(
     dt_bias: torch.Tensor | None = None,
     initial_states: RecurrentState | torch.Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_limit: tuple[float, float] = UNBOUNDED,
     return_final_states: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -215,7 +216,8 @@ def _state_space(
 ) -> torch.Tensor:
     """Outputs `[B, n, H, P]` of a state-space model; `steps` `[B, n, H]` float32, the others as of `_mamba2_scan`."""
     decay = steps * A.float()
-    out = state.run(C, B, hidden_states, decay, steps, chunked, delta=False, normalize=False, scale=1.0)
+    options = {"form": StateForm.VALUES_FIRST, "delta": False, "normalize": False, "scale": 1.0}
+    out = state.run(C, B, hidden_states, decay, steps, chunked, **options)
     return out if D is None else (out + hidden_states * D[:, None]).to(hidden_states.dtype)
 
 
@@ -294,7 +296,8 @@ def _selective_state_space(
     # One head; the logarithm of a factor is step * A, of another A for each element of the state.
     decay, updates, key, query = (part[:, :, None] for part in (steps, steps * hidden_states.float(), B, C))
     rates = A.float().t().contiguous()[None]
-    out = state.run(query, key, updates, decay, None, delta=False, normalize=False, scale=1.0, rates=rates)[:, :, 0]
+    options = {"form": StateForm.CHANNELS, "delta": False, "normalize": False, "scale": 1.0, "rates": rates}
+    out = state.run(query, key, updates, decay, None, **options)[:, :, 0]
     if D is not None:
         out = out + hidden_states * D
     return (out if gate is None else out * F.silu(gate)).to(hidden_states.dtype)

@@ -18,52 +18,15 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .. import ops
 from ..kernels.types import RecurrenceRing
+from .recurrent_positions import RecurrencePositions
 from .rings import Block
+from .state_forms import StateForm, check_shape, held_states
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
 # takes one step a column.
 MOST_STEPS = 256
-
-
-class RecurrencePositions:
-    """The positions of the recurrent states of a cache, one for each row; the same for all of its layers.
-
-    Args:
-        lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs.
-        num_again: how many of the last committed tokens may be run again.
-
-    Attributes:
-        certain: `[B]` int64, the position up to which tokens become part of the stored states.
-        base: `[B]` int64, the position of the stored states during a pass.
-        next_base: `[B]` int64, their position after it.
-        prompt_lengths: `[B]` int64, lengths when the rows were started.
-    """
-
-    def __init__(self, lengths: torch.Tensor, num_again: int):
-        self._lengths, self._num_again = lengths, num_again
-        self.certain = torch.zeros_like(lengths)
-        self.base, self.next_base = torch.zeros_like(lengths), torch.zeros_like(lengths)
-        self.prompt_lengths = lengths.clone()
-
-    def restart(self, starts: torch.Tensor | None) -> None:
-        """Begin texts at the positions `starts` `[B]` int64; None for 0 in all rows."""
-        if starts is None:
-            self.next_base.zero_()
-        else:
-            self.next_base.copy_(starts)
-        self.prompt_lengths.copy_(self._lengths)
-
-    def advance(self, positions: torch.Tensor, dummy: int) -> None:
-        """Begin a pass over `positions` `[B, n]` int64, `dummy` for columns without a token."""
-        self.base.copy_(self.next_base)
-        self.certain.copy_(self._lengths - self._num_again)
-        last = torch.where(positions < dummy, positions, -1).amax(dim=1)
-        # A row without a token has `last` -1, and keeps its base.
-        self.next_base.copy_(torch.minimum(self.certain, last + 1).maximum(self.base))
-
-    def copy_rows(self, rows: torch.Tensor, source: RecurrencePositions, taken: slice | torch.Tensor) -> None:
-        for name in ("next_base", "prompt_lengths"):
-            getattr(self, name)[rows] = getattr(source, name)[taken]
+# Limits of the time steps of a state-space model.
+UNBOUNDED = (0.0, float("inf"))
 
 
 class PositionedCache(Protocol):
@@ -85,6 +48,8 @@ class RecurrentState:
         cache: whose layer's state it is.
         state: `[B, H, K, V]` float32, of position `base`; None before the first pass.
         ring: inputs of the tokens from there on; None before the first pass.
+        form: how transformers holds such a state.
+        normalizes, has_rates: options of `ops.recurrence` that it is run with.
         step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
         heads: states of the heads after the first, where a model runs them one by one; this is then the first one's.
     """
@@ -93,7 +58,9 @@ class RecurrentState:
         self.cache = cache
         self.state: torch.Tensor | None = None
         self.ring: RecurrenceRing | None = None
-        self.step_limits: tuple[float, float] = (0.0, float("inf"))
+        self.form = StateForm.KEYS_FIRST
+        self.normalizes = self.has_rates = False
+        self.step_limits = UNBOUNDED
         self.heads: dict[int, RecurrentState] = {}
 
     def __getitem__(self, index: tuple[slice, int]) -> RecurrentState:
@@ -117,6 +84,7 @@ class RecurrentState:
         decay: torch.Tensor,
         beta: torch.Tensor | None,
         chunked: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+        form: StateForm = StateForm.KEYS_FIRST,
         **options: Any,
     ) -> torch.Tensor:
         """Outputs `[B, n, H, V]` of a block at the cache's positions; the state and the ring are updated.
@@ -126,10 +94,12 @@ class RecurrentState:
             chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain. It is
                 given `[B, n]` bool, which columns hold tokens, and the initial state `[B, H, K, V]`, and returns
                 outputs and the final state. None if there is none: then all blocks take one step a column.
+            form: see the attribute.
         """
         cache = self.cache
         if self.state is None:
             self._allocate(key, value, decay)
+            self.form, self.normalizes, self.has_rates = form, options["normalize"], "rates" in options
         if chunked is not None and value.shape[1] > MOST_STEPS:
             out, final = chunked(cache.positions < cache.dummy_slot, self.state)
             self.state.copy_(final)
@@ -176,9 +146,39 @@ class RecurrentState:
             batch = len(self.cache.recurrence.base)
             self.state, *ring = (part.new_zeros(batch, *part.shape[1:]) for part in (source.state, *source.ring))
             self.ring = RecurrenceRing(*ring)
-        self.step_limits = source.step_limits
+        for name in ("step_limits", "form", "normalizes", "has_rates"):
+            setattr(self, name, getattr(source, name))
         for ours, theirs in zip((self.state, *self.ring), (source.state, *source.ring), strict=True):
             ours[rows] = theirs[taken]
+
+    @property
+    def _by_head(self) -> list[RecurrentState]:
+        return [self, *self.heads.values()]
+
+    def replay(self, positions: torch.Tensor) -> None:
+        """Pass the tokens in the ring before `positions` `[B, 1]` int64, up to which all are certain. Without rates."""
+        for one in self._by_head:
+            keys, updates, decays = (part.new_zeros(len(part), 1, *part.shape[2:]) for part in one.ring)
+            bounds = self.cache.recurrence.base, positions[:, 0], positions, self.cache.dummy_slot
+            options = {"delta": False, "normalize": one.normalizes, "scale": 1.0}
+            ops.recurrence(keys, keys, updates, decays, None, one.state, one.ring, *bounds, **options)
+
+    def read(self, held: torch.Tensor, ends: torch.Tensor) -> None:
+        """Take the states of the first rows, of positions `ends` `[n]` int64, from what transformers holds of them.
+
+        Raises:
+            ValueError: they have another shape.
+        """
+        parts = held.unbind(1) if self.heads else [held]
+        for one, part in zip(self._by_head, parts, strict=True):
+            state = one.form.read(part)
+            check_shape("recurrent states", state, one.state)
+            one.state[: len(ends)] = torch.where(ends[:, None, None, None] > 0, state.to(one.state), 0)
+
+    def written(self, count: int) -> torch.Tensor:
+        """The states of the first `count` rows as transformers holds them; a copy."""
+        parts = [one.form.write(one.state[:count]) for one in self._by_head]
+        return torch.stack(parts, dim=1) if self.heads else parts[0]
 
 
 class ConvolutionInputs:
@@ -235,8 +235,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.recurrent_states = {index: RecurrentState(cache) for index in range(num_states)}
         self.conv_states = {index: ConvolutionState(self, index) for index in range(num_states)}
         self._rings: dict[int, torch.Tensor] = {}
-        # What rings hold where no token has been.
+        # What rings hold where no token has been, and of how many tokens transformers' layer holds such inputs.
         self._fills: dict[int, float] = {}
+        self._widths: dict[int, int] = {}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """States and rings are allocated where they are first needed."""
@@ -252,18 +253,22 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         """
         if conv_states.shape[-1] > MOST_STEPS:
             return self.extended(conv_states, state_idx, conv_kernel_size)
-        ring = self._ring(state_idx, conv_states.transpose(1, 2), conv_kernel_size)
+        ring = self._ring(state_idx, conv_states.transpose(1, 2), conv_kernel_size, conv_kernel_size)
         return ConvolutionInputs(self._cache, ring, conv_states)
 
-    def _ring(self, state_idx: int, inputs: torch.Tensor, kernel_size: int, fill: float = 0) -> torch.Tensor:
+    def _ring(
+        self, state_idx: int, inputs: torch.Tensor, kernel_size: int, width: int, fill: float = 0
+    ) -> torch.Tensor:
         """`[B, slots, ...]`, in which the last ones of inputs `[B, n, ...]` are kept: allocated at the first pass."""
         if state_idx not in self._rings:
             slots = self._cache.convolution_slots(kernel_size)
             self._rings[state_idx] = inputs.new_full((len(inputs), slots, *inputs.shape[2:]), fill)
-            self._fills[state_idx] = fill
+            self._fills[state_idx], self._widths[state_idx] = fill, width
         return self._rings[state_idx]
 
-    def with_former(self, inputs: torch.Tensor, state_idx: int, count: int, fill: float = 0) -> torch.Tensor:
+    def with_former(
+        self, inputs: torch.Tensor, state_idx: int, count: int, fill: float = 0, width: int | None = None
+    ) -> torch.Tensor:
         """Store inputs of a block, and give them with those of the tokens before it.
 
         Args:
@@ -271,11 +276,12 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             state_idx: of the state that they are, which no other method stores.
             count: how many inputs before them.
             fill: what stands before the first token of a row.
+            width: of how many tokens transformers' layer holds inputs; `count` if None.
 
         Returns:
             `[B, count + n, ...]`. Columns of the block that are no tokens have the inputs of tokens before it, too.
         """
-        ring = self._ring(state_idx, inputs, count + 1, fill)
+        ring = self._ring(state_idx, inputs, count + 1, count if width is None else width, fill)
         block = Block.of(self._cache.positions, self._cache.dummy_slot)
         first, last = block.first, block.last
         positions = first + torch.arange(-count, inputs.shape[1], device=first.device)
@@ -294,7 +300,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         """The `inputs` `[B, C, n]` of a short convolution with those before them, `[B, C, kernel_size - 1 + n]`; they
         are stored.
         """
-        return self.with_former(inputs.transpose(1, 2), state_idx, kernel_size - 1).transpose(1, 2)
+        former = self.with_former(inputs.transpose(1, 2), state_idx, kernel_size - 1, width=kernel_size)
+        return former.transpose(1, 2)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads.
@@ -327,8 +334,61 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         for index, ring in source._rings.items():
             if index not in self._rings:
                 self._rings[index] = ring.new_zeros(len(self._cache.recurrence.base), *ring.shape[1:])
-                self._fills = dict(source._fills)
+                self._fills, self._widths = dict(source._fills), dict(source._widths)
             self._rings[index][rows] = ring[taken]
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether states can be brought further by what rings hold, without a pass of the model."""
+        return not any(state.has_rates for state in self.recurrent_states.values())
+
+    @property
+    def bounds_steps(self) -> bool:
+        return any(state.step_limits != UNBOUNDED for state in self.recurrent_states.values())
+
+    def replay(self, positions: torch.Tensor) -> None:
+        """See `RecurrentState.replay`."""
+        for state in self._used_states().values():
+            state.replay(positions)
+
+    def _used_states(self) -> dict[int, RecurrentState]:
+        """The recurrent states that a pass has allocated, by number: a layer may have convolutions only, or neither."""
+        return {index: state for index, state in self.recurrent_states.items() if state.state is not None}
+
+    def read_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> None:
+        """Take what a layer of transformers' cache holds of texts in the first rows; a pass has allocated the buffers.
+
+        Args:
+            layer: whose states and inputs of convolutions are those of `n` rows.
+            ends: `[n]` int64, how many tokens of each row are in them.
+
+        Raises:
+            ValueError: it lacks some of them, or they have other shapes.
+        """
+        for index, state in self._used_states().items():
+            state.read(held_states(layer, "recurrent_states", index), ends)
+        rows = torch.arange(len(ends), device=ends.device)[:, None]
+        for index, ring in self._rings.items():
+            inputs = held_states(layer, "conv_states", index)[..., -self._widths[index] :].movedim(-1, 1)
+            check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
+            positions = ends[:, None] + torch.arange(-inputs.shape[1], 0, device=ends.device)
+            slots = positions % ring.shape[1]
+            ring[rows, slots] = torch.where(_like(positions >= 0, ring), inputs.to(ring), ring[rows, slots])
+
+    def written_states(self, ends: torch.Tensor) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Recurrent states and inputs of convolutions of the first rows, by number, as transformers' layers hold them.
+
+        Args:
+            ends: `[n]` int64, how many tokens of each row are in the states.
+        """
+        rows = torch.arange(len(ends), device=ends.device)[:, None]
+        states, inputs = {index: state.written(len(ends)) for index, state in self._used_states().items()}, {}
+        for index, ring in self._rings.items():
+            positions = ends[:, None] + torch.arange(-self._widths[index], 0, device=ends.device)
+            held = ring[rows, positions % ring.shape[1]]
+            held = torch.where(_like(positions >= 0, held), held, self._fills[index])
+            inputs[index] = held.movedim(1, -1).clone(memory_format=torch.contiguous_format)
+        return states, inputs
 
     def get_max_length(self) -> int:
         return self._cache.slots
