@@ -73,6 +73,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     if "triton.runtime.interpreter" in sys.modules:
-        from interpreter import remember_builtins
+        import interpreter
 
-        remember_builtins()
+        interpreter.remember_builtins()
+        interpreter.skip_overflow_checks()
+        interpreter.remember_dtypes()
