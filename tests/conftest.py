@@ -5,17 +5,7 @@ import os
 import sys
 
 import pytest
-import torch
 from core_parameters import mark_core
-
-# Without a GPU Triton kernels run in its interpreter; Triton reads this when it is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-# Several workers with a thread for every core each would only get in each other's way; so would what they start.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 # Files that take longest: a worker that begins one of them last keeps the others waiting.
 LONGEST = {
@@ -50,6 +40,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.slow:
         os.environ["HF_SPECDEC_ALL_CASES"] = "1"
+    # A process that has tests run by others need not import torch, and they begin the sooner.
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker or config.getoption("dist", "no") == "no":
+        prepare_torch(is_worker)
+
+
+def prepare_torch(is_worker: bool) -> None:
+    """What must be set before tests are imported."""
+    # Several workers with a thread for every core each would only get in each other's way; so would what they start.
+    if is_worker:
+        os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    if is_worker:
+        torch.set_num_threads(1)
+    # Without a GPU Triton kernels run in its interpreter; Triton reads this when it is imported.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
@@ -73,6 +81,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     if "triton.runtime.interpreter" in sys.modules:
-        from interpreter import remember_builtins
+        import interpreter
 
-        remember_builtins()
+        interpreter.remember_builtins()
+        interpreter.skip_overflow_checks()
+        interpreter.remember_dtypes()

@@ -63,7 +63,7 @@ def target_of(name, **options):
 TEXTS = GreedyTexts(target_of, max_new_tokens=30)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(lengths=[LONG])
 @pytest.mark.parametrize("lengths", [pytest.param(ROW, marks=pytest.mark.slow), EQUAL, LONG], ids=str)
 def test_greedy_is_identical(lengths):
     for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7), (0.0, 3), (0.6, 7)], [(0.0, 1), (0.6, 3), (1.0, 7)]):

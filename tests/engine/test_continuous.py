@@ -74,7 +74,7 @@ def test_greedy_is_identical_to_generation_alone(kind, rows):
     assert [count.committed for count in counts] == [len(text) - 1 for text in texts]  # the first is of no round
 
 
-@pytest.mark.core
+@pytest.mark.core_for(family=["llama", "gpt-oss", "qwen3-next"])
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
 def test_every_family_of_targets(family):
     target = tiny_target(family)
@@ -140,7 +140,7 @@ def test_rows_are_taken_as_others_end(monkeypatch):
     assert -(-sum(len(text) - 1 for text in texts) // 4) <= drafter.stats.num_rounds < sum(map(max, batches))
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["mtp"])
 @pytest.mark.parametrize(
     ("kind", "columns"),
     cases(

@@ -34,7 +34,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.core_for(kind=["noisy copy"], batch=[3])
+@pytest.mark.core_for(kind=["noisy copy"], batch=[3], option=["penalty", "sampling"])
 @pytest.mark.parametrize(
     ("kind", "batch", "option"),
     cases(
@@ -290,7 +290,7 @@ REPLAYED = [
 ]
 
 
-@pytest.mark.core_for(kind=["eagle3"])
+@pytest.mark.core_for(kind=["eagle3"], option=["penalty", "sampling"])
 @pytest.mark.parametrize(("kind", "option"), REPLAYED)
 def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
     """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts."""

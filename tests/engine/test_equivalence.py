@@ -388,7 +388,7 @@ def test_low_rank_adapters_run_on_the_static_engine():
 TABLES = {"opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt2": {}, "ctrl": {"dff": 48}}
 
 
-@pytest.mark.core
+@pytest.mark.core_for(lengths=[[20, 3]])
 @pytest.mark.parametrize("lengths", [[20, 3], [32, 7]], ids=str)
 @pytest.mark.parametrize("model_type", TABLES)
 def test_texts_that_fill_the_position_table(model_type, lengths):

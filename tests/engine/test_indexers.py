@@ -11,7 +11,7 @@ from oracle import copy_of, random_draft_model, random_eagle3
 from targets import build_target, padded_prompts
 from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, DynamicCache
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.core_for()
 
 LATENT = {
     "q_lora_rank": 16,
@@ -48,6 +48,7 @@ def target_of(name, **options):
 TEXTS = GreedyTexts(target_of, max_new_tokens=24)
 
 
+@pytest.mark.core_for(lengths=[[70, 9, 33]])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [70, 9, 33]], ids=str)
 def test_greedy_is_identical(name, lengths):

@@ -71,7 +71,7 @@ def check(name, lengths, *args, **options):
     return TEXTS.check(name, lengths, *args, **options)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(lengths=[ACROSS, LONG])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("lengths", [SHORT, ACROSS, LONG, [30], [31], [32], [33], [9, 30]], ids=str)
 def test_keys_that_stay_run_on_the_static_engine(name, lengths):

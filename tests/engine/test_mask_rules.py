@@ -16,7 +16,7 @@ from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.patching.attention import ragged_attention
 from hf_specdec.patching.mask_rules import MaskRule, rules_by_module, why_not_rules
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.core_for()
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA4 = {
@@ -52,6 +52,7 @@ def target_of(name):
 TEXTS = GreedyTexts(target_of, max_new_tokens=24)
 
 
+@pytest.mark.core_for(lengths=[[40, 9, 33]])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [40, 9, 33], [70, 16]], ids=str)
 def test_greedy_is_identical(name, lengths):

@@ -44,7 +44,7 @@ def target_of(name, **options):
 TEXTS = GreedyTexts(target_of, max_new_tokens=20)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(lengths=[[70, 9, 33]])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("lengths", [PROMPTS[1], [70, 9, 33]], ids=str)
 def test_greedy_is_identical(name, lengths):
@@ -70,7 +70,7 @@ def test_texts_tell_distances(name, monkeypatch):
         monkeypatch.undo()
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=[random_eagle3])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kind", [copy_of, random_eagle3])
 def test_drafters(name, kind):

@@ -67,7 +67,7 @@ def test_statistics_are_those_of_the_rows():
     assert drafter.stats.accepted > 0 and drafter.stats.seconds > 0 and drafter.stats.num_assistant_tokens == 3
 
 
-@pytest.mark.core
+@pytest.mark.core_for(draft_probs=[True])
 @pytest.mark.parametrize("draft_probs", [False, True])
 def test_a_row_with_a_seed_says_what_it_says_alone(draft_probs):
     target, inputs = tiny_target(STOCK_FAMILY), padded_prompts(LENGTHS)

@@ -138,7 +138,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.core_for(change=["forward of a module", "module", "number", "weight", "buffer"])
+@pytest.mark.core_for(change=["forward of a module", "module"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_that_captures_do_not_see_capture_again(tape, change):
     target = own_target()

@@ -9,7 +9,7 @@ from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_draft_model, random_eagle3
 from targets import build_target
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.core_for()
 
 WINDOWS = {"sliding_window": 7, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}
 SETTINGS = {
@@ -56,6 +56,7 @@ def target_of(name):
 TEXTS = GreedyTexts(target_of, max_new_tokens=16)
 
 
+@pytest.mark.core_for(lengths=[[40, 9, 33]])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [40, 9, 33]], ids=str)
 def test_greedy_is_identical(name, lengths):
@@ -65,6 +66,7 @@ def test_greedy_is_identical(name, lengths):
     assert len(TEXTS.plain(name, lengths).unique()) > 4
 
 
+@pytest.mark.core_for(kind=[copy_of])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", [copy_of, random_draft_model])
 def test_draft_models(name, kind):

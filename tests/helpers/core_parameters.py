@@ -2,7 +2,10 @@
 
     @pytest.mark.core_for(batch=[3], kind=["eagle3", "mtp"])
 
-marks it `core` where each of the parameters named has one of the values listed. Several of these marks add up.
+marks it `core` where each of the parameters named has one of the values listed. Several of these marks add up. A file
+whose tests are `core` but for those with a mark of their own has
+
+    pytestmark = pytest.mark.core_for()
 """
 
 from collections.abc import Sequence
@@ -19,8 +22,10 @@ def mark_core(items: Sequence[pytest.Item], is_complete: bool) -> None:
     """
     unused: dict[tuple[str, int], set[tuple[str, str]]] = {}
     for item in items:
-        for number, mark in enumerate(item.iter_markers("core_for")):
-            found, test = item.callspec.params, (item.nodeid.partition("[")[0], number)
+        own = [mark for mark in item.own_markers if mark.name == "core_for"]
+        for number, mark in enumerate(own or item.iter_markers("core_for")):
+            found = item.callspec.params if hasattr(item, "callspec") else {}
+            test = (item.nodeid.partition("[")[0], number)
             fits = {(name, repr(one)): found[name] == one for name, ones in mark.kwargs.items() for one in ones}
             unused.setdefault(test, set(fits))
             unused[test] -= {value for value, fit in fits.items() if fit}

@@ -1,6 +1,7 @@
 """Triton's interpreter, without what it does again and again."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from triton.language.core import is_builtin
@@ -23,3 +24,26 @@ def remember_builtins() -> None:
                 interpreter._patch_attr(owner, name, member, *arguments)
 
     interpreter._patch_builtin = patch_builtin
+
+
+def skip_overflow_checks() -> None:
+    """Let Triton's interpreter not compute each sum and product of integers a second time, in int64.
+
+    It compares the two where kernels are debugged. Elsewhere, as here, it computes them and compares nothing.
+    """
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def remember_dtypes() -> None:
+    """Let Triton's interpreter not make its table of NumPy's dtypes whenever it looks one up."""
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = look_up(dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = get_np_dtype

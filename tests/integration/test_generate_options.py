@@ -84,7 +84,7 @@ def shaping_options(name, generated):
     }[name]
 
 
-@pytest.mark.core_for(batch=[3])
+@pytest.mark.core_for(batch=[3], name=["encoder_repetition_penalty", "bad_words", "forced_eos", "several_at_once"])
 @batches
 @pytest.mark.parametrize(
     "name",

@@ -237,7 +237,7 @@ def test_model_is_restored_after_an_error_of_a_callback(who, engine, calls, monk
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
 
 
-@pytest.mark.core_for(kind=["draft-model", "mtp"])
+@pytest.mark.core_for(kind=["mtp"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 @pytest.mark.parametrize("kind", ["p-eagle", "dspark", "pard", "draft-model", "mtp"])
 def test_drafter_is_restored_after_an_error(kind, engine, monkeypatch):

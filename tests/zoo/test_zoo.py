@@ -11,7 +11,7 @@ from model_state import unchecked
 from transformers import AutoConfig
 from transformers.integrations import sdpa_attention
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.core_for()
 
 # What must run on the static engine, a class of each kind.
 STATIC = [
@@ -49,6 +49,25 @@ SAFE = [
     "WhisperForCausalLM",  # half of an encoder-decoder
     "T5Gemma2ForConditionalGeneration",  # an encoder-decoder
 ]
+# Of those, kinds of which no other test is `core`.
+STATIC_CORE = [
+    "LlamaForCausalLM",
+    "Gemma2ForCausalLM",
+    "LlavaForConditionalGeneration",
+    "GPT2LMHeadModel",
+    "Qwen3VLForConditionalGeneration",
+]
+SAFE_CORE = [
+    "BertLMHeadModel",
+    "DogeForCausalLM",
+    "LongcatFlashForCausalLM",
+    "MiniMaxForCausalLM",
+    "MoshiForCausalLM",
+    "PaliGemmaForConditionalGeneration",
+    "RwkvForCausalLM",
+    "WhisperForCausalLM",
+    "T5Gemma2ForConditionalGeneration",
+]
 
 
 def check(outcome: zoo.Outcome) -> None:
@@ -61,6 +80,7 @@ def run(name: str) -> zoo.Outcome:
     return zoo.run(name, brief=not tries_all)
 
 
+@pytest.mark.core_for(name=STATIC_CORE)
 @pytest.mark.parametrize("name", STATIC)
 def test_static(name):
     outcome = run(name)
@@ -70,6 +90,7 @@ def test_static(name):
     assert (outcome.engine, outcome.notes) == ("stock" if drops_softcap else "static", [])
 
 
+@pytest.mark.core_for(name=SAFE_CORE)
 @pytest.mark.parametrize("name", SAFE)
 def test_safe(name):
     check(run(name))
