@@ -31,7 +31,7 @@ from .prefix_reuse import Prefix, copy_prefixes, copy_texts, margin_of, wave_aft
 from .request import Request
 from .request_rows import RequestRows
 from .rounds import RoundLoop, RoundReport, Stage, commit_first_token
-from .row_memory import MOST_RESERVED, MemoryOfRows, allocating, can_grow, find_layout, slots_in_memory
+from .row_memory import MOST_RESERVED, MemoryOfRows, allocating, can_grow, layout_of, slots_in_memory
 from .row_request import ContinuousBatching, RowRequest, end
 from .session_prefill import can_pack
 from .sessions import Session, sessions_of, settled_on_error
@@ -71,7 +71,7 @@ class ContinuousRun(MemoryOfRows):
         # Where requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else PaddedGroups(request, target)
         if can_grow(target):
-            target.key_layout = find_layout(target, shape_of(request, 1, 1, target.is_captured))
+            target.key_layout = layout_of(target, shape_of(request, 1, 1, target.is_captured))
         self._grows = target.key_layout is not None
         self._acceptance = Acceptance(request.num_draft_tokens)
         # Tokens of the texts that there are slots for, and of those that are expected first.

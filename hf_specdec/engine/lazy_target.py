@@ -82,12 +82,12 @@ class LazyTarget:
         pool, before = sessions_of(self.drafter), self.fingerprint
         # What other calls have replaced of a shared configuration, a fingerprint does not tell.
         is_told = not is_anything_replaced()
-        known = pool.patches_of(before) if is_told else ()
+        known = pool.looked_up(before).patches if is_told else ()
         patched = self._enter(known)
         if not known:  # looking it up may move weights
             self._fingerprint = before._replace(weights=weights_of(self._tree))
             if is_told:
-                pool.keep_patches(self._fingerprint, patched.patches)
+                pool.looked_up(self._fingerprint).patches = patched.patches
         return patched
 
     @property

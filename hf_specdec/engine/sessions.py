@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..drafters.base import Drafter
@@ -16,6 +17,7 @@ from ..virtual_memory import RowMemory
 from .auto_drafts import RoundTimes
 from .cuda_graphs import Fence, GraphPool
 from .fingerprint import Fingerprint
+from .key_layout import KeyLayout
 from .kv_transfer import DeferredCache
 from .packed_prompts import PromptBuffers
 
@@ -27,8 +29,8 @@ MAX_SESSIONS = 6
 # its own rounds, one for each K, every power of two of columns its own prefill.
 MAX_CAPTURES = 16
 
-# States of target and drafter of which a drafter keeps what is to be patched, likewise: adapters that are switched.
-MAX_PATCHED = 4
+# States of target and drafter of which a drafter keeps what was looked up, likewise: adapters that are switched.
+MAX_LOOKED_UP = 4
 
 
 class SessionKey(NamedTuple):
@@ -127,8 +129,21 @@ class Session:
             borrower.take_over()
 
 
+@dataclass
+class LookedUp:
+    """What is the same in all calls as long as target and drafter are.
+
+    Attributes:
+        patches: what is patched; none if that is not known.
+        layouts: of keys and values in a `RowMemory`, by K; None where there is none.
+    """
+
+    patches: Sequence[Patch] = ()
+    layouts: dict[int, KeyLayout | None] = field(default_factory=dict)
+
+
 class SessionPool:
-    """The idle sessions of a drafter, by `SessionKey`; and what is patched of it and its targets, by `Fingerprint`.
+    """The idle sessions of a drafter, by `SessionKey`; and what was looked up of it and its targets, by `Fingerprint`.
 
     A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
     streams. Copying or unpickling a pool gives an empty one.
@@ -137,7 +152,7 @@ class SessionPool:
     def __init__(self) -> None:
         # The least recently used first.
         self._idle: list[tuple[SessionKey, Session]] = []
-        self._patches: list[tuple[Fingerprint, Sequence[Patch]]] = []
+        self._looked_up: list[tuple[Fingerprint, LookedUp]] = []
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
@@ -170,26 +185,23 @@ class SessionPool:
             dropped, self._idle = self._idle[:-MAX_SESSIONS], self._idle[-MAX_SESSIONS:]
         _free(dropped)
 
-    def patches_of(self, fingerprint: Fingerprint) -> Sequence[Patch]:
-        """What is patched of a target and the drafter that have this fingerprint; none if it is not known."""
-        with self._lock:
-            for place, (other, patches) in enumerate(self._patches):
-                if other == fingerprint:
-                    self._patches.append(self._patches.pop(place))
-                    return patches
-        return ()
+    def looked_up(self, fingerprint: Fingerprint) -> LookedUp:
+        """What calls have looked up of a target and the drafter that have this fingerprint, for others to add to.
 
-    def keep_patches(self, fingerprint: Fingerprint, patches: Sequence[Patch]) -> None:
-        """Keep for other calls what was patched; what none can use again, and the least recently used, is dropped."""
+        What no call can use again, and the least recently used, is dropped.
+        """
         with self._lock:
-            others = [one for one in self._patches if not one[0].is_past(fingerprint)]
-            self._patches = [*others, (fingerprint, patches)][-MAX_PATCHED:]
+            others = [one for one in self._looked_up if one[0] != fingerprint]
+            found = next((one[1] for one in self._looked_up if one[0] == fingerprint), None) or LookedUp()
+            kept = [one for one in others if not one[0].is_past(fingerprint)]
+            self._looked_up = [*kept, (fingerprint, found)][-MAX_LOOKED_UP:]
+        return found
 
     def clear(self) -> None:
-        """Free all idle sessions, and forget what is patched."""
+        """Free all idle sessions, and forget what was looked up."""
         with self._lock:
             dropped, self._idle = self._idle, []
-            self._patches.clear()
+            self._looked_up.clear()
         _free(dropped)
 
 

@@ -1,5 +1,6 @@
 """Rows have memory for the texts that they hold; short of it, requests wait, and say what they would have said."""
 
+import copy
 import enum
 import functools
 import gc
@@ -253,6 +254,21 @@ def test_keys_that_are_read_by_more_than_attention_are_in_no_row_memory(monkeypa
     prompts = prompts_of((5, 9))
     texts, _ = in_rows(RANDOM_DRAFTERS["eagle3"](tiny_target(family)), prompts, 2, family, max_new_tokens=8)
     assert texts == [alone(family, tuple(one), 8) for one in prompts] and bool(placed) == has_memory
+
+
+def test_where_keys_are_is_looked_up_once(monkeypatch):
+    """As long as target and drafter are the same: weights of another dtype make other keys."""
+    target, layouts, find_layout = copy.deepcopy(tiny_target("llama")), [], row_memory.find_layout
+    drafter = NoDrafter(target)
+    monkeypatch.setattr(row_memory, "find_layout", lambda *args: layouts.append(find_layout(*args)) or layouts[-1])
+    for dtype, calls in ((torch.float32, 2), (torch.bfloat16, 2)):
+        target.to(dtype)
+        for _ in range(calls):
+            options = {"max_new_tokens": 3, "do_sample": False, "assistant_model": drafter}
+            results = target.generate_batch([[5, 6, 7], [8, 9]], None, ContinuousBatchingConfig(), **options)
+            assert [len(one.generated_tokens) for one in results.values()] == [3, 3]
+    wide, narrow = (one.token_bytes for one in layouts)
+    assert wide == 2 * narrow
 
 
 @pytest.mark.parametrize("kind", ["noisy-copy", "eagle3", "mtp", "none"])

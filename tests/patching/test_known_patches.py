@@ -151,5 +151,5 @@ def test_what_is_patched_meanwhile_is_neither_known_nor_kept(look_ups):
     with torch.no_grad(), LazyTarget(other, others) as lazy:
         lazy()
         assert [patched(target, drafter) for _ in range(2)] == [before, before] and len(look_ups) == 4
-        assert sessions_of(others).patches_of(lazy.fingerprint)
+        assert sessions_of(others).looked_up(lazy.fingerprint).patches
     assert patched(target, drafter) == before and len(look_ups) == 4
