@@ -47,7 +47,6 @@ __all__ = [
     "attention",
     "batch_invariant",
     "best_draft",
-    "divide",
     "draw_draft",
     "expert_linear",
     "exponential",
@@ -441,12 +440,3 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
     return choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
-
-
-def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """`values` of any shape divided by `by`, `[]` or for broadcasting, of the same dtype.
-
-    Equal bit for bit to `values / float(by)` of torch, which on a GPU multiplies by the reciprocal of a Python number
-    (`div_true_kernel_cuda`).
-    """
-    return values * by.reciprocal() if values.is_cuda else values / by

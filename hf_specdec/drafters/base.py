@@ -1,4 +1,4 @@
-"""Base class of drafters, and the registry of drafter families."""
+"""Base class of drafters."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ class Drafter(PreTrainedModel):
         """Last step of `bind`. Releases captured rounds, which may read the weights that were shared before."""
         self._target_config = self.config.target = target.config
         self._bound_vocab_size = target.config.get_text_config().vocab_size
-        self._bound_num_layers = _num_layers(target)
+        self._bound_num_layers = len(find_decoder_layers(target) or ())
         self.release()
 
     def sync_with(self, target: PreTrainedModel) -> None:
@@ -335,7 +335,7 @@ class Drafter(PreTrainedModel):
         vocab_size = target.config.get_text_config().vocab_size
         if vocab_size != self._bound_vocab_size:
             changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
-        if (num_layers := _num_layers(target)) != self._bound_num_layers:
+        if (num_layers := len(find_decoder_layers(target) or ())) != self._bound_num_layers:
             changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
         changes = [change for change in changes if change is not None]
         if not changes:
@@ -445,12 +445,3 @@ class Drafter(PreTrainedModel):
                 row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
-
-
-def _num_layers(target: PreTrainedModel) -> int:
-    return len(find_decoder_layers(target) or ())
-
-
-def no_drafts(state: DecodeState) -> Proposal:
-    """The proposal of a round without drafts."""
-    return Proposal(state.tokens.new_empty(len(state.tokens), 0), None)

@@ -22,8 +22,8 @@ from ..patching.attention import set_ragged_attention
 from ..patching.mask_rules import MaskRule
 from ..patching.support import cache_layers
 from ..state import DecodeState
-from .base import no_drafts
 from .cached import CachedDrafter
+from .none import no_drafts
 from .registry import register_drafter
 from .shared_weights import SharedWeight, score
 from .target_checks import check_generate, check_sizes

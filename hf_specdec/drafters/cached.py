@@ -14,7 +14,8 @@ from ..ops import draw_draft
 from ..patching.cache import LayerKind, RaggedCache, attention_layers, only_keys
 from ..patching.packed_cache import PackedCache
 from ..state import DecodeState
-from .base import Drafter, no_drafts
+from .base import Drafter
+from .none import no_drafts
 
 
 @dataclass

@@ -15,9 +15,9 @@ from ..config import AUTO, DFlashConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import cached_attend
 from ..state import DecodeState
-from .base import no_drafts
 from .draft_layers import DraftLayersDrafter
 from .layers import Attend, BlockDecoderLayer, rotary_embedding
+from .none import no_drafts
 from .registry import register_drafter
 
 

@@ -23,9 +23,9 @@ from ..patching.hidden_states import check_aux_hidden_states
 from ..patching.implementations import registered_attention
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
-from .base import no_drafts
 from .cached import CachedDrafter, DraftMemory
 from .mtp_layers import MtpFrame, build_decoder
+from .none import no_drafts
 from .registry import register_drafter
 from .shared_weights import SharedWeight, embed, score
 from .target_checks import check_generate, check_sizes

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..config import DrafterConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..state import DecodeState
-from .base import Drafter, no_drafts
+from .base import Drafter
 from .target_checks import check_generate
 
 
@@ -46,3 +46,8 @@ class NoDrafter(Drafter):
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
         return no_drafts(state)
+
+
+def no_drafts(state: DecodeState) -> Proposal:
+    """The proposal of a round without drafts."""
+    return Proposal(state.tokens.new_empty(len(state.tokens), 0), None)

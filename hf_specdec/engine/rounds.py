@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from ..device_policy import policy_of
-from ..drafters.base import Drafter, no_drafts
+from ..drafters.base import Drafter
+from ..drafters.none import no_drafts
 from ..kernels.types import Proposal, VerificationResult
 from ..ops import verify_block, verify_greedy, verify_sampling
 from ..sampling.processors import BlockProcessor
@@ -284,8 +285,7 @@ class RoundLoop:
 
     def __init__(self, stage: Stage, rows: Rows):
         device = stage.state.tokens.device
-        self._stage = stage
-        self._rows = rows
+        self._stage, self._rows = stage, rows
         self._clock = RoundClock(device)
         self._rounds_ahead = policy_of(device).rounds_ahead
         self._launched: deque[_Launched] = deque()

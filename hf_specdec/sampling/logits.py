@@ -7,9 +7,18 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessor
 
-from ..ops import divide, invert_draft_vocabulary, over_vocabulary
+from ..ops import invert_draft_vocabulary, over_vocabulary
 
 __all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "RowTemperature"]
+
+
+def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """`values` of any shape divided by `by`, `[]` or for broadcasting, of the same dtype.
+
+    Equal bit for bit to `values / float(by)` of torch, which on a GPU multiplies by the reciprocal of a Python number
+    (`div_true_kernel_cuda`).
+    """
+    return values * by.reciprocal() if values.is_cuda else values / by
 
 
 class DraftVocabularyLogitsProcessor(LogitsProcessor):

@@ -24,10 +24,9 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ..ops import divide
 from ..patching.patch import caller
 from ..state import DecodeState
-from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature
+from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
 
 # Processors that do not read `input_ids`, so that all K + 1 positions of a block can be processed as independent rows.
 # Exact types are compared, since a subclass may read them.

@@ -13,10 +13,11 @@ from shipped_drafters import DRAFTERS, chat_batches
 from targets import STATIC_FAMILIES, on_gpu, padded_prompts, set_policy
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from hf_specdec import AutoDrafter, ops
+from hf_specdec import AutoDrafter
 from hf_specdec.engine import buckets, cuda_graphs
 from hf_specdec.engine.capture import capture_prefill, capture_round
 from hf_specdec.engine.sessions import MAX_SESSIONS
+from hf_specdec.sampling.logits import divide
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,7 +130,7 @@ def test_compiled_rounds_generate_the_same(kind, mode, family):
 def test_temperature_division_equals_the_warpers_bit_for_bit():
     scores = 20 * torch.randn(64, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     for temperature in torch.linspace(0.05, 2.5, 50).tolist():
-        out = ops.divide(scores, torch.tensor(temperature, device="cuda"))
+        out = divide(scores, torch.tensor(temperature, device="cuda"))
         assert torch.equal(out, TemperatureLogitsWarper(temperature)(None, scores))
 
 
