@@ -137,8 +137,11 @@ class StaticRun:
             self._prefill(session)
             if lacks_round:
                 lease.capture_round(process, num_drafts)
-            # Where rounds cannot be captured, nor can a prefill.
-            is_by_engine = self._first_pass is None and lease.captured_round(process, num_drafts) is not None
+            # Where rounds cannot be captured, nor can a prefill. A call for one token has none.
+            can_capture = (
+                lease.lacks_round(process, num_drafts) or lease.captured_round(process, num_drafts) is not None
+            )
+            is_by_engine = self._first_pass is None and can_capture
             if is_by_engine and self._equal is not None and self._equal.lacks():
                 self._equal.capture()
                 self._prefill(session)

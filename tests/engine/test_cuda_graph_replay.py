@@ -392,6 +392,17 @@ def test_prefill_is_captured_per_length_bucket_up_to_a_limit(capture, monkeypatc
     assert len(drafter.sessions) == 1
 
 
+def test_the_prefill_of_calls_for_one_token_is_captured(capture):
+    """They have no rounds; a later call for more has, and replays the same prefill."""
+    target = tiny_target("llama")
+    drafter = copy_of(target)
+    for seed, new, captures in ((0, 1, 1), (1, 1, 1), (2, 6, 2)):
+        options = {**padded_prompts([9, 4], seed=seed), "do_sample": False, "max_new_tokens": new}
+        assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+        assert capture.count == captures
+    assert capture.hostings == 2 and len(drafter.sessions) == 1
+
+
 def test_failed_prefill_capture_runs_eagerly(monkeypatch, caplog):
     """Nothing is left of what the attempt did to the state: drafts that are all right would be wrong once."""
     target, batches = tiny_target("llama"), [[9, 1, 5], [3, 9, 4]]
