@@ -54,12 +54,14 @@ def test_one_pass_over_the_prompts_and_as_few_rounds_as_there_can_be(passes, bat
         assert drafter.stats.num_rounds == num_rounds and drafter.stats.committed == batch * (count - 1)
 
 
-def test_a_call_of_one_token_captures_and_runs_no_round(monkeypatch):
+def test_a_call_of_one_token_captures_its_prefill_and_runs_no_round(monkeypatch):
     capture, target = replay_on_cpu(monkeypatch), tiny_target("llama")
     inputs, drafter = padded_prompts([5, 9]), random_eagle3(target)
     options = {"max_new_tokens": 1, "return_dict_in_generate": True}
     plain, out = greedy(target, inputs, **options), greedy(target, inputs, drafter, K, **options)
-    assert torch.equal(out.sequences, plain.sequences) and capture.count == 0
+    ((_, session),) = drafter.sessions._idle
+    assert torch.equal(out.sequences, plain.sequences)
+    assert capture.count == 1 and len(session.rounds) == 0
     assert out.speculation.num_rounds == 0 and out.speculation.execution == "no rounds" and str(out.speculation)
     assert out.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 
