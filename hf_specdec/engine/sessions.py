@@ -191,9 +191,12 @@ class SessionPool:
         What no call can use again, and the least recently used, is dropped.
         """
         with self._lock:
-            others = [one for one in self._looked_up if one[0] != fingerprint]
-            found = next((one[1] for one in self._looked_up if one[0] == fingerprint), None) or LookedUp()
-            kept = [one for one in others if not one[0].is_past(fingerprint)]
+            found, kept = LookedUp(), []
+            for other, what in self._looked_up:
+                if other == fingerprint:
+                    found = what
+                elif not other.is_past(fingerprint):
+                    kept.append((other, what))
             self._looked_up = [*kept, (fingerprint, found)][-MAX_LOOKED_UP:]
         return found
 
