@@ -150,6 +150,7 @@ def write_own_data(
     share = math.ceil(args.tokens / accelerator.num_processes)
     seconds = math.inf if args.write_minutes is None else 60 * args.write_minutes
     write_data(args.data, writer, share, seconds, accelerator.process_index, log=tqdm.write)
+    writer.drafter.release()
 
 
 class Progress:

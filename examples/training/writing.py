@@ -10,32 +10,26 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.patching.attention import ragged_attention
-from hf_specdec.patching.cache import RaggedCache, attention_layers
-from hf_specdec.patching.hidden_states import decoder_layers
-from hf_specdec.training.unrolled import fused
+from hf_specdec import NoDrafter
 
 from .long_prompts import LongPrompts, Passage
 from .prompts import PromptFilter, random_article_opening, random_opening
 from .repetition import is_degenerate, trimmed_length
 
-COMPACT_EVERY = 16
 PLACEHOLDER = "\ufff9"
 ROLES = ("user", "assistant")
-# Rows of more tokens than this are generated fewer at once.
-ROW_TOKENS = 512
+# Tokens of the shortest long prompts.
+FEWEST_LONG_TOKENS = 256
 ARTICLE_TOKENS = 384
-PREFILL_TOKENS = 2**19
 # Tokens of a chat template that may surround a long prompt, and of its instructions.
 FRAME_TOKENS = 160
 
@@ -46,7 +40,7 @@ class WriteOptions:
 
     Attributes:
         prompts_per_round: prompts generated, and answered, for one shard.
-        batch_size: rows of up to 512 tokens, prompt and new ones, generated at once; of longer ones in proportion.
+        batch_size: most texts that are generated at once.
         max_prompt_tokens, max_answer_tokens: lengths, the prompt's counted without the chat template.
         long_share: share of the documents whose prompts are long: see `LongPrompts`.
         max_document_tokens: length of the longest of these documents, with its answer.
@@ -58,7 +52,7 @@ class WriteOptions:
     """
 
     prompts_per_round: int = 16384
-    batch_size: int = 2048
+    batch_size: int = 1024
     max_prompt_tokens: int = 160
     max_answer_tokens: int = 384
     long_share: float = 0.2
@@ -108,108 +102,60 @@ class ChatFormat:
         return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
-@torch.no_grad()
 def generate(
     model: PreTrainedModel,
+    drafter: NoDrafter,
     prompts: list[list[int]],
     temperatures: list[float],
     max_new_tokens: int,
     stop_ids: list[int],
     min_p: float,
-    generator: torch.Generator,
+    seeds: list[int],
+    max_rows: int,
 ) -> list[list[int]]:
-    """Continue `prompts`, each at its own temperature, on a `RaggedCache`; finished rows are removed from the batch.
+    """Continue `prompts`, each at its own temperature, by continuous batching; those of one temperature in one call.
 
     Args:
         model: the target.
-        prompts: token ids of each row.
-        temperatures: of each row; 0 is greedy.
-        max_new_tokens: of each row.
-        stop_ids: tokens that end a row.
+        drafter: bound to it.
+        prompts: token ids of each.
+        temperatures: of each; 0 is greedy.
+        max_new_tokens: of each.
+        stop_ids: tokens that end a text.
         min_p: see `WriteOptions`.
-        generator: of the model's device.
+        seeds: of each, if it is sampled.
+        max_rows: most texts at once.
 
     Returns:
-        the new tokens of each row, up to and including the first of `stop_ids`.
+        the new tokens of each prompt, up to and including the first of `stop_ids`.
+
+    Raises:
+        RuntimeError: the target cannot continue a prompt, such as for want of positions or memory.
     """
-    device, batch = model.device, len(prompts)
-    longest = max(map(len, prompts))
-    cache = RaggedCache(attention_layers(len(decoder_layers(model))), longest + max_new_tokens + 1)
-    dummy_slot = cache.slots - 1
-
-    def run(tokens: torch.Tensor, slots: torch.Tensor, live: int) -> torch.Tensor:
-        cache.advance(slots, live)
-        return model(
-            input_ids=tokens,
-            attention_mask=cache.attention_mask(slots),
-            position_ids=slots.clamp(max=dummy_slot - 1),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-
-    padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=device)
-    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    temperature = torch.tensor(temperatures, device=device)
-    stops = torch.tensor(stop_ids, device=device)
-    rows = torch.arange(batch, device=device)
-    done = torch.zeros(batch, dtype=torch.bool, device=device)
-    written = torch.full((batch, max_new_tokens), stop_ids[0], device=device)
-    with ragged_attention(model):
-        width = max(PREFILL_TOKENS // batch, 16)
-        for start in range(0, longest, width):
-            columns = torch.arange(start, min(start + width, longest), device=device)
-            slots = torch.where(columns < lengths[:, None] - 1, columns, dummy_slot)
-            run(padded[:, start : start + width], slots, start + len(columns))
-        tokens = padded.gather(1, lengths[:, None] - 1)[:, 0]
-        for step in range(max_new_tokens):
-            logits = run(tokens[:, None], (lengths - 1 + step)[:, None], longest + step)
-            tokens = sample(logits, temperature, min_p, generator)
-            written[rows, step] = tokens
-            done |= torch.isin(tokens, stops)
-            if step % COMPACT_EVERY == COMPACT_EVERY - 1:
-                kept = (~done).nonzero()[:, 0]
-                if len(kept) == 0:
-                    break
-                if len(kept) < 0.8 * len(rows):
-                    cache.batch_select_indices(kept)
-                    rows, done, temperature, tokens, lengths = (
-                        tensor[kept] for tensor in (rows, done, temperature, tokens, lengths)
-                    )
-    return [up_to_stop(row, stop_ids) for row in written.tolist()]
-
-
-def sample(logits: torch.Tensor, temperature: torch.Tensor, min_p: float, generator: torch.Generator) -> torch.Tensor:
-    """One token a row of `[B, V]` logits; rows at temperature 0 take the most likely one."""
-    noise = torch.empty(logits.shape, device=logits.device).exponential_(generator=generator)
-    return _likeliest_with_noise(logits, temperature, noise, math.log(max(min_p, 1e-10)))
-
-
-@fused
-def _likeliest_with_noise(
-    logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor, log_min_p: float
-) -> torch.Tensor:
-    """Gumbel trick: the argmax of `[B, V]` scores minus the logarithms of exponential noise, of likely tokens."""
-    is_drawn = (temperature > 0)[:, None]
-    scores = logits.float() / temperature.where(temperature > 0, 1.0)[:, None]
-    is_likely = scores >= scores.amax(dim=-1, keepdim=True) + log_min_p
-    return torch.where(is_likely, scores - noise.log() * is_drawn, float("-inf")).argmax(dim=-1)
-
-
-def up_to_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
-    ends = [tokens.index(stop) + 1 for stop in stop_ids if stop in tokens]
-    return tokens[: min(ends)] if ends else tokens
-
-
-def length_batches(rows: list[list[int]], max_new_tokens: int, batch_size: int) -> Iterator[list[int]]:
-    """Indices of `rows` in batches of similar length; see `WriteOptions.batch_size`."""
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-    start = 0
-    while start < len(order):
-        longest = len(rows[order[start]]) + max_new_tokens
-        size = max(batch_size * ROW_TOKENS // max(longest, ROW_TOKENS), 1)
-        yield order[start : start + size]
-        start += size
+    results: list[list[int]] = [[] for _ in prompts]
+    for temperature in sorted(set(temperatures)):
+        places = [place for place, one in enumerate(temperatures) if one == temperature]
+        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": min_p} if temperature > 0 else {}
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            eos_token_id=stop_ids,
+            pad_token_id=stop_ids[0],
+            repetition_penalty=1.0,
+            **sampling,
+        )
+        outputs = model.generate_batch(
+            [prompts[place] for place in places],
+            config,
+            ContinuousBatchingConfig(max_requests_per_batch=max_rows),
+            assistant_model=drafter,
+            seeds=[seeds[place] for place in places],
+        )
+        for place, output in zip(places, outputs.values(), strict=True):
+            if output.error is not None:
+                raise RuntimeError(f"A prompt of {len(prompts[place])} tokens is not continued: {output.error}")
+            results[place] = output.generated_tokens
+    return results
 
 
 class Writer:
@@ -219,6 +165,9 @@ class Writer:
         model, tokenizer: the target.
         options: how it generates.
         prompt_filter: refuses prompts that must not be used, and counts them.
+
+    Attributes:
+        drafter: without drafts, for generating; it keeps buffers and CUDA graphs until it is released.
     """
 
     def __init__(
@@ -229,6 +178,8 @@ class Writer:
         prompt_filter: PromptFilter,
     ):
         self.model = model
+        self.drafter = NoDrafter(model)
+        self.drafter.configure(compile_rounds=False)
         self.options = options
         self.format = ChatFormat(tokenizer, model)
         self.filter = prompt_filter
@@ -236,23 +187,22 @@ class Writer:
     def write_shard(self, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """The tensors of one shard, and counts of what was generated and dropped."""
         rng = random.Random(seed)
-        generator = torch.Generator(self.model.device).manual_seed(seed)
         refused_before = self.filter.refused.copy()
-        texts = self._write_prompts(rng, generator)
+        texts = self._write_prompts(rng)
         refused = {reason: count - refused_before[reason] for reason, count in self.filter.refused.items()}
         counts = {"prompts": len(texts), "long_prompts": 0, "unfinished": 0, "degenerate": 0, **refused}
         prompts = [self.format.prompt(text) for text in texts]
-        answers = self._write_answers(prompts, rng, generator, counts)
+        answers = self._write_answers(prompts, rng, counts)
         long_share = self.options.long_share
         if long_share > 0:
             passages = [
                 Passage(self.format.text(answer), answer, text) for text, answer in zip(texts, answers, strict=True)
             ]
             count = round(len(texts) * long_share / (1 - long_share))
-            long = self._assemble(passages + self._write_articles(count, rng, generator), count, rng)
+            long = self._assemble(passages + self._write_articles(count, rng), count, rng)
             counts["long_prompts"] = len(long)
             prompts += long
-            answers += self._write_answers(long, rng, generator, counts)
+            answers += self._write_answers(long, rng, counts)
 
         documents = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
         tensors = {
@@ -262,12 +212,10 @@ class Writer:
         }
         return tensors, counts
 
-    def _write_answers(
-        self, prompts: list[list[int]], rng: random.Random, generator: torch.Generator, counts: dict[str, int]
-    ) -> list[list[int]]:
+    def _write_answers(self, prompts: list[list[int]], rng: random.Random, counts: dict[str, int]) -> list[list[int]]:
         """Answers, without the loops that they end in; `counts` is added to."""
         temperatures = [rng.choice(self.options.answer_temperatures) for _ in prompts]
-        answers = self._continue(prompts, temperatures, self.options.max_answer_tokens, generator, "answers")
+        answers = self._continue(prompts, temperatures, self.options.max_answer_tokens, rng)
         for index, answer in enumerate(answers):
             if answer[-1] not in self.format.stop_ids:
                 counts["unfinished"] += 1
@@ -277,12 +225,12 @@ class Writer:
                     answers[index] = answer[:length]
         return answers
 
-    def _write_articles(self, count: int, rng: random.Random, generator: torch.Generator) -> list[Passage]:
+    def _write_articles(self, count: int, rng: random.Random) -> list[Passage]:
         """`count` pieces of prose such as users paste into prompts, those that degenerate left out."""
         openings = [random_article_opening(rng) for _ in range(count)]
         rows = [self.format.user_turn(f"{instruction}\n\n{opening}") for instruction, opening in openings]
         temperatures = [self.options.prompt_temperature] * count
-        endings = self._continue(rows, temperatures, ARTICLE_TOKENS, generator, "articles")
+        endings = self._continue(rows, temperatures, ARTICLE_TOKENS, rng)
         passages = []
         for (_, opening), ending in zip(openings, endings, strict=True):
             ending = ending[: trimmed_length(np.asarray(ending))]
@@ -295,7 +243,7 @@ class Writer:
         """Up to `count` long prompts of many lengths, made of `passages`."""
         most = self.options.max_document_tokens - self.options.max_answer_tokens
         maker = LongPrompts(passages, self.format.text, rng)
-        least = min(ROW_TOKENS / 2, most / 2)
+        least = min(FEWEST_LONG_TOKENS, most / 2)
         prompts = []
         for _ in range(count):
             length = least * math.exp(rng.random() * math.log(most / least))
@@ -304,11 +252,11 @@ class Writer:
                 prompts.append(prompt)
         return prompts
 
-    def _write_prompts(self, rng: random.Random, generator: torch.Generator) -> list[str]:
+    def _write_prompts(self, rng: random.Random) -> list[str]:
         openings = [random_opening(rng) for _ in range(self.options.prompts_per_round)]
         rows = [self.format.user_turn(opening) for opening in openings]
         temperatures = [self.options.prompt_temperature] * len(rows)
-        endings = self._continue(rows, temperatures, self.options.max_prompt_tokens, generator, "prompts")
+        endings = self._continue(rows, temperatures, self.options.max_prompt_tokens, rng)
         texts = []
         for opening, ending in zip(openings, endings, strict=True):
             if ending[-1] in self.format.stop_ids and not is_degenerate(np.asarray(ending)):
@@ -327,25 +275,21 @@ class Writer:
         rows: list[list[int]],
         temperatures: list[float],
         max_new_tokens: int,
-        generator: torch.Generator,
-        what: str,
+        rng: random.Random,
     ) -> list[list[int]]:
-        results: list[list[int]] = [[] for _ in rows]
-        with tqdm(total=len(rows), desc=what, unit="row", leave=False) as progress:
-            for batch in length_batches(rows, max_new_tokens, self.options.batch_size):
-                written = generate(
-                    self.model,
-                    [rows[index] for index in batch],
-                    [temperatures[index] for index in batch],
-                    max_new_tokens,
-                    self.format.stop_ids,
-                    self.options.min_p,
-                    generator,
-                )
-                for index, tokens in zip(batch, written, strict=True):
-                    results[index] = tokens
-                progress.update(len(batch))
-        return results
+        seeds = [rng.getrandbits(62) for _ in rows]
+        options = self.options
+        return generate(
+            self.model,
+            self.drafter,
+            rows,
+            temperatures,
+            max_new_tokens,
+            self.format.stop_ids,
+            options.min_p,
+            seeds,
+            options.batch_size,
+        )
 
 
 def write_data(

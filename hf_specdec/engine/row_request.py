@@ -52,6 +52,11 @@ class RowRequest:
     lifespan: tuple[float, float] = (-1.0, -1.0)
     # What `criteria` read: the text, with room after it, on the host. A token is written once.
     _shown: torch.Tensor | None = field(default=None, repr=False)
+    # Of the prompt; asking the tensor for it takes a microsecond, several times a round and row.
+    _prompt_length: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._prompt_length = len(self.prompt)
 
     @property
     def is_over(self) -> bool:
@@ -60,7 +65,7 @@ class RowRequest:
     @property
     def length(self) -> int:
         """Tokens of its text so far."""
-        return len(self.prompt) + len(self.tokens)
+        return self._prompt_length + len(self.tokens)
 
     @property
     def left(self) -> int:
@@ -83,7 +88,7 @@ class RowRequest:
     @property
     def longest(self) -> int:
         """Most tokens of its text, prompt included."""
-        return len(self.prompt) + self.remaining
+        return self._prompt_length + self.remaining
 
     def add(self, tokens: Sequence[int], now: float) -> bool:
         """Add what a round has committed, up to a token of `ends`; `criteria` may end it before that.

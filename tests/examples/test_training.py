@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from transformers import (
 from transformers.generation import utils as generation_utils
 
 import hf_specdec
-from hf_specdec import AutoDrafter
+from hf_specdec import AutoDrafter, NoDrafter
 from hf_specdec.config import DraftModelConfig, Eagle3Config, MtpConfig, PEagleConfig, mtp_block_settings
 from hf_specdec.drafters import (
     DraftModelDrafter,
@@ -129,7 +130,8 @@ def read_hidden_states(target: LlamaForCausalLM, drafter: CachedDrafter, tokens:
 def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> Path:
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(3, VOCAB, (rows, 4), generator=generator).tolist()
-    answers = writing.generate(target, starts, [0.0, 1.0] * (rows // 2), 16, [STOP], 0.0, generator)
+    temperatures = [0.0, 1.0] * (rows // 2)
+    answers = writing.generate(target, NoDrafter(target), starts, temperatures, 16, [STOP], 0.0, [*range(rows)], rows)
     documents = [start + answer for start, answer in zip(starts, answers, strict=True)]
     tensors = {
         "tokens": torch.tensor([token for document in documents for token in document]).int(),
@@ -831,13 +833,27 @@ def test_random_anchors_are_different_places_of_the_answers():
     assert len(seen) > 1
 
 
-def test_generate_equals_greedy_generate_for_ragged_prompts():
+def test_texts_are_those_of_generate_each_at_its_temperature(monkeypatch):
     target = tiny_target()
-    rows = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
-    written = writing.generate(target, rows, [0.0] * 3, 40, [STOP], 0.05, torch.Generator())
-    for row, tokens in zip(rows, written, strict=True):
-        expected = target.generate(torch.tensor([row]), max_new_tokens=40, do_sample=False, pad_token_id=STOP)
-        assert tokens == expected[0, len(row) :].tolist()
+    # Settings of the target that writing does not take over.
+    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.5)
+    rows = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7], [5, 6, 7]]
+    temperatures = [0.0, 0.0, 0.0, 1.0, 1e-4]
+
+    def write(seeds, min_p=0.0):
+        return writing.generate(target, NoDrafter(target), rows, temperatures, 40, [STOP], min_p, seeds, 2)
+
+    written = write([*range(5)])
+    for row, tokens in zip(rows[:3], written[:3], strict=True):
+        inputs = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": STOP, "repetition_penalty": 1.0}
+        assert tokens == target.generate(torch.tensor([row]), **inputs)[0, len(row) :].tolist()
+    assert written[3] != written[0] == written[4]
+    assert write([*range(5)]) == written != write([*range(5, 10)])
+    assert write([*range(5)], min_p=1.0)[3] == written[0]  # only the most likely token is left
+    failed = {"req_0": types.SimpleNamespace(error="There is no memory.", generated_tokens=[3])}
+    monkeypatch.setattr(target, "generate_batch", lambda *args, **kwargs: failed)
+    with pytest.raises(RuntimeError, match=r"A prompt of 1 tokens is not continued: There is no memory\."):
+        writing.generate(target, NoDrafter(target), [[13]], [0.0], 8, [STOP], 0.0, [0], 2)
 
 
 def test_labels_can_be_moved_to_the_likeliest_token(tmp_path):
@@ -847,12 +863,6 @@ def test_labels_can_be_moved_to_the_likeliest_token(tmp_path):
     plain, moved = (objective.Teacher(target, drafter, share).read(batch).probs for share in (0.0, 0.25))
     expected = 0.75 * plain + 0.25 * F.one_hot(plain.argmax(dim=-1), plain.shape[1])
     torch.testing.assert_close(moved, expected)
-
-
-def test_long_rows_are_generated_fewer_at_once():
-    rows = [[0] * length for length in (10, 500, 20, 1000, 30, 1000, 40)]
-    batches = list(writing.length_batches(rows, 24, batch_size=4))
-    assert batches == [[3, 5], [1, 6, 4], [2, 0]]  # at most 4 x 512 // 1024, 4 x 512 // 524, 4
 
 
 def test_long_prompts_have_about_the_length_asked_for():
@@ -899,9 +909,10 @@ class ChatTokenizer(TinyTokenizer):
 def test_shards_hold_short_and_long_documents(monkeypatch):
     target, longest = tiny_target(), []
 
-    def generate(model, rows, temperatures, max_new_tokens, stop_ids, min_p, generator):
+    def generate(model, drafter, rows, temperatures, max_new_tokens, stop_ids, min_p, seeds, max_rows):
         longest.append(max(map(len, rows)))
-        new = [torch.randint(3, 50, (max_new_tokens - 1,), generator=generator).tolist() for _ in rows]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        new = [torch.randint(3, 50, (max_new_tokens - 1,), generator=generator).tolist() for generator in generators]
         return [[*tokens, STOP] for tokens in new]
 
     monkeypatch.setattr(writing, "generate", generate)
