@@ -243,7 +243,7 @@ def _read_with_every_token(call: CallWithInputs) -> list[str]:
         return model(**inputs).logits.float()
 
     expected, read = logits(), []
-    limit = EXACT_LIMIT if is_exact_arithmetic(model) else ROUNDED_LIMIT
+    limit = EXACT_LIMIT if is_exact_arithmetic(model, expected) else ROUNDED_LIMIT
     for name, value in tensors.items():
         try:
             is_read = float((logits(**{name: _changed(value)}) - expected).norm() / expected.norm()) > limit
@@ -286,7 +286,7 @@ def _compare_with(call: CallWithInputs, expected: Generated, what: str) -> str |
         raise
     except Exception as error:
         return f"{what}, on which it fails there ({type(error).__name__}: {first_line(error)})"
-    is_exact = is_exact_arithmetic(call.model)
+    is_exact = is_exact_arithmetic(call.model, expected.logits)
     difference = difference_of(generated, expected, is_exact)
     if difference <= (EXACT_LIMIT if is_exact else LARGEST_LIMIT):
         return None
@@ -371,7 +371,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
         raise
     except Exception as error:  # a model may raise anything
         raise _PlainFails(error) from error
-    is_exact = is_exact_arithmetic(model)
+    is_exact = is_exact_arithmetic(model, plain.logits)
     limit = limit_of(plain_alone, plain, is_exact)
     if is_exact and limit > ROUNDED_LIMIT:
         logger.warning(
@@ -427,7 +427,7 @@ def _compare_rows(model: PreTrainedModel, is_padded: bool) -> str | None:
         raise
     except Exception as error:  # a model may raise anything
         raise _PlainFails(error) from error
-    is_exact = is_exact_arithmetic(model)
+    is_exact = is_exact_arithmetic(model, batch.logits)
     difference = difference_of(alone, Generated(batch.tokens[-1:], batch.logits[:, -1:]), is_exact)
     if difference <= limit_of(unpadded, batch, is_exact):
         return None

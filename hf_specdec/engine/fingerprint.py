@@ -151,6 +151,15 @@ def weights_of(tree: ModuleTree) -> tuple:
     return names, has_tensor, _places(list(compress(tensors, has_tensor)))
 
 
+def versions_of(tree: ModuleTree) -> list[int | None]:
+    """How often parameters and buffers of modules were written to in place; None for tensors of inference mode, which
+    do not count it. Writes through `.data` are not counted.
+    """
+    pairs = map(itemgetter("_parameters", "_buffers"), tree.attributes)
+    tensors = chain.from_iterable(owned.values() for owned in chain.from_iterable(pairs) if owned)
+    return [None if one.is_inference() else one._version for one in tensors if one is not None]
+
+
 def _places(tensors: list[torch.Tensor]) -> tuple:
     others: list[Any] = []
     if not _PLAIN_TENSORS.issuperset(map(type, tensors)):

@@ -262,6 +262,9 @@ class RequestRows:
         while True:
             arrived = arrivals.next(self._is_empty and not self._waiting, self._place.leave_target)
             self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
+            if arrived.is_elsewhere:
+                self._leave_all()
+                return has_waited
             if arrived.is_changed:
                 self._prefixes.forget()
             self._waiting.extend(arrived.requests)
@@ -273,6 +276,13 @@ class RequestRows:
             self._refuse()
             if self._waiting or not self._is_empty or not self._is_open:
                 return has_waited
+
+    def _leave_all(self) -> None:
+        """Let the run be complete, as if it had never had its requests."""
+        self._waiting.clear()
+        self._is_open, self._entering, self._first = False, [], []
+        self._occupants = [None] * len(self._occupants)
+        self._free = list(range(len(self._occupants)))
 
     def _withdraw(self, request: RowRequest, error: str) -> None:
         """End `request`, wherever it is; if it waits, the caller takes it from those that do."""

@@ -130,6 +130,7 @@ class Arrived(NamedTuple):
         is_open: whether more may arrive.
         is_changed: whether the target may compute otherwise than before.
         has_waited: whether time was spent on waiting.
+        is_elsewhere: whether the run ends at once, since its requests go on in another one.
     """
 
     requests: Sequence[RowRequest] = ()
@@ -137,6 +138,7 @@ class Arrived(NamedTuple):
     is_open: bool = True
     is_changed: bool = False
     has_waited: bool = False
+    is_elsewhere: bool = False
 
 
 class Arrivals(Protocol):

@@ -91,7 +91,7 @@ def generate_batch(
                 attention_mask=attention_mask.to(model.device),
                 generation_config=generation_config,
                 assistant_model=drafter,
-                **kwargs,
+                **kwargs | {"use_cache": True},  # as with managers: trainers and servers leave it off
             )
     sequences = len(output.requests) // len(prompts)
     results = [_result(request, prompts[request.index // sequences], sequences) for request in output.requests]

@@ -12,9 +12,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.buckets import PACKED_TOKENS, row_sizes
+from ..engine.fingerprint import fingerprint, versions_of
 from ..engine.request_rows import GROUP_SIZES
 from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..kernels.types import SamplingSettings
+from ..patching.hidden_states import ModuleTree
+from ..patching.module_hooks import hooks_of
 from ..sampling.logits import RowSampling
 from .dispatch import continuous_batching
 from .manager_queue import RequestQueue
@@ -84,6 +87,14 @@ class ManagedCall:
                 assistant_model=self._drafter,
                 logits_processor=processors,
             )
+
+    def seen(self) -> tuple:
+        """What can be seen of how target and drafter compute: equal later unless they were changed.
+
+        To be asked for while no run has patched the target.
+        """
+        tree = ModuleTree.of(self.model).with_model(self._drafter)
+        return fingerprint(tree, self.model.device), hooks_of(tree.hooked), versions_of(tree)
 
     def check(self) -> None:
         """Make the call without a request.

@@ -112,6 +112,15 @@ class RequestQueue:
             self._withdrawn.clear()
             return arrived, withdrawn
 
+    def put_back(self) -> None:
+        """Let all requests wait for a run again, with what they have said, but for those that were withdrawn."""
+        with self.changed:
+            for request, error in self._withdrawn:
+                if request.request_id in self.active:
+                    self.fail(request, error)
+            self._withdrawn.clear()
+            self._arrived = deque(self.active.values())
+
     def fail(self, request: ManagedRequest, error: str) -> None:
         """End a request that no run has got."""
         request.fail(error)

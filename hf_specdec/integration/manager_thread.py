@@ -54,6 +54,8 @@ class RoundThread:
         self._runs_rounds = False
         # Whether there was a pause, in which the model may have been changed, since `next` last said so.
         self._was_paused = False
+        # The target and the drafter as they were when the run began; None until it has asked for arrivals.
+        self._seen: tuple | None = None
 
     @property
     def is_running(self) -> bool:
@@ -181,6 +183,7 @@ class RoundThread:
         try:
             while self._wait_for_requests():
                 try:
+                    self._seen = None
                     self._call.run(self)
                 finally:
                     with self._changed:
@@ -214,13 +217,25 @@ class RoundThread:
             return self._runs_rounds
 
     def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        """`Arrivals.next`; the lock of the target is let go while this waits, and when another call wants it."""
+        """`Arrivals.next`; the lock of the target is let go while this waits, and when another call wants it.
+
+        A run knows the target as it was at its beginning, and keeps keys and values of it. So where the target was
+        changed meanwhile, requests go on in another run: in a pause those that have begun, too.
+        """
         lock, has_waited = lock_of(self._call.model), False
+        if self._seen is None:  # not later: a change may follow a result at once
+            leave_target()
+            self._seen = self._call.seen()
         while self._pauses or (not has_waited and (lock.is_wanted or (is_idle and not self._has_work))):
             has_waited = True
             leave_target()
             with lock.released():
                 self._wait(is_idle)
+        if self._was_paused or (is_idle and self._requests.has_arrivals):
+            leave_target()
+            if self._call.seen() != self._seen:
+                self._requests.put_back()
+                return Arrived(is_open=False, is_elsewhere=True)
         with self._changed:
             arrived, withdrawn = self._requests.take()
             if self._is_hard_stop:

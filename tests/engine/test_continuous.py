@@ -262,6 +262,14 @@ def test_pointwise_processors_of_the_caller():
     assert texts == alone("llama", LENGTHS)
 
 
+def test_use_cache_is_ignored():
+    """Trainers and servers set it for transformers' own continuous batching, which has a cache in any case."""
+    target = tiny_target("llama")
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=END, use_cache=False)
+    out = target.generate_batch(prompts_of(LENGTHS[:3]), config, assistant_model=NoDrafter(target))
+    assert [one.generated_tokens for one in out.values()] == alone("llama", LENGTHS)[:3] and not config.use_cache
+
+
 def test_prompts_are_lists_or_tensors():
     target = tiny_target("llama")
     options = {"assistant_model": random_eagle3(target), "max_new_tokens": 4, "do_sample": False}

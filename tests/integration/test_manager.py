@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from adapters import with_adapters
 from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu, tape_on_cpu
 from hypothesis import given, settings
@@ -377,6 +378,66 @@ def test_pause(running):
     manager.stop()
     with pytest.raises(RuntimeError, match="the manager does not run"), manager.pause():
         pass
+
+
+def _say_it_all_louder(target, adapted):
+    with torch.no_grad():
+        target.model.layers[1].mlp.down_proj.weight.mul_(3.0)
+
+
+CHANGES = {
+    "weights": _say_it_all_louder,
+    "adapter": lambda target, adapted: adapted.set_adapter("b"),
+    "dtype": lambda target, adapted: target.double(),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("is_captured", "changes"), [(False, list(CHANGES)), (True, ["adapter"])])
+def test_a_target_that_is_changed_while_no_round_runs(running, monkeypatch, is_captured, changes):
+    """Tokens after a change are those of the target as it is, of requests that had begun, too."""
+    target = copy.deepcopy(tiny_target("llama", num_layers=3))
+    adapted = with_adapters(target)
+    if is_captured:
+        tape_on_cpu(monkeypatch)
+    drafter = random_eagle3(target).configure(3, compile_rounds=False)
+    manager = running(target, drafter, eos_token_id=None)
+    prompt = torch.randint(3, 90, (70,), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def plain(text, new=NEW):
+        options = {"max_new_tokens": new, "do_sample": False}
+        return target.generate(torch.tensor([text]), **options)[0, len(text) :].tolist()
+
+    for name in changes:
+        before = plain(prompt)
+        assert texts_of(manager, [manager.add_request(prompt)]) == [before]
+        CHANGES[name](target, adapted)  # idle, without pause()
+        after = plain(prompt)
+        assert texts_of(manager, [manager.add_request(prompt)]) == [after], name
+        assert name == "dtype" or after != before, "it changes nothing, so nothing was shown"
+    target.float()
+    adapted.set_adapter("a")
+    for name in changes:
+        begun = manager.add_request(prompt, max_new_tokens=30, streaming=True)
+        cancelled = manager.add_request(prompt, max_new_tokens=30, streaming=True)
+        said = manager.get_result(begun, timeout=60)
+        with manager.pause():
+            while (later := manager.get_result(begun, timeout=0)) is not None:
+                said = later
+            CHANGES[name](target, adapted)
+            manager.cancel_request(cancelled)
+            added = manager.add_request(prompt)
+        *_, last = manager.request_id_iter(begun)
+        count = len(said.generated_tokens)
+        assert last.generated_tokens[:count] == said.generated_tokens and 0 < count < 30
+        assert last.generated_tokens[count:] == plain(prompt + said.generated_tokens, 30 - count), name
+        assert texts_of(manager, [added]) == [plain(prompt)], name
+        *_, last = manager.request_id_iter(cancelled)
+        assert last.error == f"The request {cancelled} was cancelled."
+    with manager.pause():
+        added = manager.add_request(prompt)
+        target.train()
+    assert "is in training mode" in manager.get_result(added, timeout=60).error
 
 
 def test_waiting_costs_no_time(running, monkeypatch):

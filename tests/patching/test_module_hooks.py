@@ -1,9 +1,11 @@
 """Forward hooks that treat each row of a batch in its own way, and ones that an engine must not take for the target."""
 
 import functools
+import types
 
 import pytest
 import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
 from adapters import with_adapters
 from lossless import greedy
 from oracle import random_draft_model
@@ -71,17 +73,18 @@ def test_rows_of_the_stock_engine_are_not_separated():
 
 
 def of_last_token(module, args, output):
-    return torch.cat([output[:, :-1], output[:, -1:] + 1], dim=1)
+    return torch.cat([output[:, :-1], -output[:, -1:]], dim=1)
 
 
 @pytest.mark.core_for(engine=["auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("engine", ["auto", "stock"])
-def test_hooks_that_change_the_last_token_of_a_pass(engine):
+def test_hooks_that_change_the_last_token_of_a_pass(engine, dtype):
     """Which is every new token in plain `generate()`, and the last one of a block of drafts."""
-    target, inputs = new_target("llama", num_layers=2), padded_prompts([9])
+    target, inputs = new_target("llama", num_layers=2).to(dtype), padded_prompts([9])
     drafter = random_draft_model(target).configure(engine=engine)
     assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
-    handle = target.model.layers[0].register_forward_hook(of_last_token)
+    handle = target.model.layers[1].register_forward_hook(of_last_token)
     with pytest.raises(ValueError, match="modules of the target have forward hooks, after which logits differ"):
         greedy(target, inputs, drafter, 3)
     handle.remove()
@@ -101,6 +104,21 @@ def test_hooks_that_tell_long_blocks_from_single_tokens(engine):
         greedy(target, inputs, drafter, 6, max_new_tokens=6)
     # No block is as long, since no more tokens are left.
     assert torch.equal(greedy(target, inputs, drafter, 6, max_new_tokens=4), plain[:, :-2])
+
+
+@pytest.mark.core
+def test_hooks_of_a_model_that_trains_in_mixed_precision():
+    """Its weights are in float32, its `forward`, as accelerate makes it, multiplies in bfloat16."""
+    target, inputs = new_target("llama", num_layers=4), padded_prompts([5, 9, 3, 12])
+    drafter = random_draft_model(target)
+    forward = torch.autocast("cpu", torch.bfloat16)(type(target).forward)
+    target.forward = types.MethodType(convert_outputs_to_fp32(forward), target)
+    target.enable_input_require_grads()  # as for gradient checkpointing: a hook of the embedding
+    greedy(target, inputs, drafter, 3)
+    assert drafter.stats.engine == "static"
+    target.model.layers[3].register_forward_hook(of_last_token)
+    with pytest.raises(ValueError, match="modules of the target have forward hooks, after which logits differ"):
+        greedy(target, inputs, drafter, 3)
 
 
 @pytest.mark.core
