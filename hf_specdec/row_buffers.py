@@ -46,6 +46,18 @@ def fill_rows(state: object, given: Mapping[str, Sequence[int]]) -> None:
     torch._foreach_copy_([getattr(state, name) for name in _UNUSED_ROW], upload(numbers, state.lengths).unbind())
 
 
+def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bool) -> None:
+    """Let `rows` of `buffer`, `[n]` int64 or all, be a number.
+
+    `buffer[rows] = value` would copy the number from pageable memory, for which the host waits until a GPU has done all
+    work before it.
+    """
+    if isinstance(rows, slice):
+        buffer[rows] = value
+    else:
+        buffer.index_fill_(0, rows, value)
+
+
 def upload(values: int | Sequence | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`values` in the dtype and on the device of `like`; a GPU is not waited for."""
     if isinstance(values, torch.Tensor):
@@ -54,3 +66,10 @@ def upload(values: int | Sequence | torch.Tensor, like: torch.Tensor) -> torch.T
     else:
         host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
     return host.to(like.device, non_blocking=True)
+
+
+def upload_all(values: Sequence[torch.Tensor], like: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Tensors `[n]`, all of the host or all on the device of `like`, on the latter, in one upload."""
+    if all(one.device == like.device for one in values):
+        return values
+    return upload(torch.cat(list(values)), like).split([len(one) for one in values])

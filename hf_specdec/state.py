@@ -12,7 +12,7 @@ import torch
 from .kernels.types import NO_TOP_K, SamplingSettings, VerificationResult
 from .patching.cache import LayerKind, RaggedCache
 from .patching.packed_cache import PackedCache
-from .row_buffers import NEW_ROW, NO_TOKEN, OF_ROWS, fill_rows, upload
+from .row_buffers import NEW_ROW, NO_TOKEN, OF_ROWS, fill_rows, set_rows, upload
 
 
 class Shape(NamedTuple):
@@ -217,8 +217,8 @@ class DecodeState:
         self.limits[at] = lengths + upload(max_new_tokens, self.limits)
         self.seeds[at] = seeds.to(self.seeds.device)
         for name, value in NEW_ROW.items():
-            getattr(self, name)[at] = value
-        self.finished[at] = False
+            set_rows(getattr(self, name), at, value)
+        set_rows(self.finished, at, False)
         if eos is not None:
             self.eos[at, : eos.shape[-1]] = eos.to(self.eos.device)
         self.live = max([self.live, *map(len, prompts)])

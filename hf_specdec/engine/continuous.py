@@ -16,7 +16,7 @@ import torch
 from ..device_policy import policy_of
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
-from ..row_buffers import NO_TOKEN, upload
+from ..row_buffers import NO_TOKEN, set_rows, upload, upload_all
 from ..sampling.logits import RowSampling
 from ..state import DecodeState, Shape
 from ..stats import Counters
@@ -386,7 +386,7 @@ class ContinuousRun(MemoryOfRows):
 
     def finish(self, rows: list[int]) -> None:
         state = self._lease.session.state
-        state.finished[upload(rows, state.lengths)] = True
+        set_rows(state.finished, upload(rows, state.lengths), True)
 
     def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> RoundReport | None:
         rows, margin = [one.row for one in prefixes], self.prefix_margin or 0
@@ -416,7 +416,7 @@ class ContinuousRun(MemoryOfRows):
         with settled_on_error(lease.session):
             if not lease.prefill.run_next():
                 return None
-            lease.session.state.finished[self._entering] = False
+            set_rows(lease.session.state.finished, self._entering, False)
         return self._commit_first_tokens()
 
     def _commit_first_tokens(self) -> RoundReport:
@@ -428,7 +428,7 @@ class ContinuousRun(MemoryOfRows):
         """Put `requests` into `rows` of `state`, not prefilled."""
         state.admit(
             rows,
-            [one.text[: one.num_prefilled].to(state.tokens.device) for one in requests],
+            upload_all([one.text[: one.num_prefilled] for one in requests], state.tokens),
             [one.longest - one.num_prefilled for one in requests],
             upload([one.seed for one in requests], state.seeds),
             ends_of(requests, state.eos),

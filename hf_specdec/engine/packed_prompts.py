@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..drafters.base import Drafter
-from ..row_buffers import upload
+from ..row_buffers import set_rows, upload
 from ..state import DecodeState
 
 # Of rows without positions to prefill.
@@ -95,6 +95,6 @@ class PromptBuffers:
         self.starts.copy_(upload(starts, self.starts))
         self.num_done.zero_()
         if self.hidden_states is not None and spans:
-            self.hidden_states[upload([span.row for span in spans], self.starts)] = 0
+            set_rows(self.hidden_states, upload([span.row for span in spans], self.starts), 0)
         if self.packed is not None:
             self.packed.fill(spans)

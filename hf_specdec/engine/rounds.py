@@ -17,6 +17,7 @@ from ..drafters.base import Drafter
 from ..drafters.none import no_drafts
 from ..kernels.types import Proposal, VerificationResult
 from ..ops import verify_block, verify_greedy, verify_sampling
+from ..row_buffers import set_rows
 from ..sampling.processors import BlockProcessor
 from ..state import NO_TOKEN, DecodeState
 from ..stats import Counters
@@ -69,7 +70,8 @@ def commit_first_token(
     result, kept = state.commit(result), state.result
     width = state.first_block_width
     kept.tokens[rows, :width] = torch.cat([block, result.tokens], dim=1)[rows, -width:]
-    kept.accepted[rows], kept.committed[rows] = width - 1, result.committed[rows] * width
+    set_rows(kept.accepted, rows, width - 1)
+    kept.committed[rows] = result.committed[rows] * width
     state.block_width = max(state.block_width, width)
     return result, scores, logits
 
@@ -140,13 +142,11 @@ class RoundReport:
         parts = (result.tokens, result.accepted[:, None], result.committed[:, None])
         packed = torch.cat(parts, dim=1)
         packed = packed if rows is None else packed[rows]
-        self._arrived = None
+        self._packed, self._arrived = packed, None
         if packed.is_cuda:
             self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._packed.copy_(packed, non_blocking=True)
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
-        else:
-            self._packed = packed
 
     def read(self) -> tuple[list[list[int]], list[int], list[int]]:
         """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for the copy."""

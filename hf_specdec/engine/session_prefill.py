@@ -163,7 +163,9 @@ class SessionPrefill:
             return []
         columns = self._columns(spans)
         if self._is_continuous:
-            return buckets.packed_chunks(columns) if self._is_packed else buckets.group_chunks(columns)
+            if not self._is_packed:
+                return buckets.group_chunks(columns)
+            return buckets.packed_chunks(columns, max((span.end for span in spans), default=0))
         width = buckets.captured_width(columns, 1 if self._is_packed else self._batch, self.chunk_size)
         return [] if width is None else [width]
 

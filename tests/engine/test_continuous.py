@@ -16,6 +16,7 @@ from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from sampled_calls import MODES, drafter_of
 from targets import STATIC_FAMILIES, STOCK_FAMILY, build_target, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -28,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, request_rows
+from hf_specdec.engine.continuous import ContinuousRun
 from hf_specdec.engine.request_rows import RequestRows
 from hf_specdec.engine.row_request import ContinuousBatching, RowRequest
 from hf_specdec.stats import Counters
@@ -180,7 +182,7 @@ def test_chunks_of_groups(monkeypatch):
 
 def test_chunks_of_packed_prompts(monkeypatch):
     monkeypatch.setattr(buckets, "PACKED_TOKENS", (64, 16, 4))
-    assert {tokens: buckets.packed_chunks(tokens) for tokens in (0, 3, 4, 5, 12, 13, 40, 48, 64, 100, 150)} == {
+    assert {tokens: buckets.packed_chunks(tokens, 150) for tokens in (0, 3, 4, 5, 12, 13, 40, 48, 64, 100, 150)} == {
         0: [4],
         3: [4],
         4: [4],
@@ -193,6 +195,38 @@ def test_chunks_of_packed_prompts(monkeypatch):
         100: [64, 16, 16, 4],
         150: [64, 64, 16, 4, 4],
     }
+    monkeypatch.setattr(buckets, "LONG_TEXT", 149)
+    monkeypatch.setattr(buckets, "MOST_LONG_TOKENS", 16)
+    assert buckets.packed_chunks(50, 150) == [16, 16, 16, 4] and buckets.packed_chunks(50, 149) == [64]
+
+
+class NoNumbersIntoRows(TorchDispatchMode):
+    """Context in which no rows, of several, are set to a number that is copied to the device: the host would wait."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten.index_put_.default or args[2].dim() > 0, "a number is copied"
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "none"])
+def test_an_admission_does_not_wait_for_the_device(monkeypatch, kind):
+    admitted = []
+
+    def watch(run):
+        def watched(*args):
+            with NoNumbersIntoRows():
+                admitted.append(run(*args))
+            return admitted[-1]
+
+        return watched
+
+    for name in ("prefill", "prefill_next"):
+        monkeypatch.setattr(ContinuousRun, name, watch(getattr(ContinuousRun, name)))
+    target = tiny_target("llama")
+    generate_batch(target, KINDS[kind](target), (9, 4, 6), rows=4)
+    assert len(admitted) > 0
+    with pytest.raises(AssertionError, match="a number is copied"), NoNumbersIntoRows():
+        torch.arange(3)[torch.tensor([1])] = 0
 
 
 @pytest.mark.core
