@@ -2,9 +2,9 @@
 
     accelerate launch examples/train_drafter.py --target smollm2 --data runs/data --out runs/drafter --minutes 20
 
-First the target generates prompts and answers into `--data`, unless that has `--tokens` already; then the drafter is
-trained for `--minutes`, or for `--steps`. The folder `--out` can be uploaded to the Hub. On several GPUs every process
-generates a share of the data and trains on a share of each step's batches.
+First the target generates prompts, after those of `--prompts`, and answers into `--data`, unless that has `--tokens`
+already; then the drafter is trained for `--minutes`, or for `--steps`. The folder `--out` can be uploaded to the Hub.
+On several GPUs every process generates a share of the data and trains on a share of each step's batches.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import copy
 import json
 import math
+import random
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -82,6 +83,8 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--tokens", type=float, default=30e6, help="tokens to write, over all processes")
     add("--write-minutes", type=float, default=None, help="stop writing after this time")
     add("--write-only", action="store_true", help="write data and stop")
+    about = "jsonl files with `prompt`, or hub:name[:split[:column]], answered before the target writes its own prompts"
+    add("--prompts", nargs="*", default=[], help=about)
     add("--held-out-prompts", type=Path, nargs="*", default=sorted(PROMPTS.glob("*.jsonl")))
     for name in ("prompts_per_round", "batch_size", "max_prompt_tokens", "max_answer_tokens", "max_document_tokens"):
         add(f"--{name.replace('_', '-')}", type=int, default=getattr(WriteOptions, name))
@@ -144,12 +147,17 @@ def write_own_data(
     args: argparse.Namespace, accelerator: Accelerator, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     given = {field.name: getattr(args, field.name, field.default) for field in fields(WriteOptions)}
-    options = WriteOptions(**given | {"answer_temperatures": tuple(args.answer_temperatures)})
+    options = WriteOptions(
+        **given | {"answer_temperatures": tuple(args.answer_temperatures), "prompts": tuple(args.prompts)}
+    )
     held_out = PromptFilter(text for path in args.held_out_prompts for text in load_prompts(path))
     writer = Writer(target, tokenizer, options, held_out)
+    prompts = [text for source in args.prompts for text in load_prompts(source)]
+    random.Random(args.seed).shuffle(prompts)
+    prompts = prompts[accelerator.process_index :: accelerator.num_processes]
     share = math.ceil(args.tokens / accelerator.num_processes)
     seconds = math.inf if args.write_minutes is None else 60 * args.write_minutes
-    write_data(args.data, writer, share, seconds, accelerator.process_index, log=tqdm.write)
+    write_data(args.data, writer, share, seconds, accelerator.process_index, tqdm.write, prompts)
     writer.drafter.release()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hf_specdec.prompt_sources import HUB_PREFIX
+
 HUB_SOURCE = Path(__file__).parent / "hub" / "generate.py"
 
 CARD = """---
@@ -54,8 +56,7 @@ output = model.generate(**inputs, custom_generate="{repo_id}", trust_remote_code
 {remarks}
 ## Training
 
-The target wrote its own prompts and answers; no data set was used. Prompts: {prompts:,} (openings of many kinds,
-completed by the target at temperature {prompt_temperature}); answers: each at a temperature drawn from
+{prompts}; answers: each at a temperature drawn from
 {answer_temperatures}, at most {max_answer_tokens} tokens, loops cut. {long_prompts}Prompts similar to the measured
 ones were dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
@@ -134,6 +135,12 @@ ran on {depth_ratio}^s of the documents; places after the end of a greedy chain 
 BLOCK_SAMPLES = """Drafts after the end
 of a greedy chain of right ones weighed {survival_floor}, others 1. """
 
+OWN_PROMPTS = """The target wrote its own prompts and answers; no data set was used. Prompts: {prompts:,} (openings of
+many kinds, completed by the target at temperature {prompt_temperature})"""
+GIVEN_PROMPTS = """The target answered {given_prompts:,} prompts of {sources}"""
+OWN_BESIDE_GIVEN = """, and {prompts:,} of its own (openings of many
+kinds, completed by the target at temperature {prompt_temperature})"""
+
 LONG_PROMPTS = """{long_prompts:,} more prompts
 are long, up to {max_document_tokens:,} tokens with the answer: documents made of the target's texts with an
 instruction, and chats of several turns. """
@@ -200,8 +207,7 @@ def write_card(folder: Path) -> None:
         weights="" if any(folder.glob("*.safetensors")) else missing_weights(training),
         acceptance=acceptance_section(folder / "acceptance.json"),
         remarks=f"\n{remarks.read_text(encoding='utf-8')}" if (remarks := folder / "remarks.md").exists() else "",
-        prompts=data["prompts"],
-        prompt_temperature=arguments["prompt_temperature"],
+        prompts=prompts_sentence(arguments, data),
         answer_temperatures=", ".join(map(str, arguments["answer_temperatures"])),
         max_answer_tokens=arguments["max_answer_tokens"],
         long_prompts=LONG_PROMPTS.format(**{**data, **arguments}) if data.get("long_prompts") else "",
@@ -228,6 +234,16 @@ def write_card(folder: Path) -> None:
     source = HUB_SOURCE.read_text(encoding="utf-8").replace("REPO_ID", arguments["repo_id"])
     (custom / "generate.py").write_text(source, encoding="utf-8")
     (custom / "requirements.txt").write_text("hf-specdec\n", encoding="utf-8")
+
+
+def prompts_sentence(arguments: dict, data: dict) -> str:
+    """Where the prompts of the training data are from."""
+    sources = arguments.get("prompts", ())
+    sources = ", ".join(f"`{source if source.startswith(HUB_PREFIX) else Path(source).name}`" for source in sources)
+    given = {"given_prompts": 0, "sources": sources, **arguments, **data}
+    if not given["given_prompts"]:
+        return OWN_PROMPTS.format(**given)
+    return (GIVEN_PROMPTS + (OWN_BESIDE_GIVEN if given["prompts"] else "")).format(**given)
 
 
 def missing_weights(training: dict) -> str:

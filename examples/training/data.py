@@ -136,9 +136,12 @@ def shard_counts(folder: Path) -> dict[str, int]:
 
 
 def written_options(folder: Path) -> dict:
-    """The `WriteOptions` of the first shard of `folder`, by name."""
-    with safe_open(min(folder.glob("shard-*.safetensors")), framework="pt") as shard:
-        return json.loads(shard.metadata()["options"])
+    """The `WriteOptions` of the first shard of `folder`, by name, but `prompts` of all shards."""
+    options = []
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        with safe_open(path, framework="pt") as shard:
+            options.append(json.loads(shard.metadata()["options"]))
+    return {**options[0], "prompts": sorted({source for one in options for source in one.get("prompts", ())})}
 
 
 def draft_vocabulary(counts: torch.Tensor, size: int, always: list[int]) -> tuple[torch.Tensor, float]:

@@ -240,6 +240,12 @@ def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
     text = (out / "README.md").read_text()
     assert "Training began\nwith the weights of `before`." in text and "distribution 20% was moved" in text
     assert "1,234 more prompts\nare long, up to 4,096 tokens" in text
+    assert "no data set was used. Prompts:" in text
+    given = {**report["data"], "given_prompts": 5}
+    sources = {**report["arguments"], "prompts": ["runs/chat.jsonl", "hub:someone/prompts"]}
+    sentence = card.prompts_sentence(sources, given)
+    assert sentence.startswith("The target answered 5 prompts of `chat.jsonl`, `hub:someone/prompts`, and ")
+    assert "of its own" not in card.prompts_sentence(sources, {**given, "prompts": 0})
     (out / "remarks.md").write_text("Less than others have.\n")
     card.write_card(out)
     assert "section.\n\nLess than others have.\n\n## Training" in (out / "README.md").read_text()
@@ -251,16 +257,20 @@ def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
 
 def test_shards_record_how_they_were_written(tmp_path):
     class Author:
-        options = writing.WriteOptions(max_answer_tokens=7)
+        options = writing.WriteOptions(max_answer_tokens=7, prompts_per_round=2, prompts=("some.jsonl",))
 
-        def write_shard(self, seed):
+        def write_shard(self, seed, given):
+            answered.append(given)
             return {"tokens": torch.tensor([seed] * 5)}, {"prompts": seed}
 
-    writing.write_data(tmp_path, Author(), 10, 60.0, process=0, log=lambda line: None)
+    answered = []
+    writing.write_data(tmp_path, Author(), 10, 60.0, process=0, log=lambda line: None, given=["a", "b", "c"])
+    assert answered == [["a", "b"], ["c"]]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-000-0000{n}.safetensors" for n in range(2)]
     assert data.shard_counts(tmp_path) == {"prompts": 0 + 1}
     written = data.written_options(tmp_path)
-    assert written == {**vars(Author.options), "answer_temperatures": list(Author.options.answer_temperatures)}
+    lists = {"answer_temperatures": list(Author.options.answer_temperatures), "prompts": ["some.jsonl"]}
+    assert written == {**vars(Author.options), **lists}
 
 
 def test_custom_generate_runs_generate_with_the_drafter(monkeypatch, tmp_path):
@@ -928,6 +938,13 @@ def test_shards_hold_short_and_long_documents(monkeypatch):
     assert set(shard["tokens"][starts].tolist()) == {50}
     assert set(shard["tokens"][starts + shard["prompt_lengths"] - 1].tolist()) == {51}
 
+    writer.filter = prompts.PromptFilter(["A prompt that is measured"])
+    given = ["Name two rivers", "A prompt that is measured", "7 " * 700, "Name two rivers", "Name a city"]
+    shard, counts = writer.write_shard(3, given)
+    assert shard["prompt_lengths"].tolist() == [len(writer.format.prompt(given[index])) for index in (0, 4)]
+    expected = {"prompts": 0, "given_prompts": 2, "long_prompts": 0, "too_long": 1, "held_out_overlap": 1}
+    assert counts == {**expected, "repeated": 1, "unfinished": 0, "degenerate": 0}
+
     monkeypatch.setattr(ChatTokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="The tokenizer of the target has no chat template"):
         writing.ChatFormat(ChatTokenizer(), target)
@@ -942,7 +959,7 @@ def test_no_shard_is_begun_that_would_end_too_late(monkeypatch, tmp_path):
     class Author:
         options = writing.WriteOptions()
 
-        def write_shard(self, seed):
+        def write_shard(self, seed, given):
             clock[0] += 30
             return {"tokens": torch.zeros(5)}, {}
 
