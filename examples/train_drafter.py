@@ -69,6 +69,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         )
     if not 0 <= args.long_share < 1:
         parser.error(f"--long-share is {args.long_share}; expected a share of the documents, 0 or more and below 1")
+    if not 0 <= args.composed_share <= 1:
+        parser.error(f"--composed-share is {args.composed_share}; expected a share of the prompts, 0 to 1")
     if args.long_share > 0 and args.max_document_tokens < 2 * args.max_answer_tokens:
         parser.error(
             f"--max-document-tokens is {args.max_document_tokens}; expected at least twice --max-answer-tokens, "
@@ -88,7 +90,7 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--held-out-prompts", type=Path, nargs="*", default=sorted(PROMPTS.glob("*.jsonl")))
     for name in ("prompts_per_round", "batch_size", "max_prompt_tokens", "max_answer_tokens", "max_document_tokens"):
         add(f"--{name.replace('_', '-')}", type=int, default=getattr(WriteOptions, name))
-    for name in ("prompt_temperature", "min_p", "long_share"):
+    for name in ("prompt_temperature", "min_p", "composed_share", "long_share"):
         add(f"--{name.replace('_', '-')}", type=float, default=getattr(WriteOptions, name))
     add("--answer-temperatures", type=float, nargs="+", default=list(WriteOptions.answer_temperatures))
 

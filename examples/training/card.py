@@ -135,11 +135,12 @@ ran on {depth_ratio}^s of the documents; places after the end of a greedy chain 
 BLOCK_SAMPLES = """Drafts after the end
 of a greedy chain of right ones weighed {survival_floor}, others 1. """
 
-OWN_PROMPTS = """The target wrote its own prompts and answers; no data set was used. Prompts: {prompts:,} (openings of
-many kinds, completed by the target at temperature {prompt_temperature})"""
+OWN_PROMPTS = """The target wrote its own prompts and answers; no data set was used. Prompts: {prompts:,} ({made})"""
 GIVEN_PROMPTS = """The target answered {given_prompts:,} prompts of {sources}"""
-OWN_BESIDE_GIVEN = """, and {prompts:,} of its own (openings of many
-kinds, completed by the target at temperature {prompt_temperature})"""
+OWN_BESIDE_GIVEN = """, and {prompts:,} of its own ({made})"""
+WRITTEN = """openings of many kinds,
+completed by the target at temperature {prompt_temperature}"""
+COMPOSED = """; {composed_prompts:,} of them composed of templates"""
 
 LONG_PROMPTS = """{long_prompts:,} more prompts
 are long, up to {max_document_tokens:,} tokens with the answer: documents made of the target's texts with an
@@ -240,7 +241,8 @@ def prompts_sentence(arguments: dict, data: dict) -> str:
     """Where the prompts of the training data are from."""
     sources = arguments.get("prompts", ())
     sources = ", ".join(f"`{source if source.startswith(HUB_PREFIX) else Path(source).name}`" for source in sources)
-    given = {"given_prompts": 0, "sources": sources, **arguments, **data}
+    given = {"given_prompts": 0, "composed_prompts": 0, "sources": sources, **arguments, **data}
+    given["made"] = (WRITTEN + (COMPOSED if given["composed_prompts"] else "")).format(**given)
     if not given["given_prompts"]:
         return OWN_PROMPTS.format(**given)
     return (GIVEN_PROMPTS + (OWN_BESIDE_GIVEN if given["prompts"] else "")).format(**given)

@@ -45,7 +45,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import evaluate_drafter  # noqa: E402
 import train_drafter  # noqa: E402
-from training import card, data, drafters, long_prompts, objective, prompts, repetition, writing  # noqa: E402
+from training import card, composed_prompts, data, drafters, long_prompts, objective, prompts, repetition, writing  # noqa: E402
 
 VOCAB, STOP, MASK = 61, 2, 60
 FAMILIES = ["eagle3", "p-eagle", "pard", "mtp"]
@@ -926,10 +926,10 @@ def test_shards_hold_short_and_long_documents(monkeypatch):
         return [[*tokens, STOP] for tokens in new]
 
     monkeypatch.setattr(writing, "generate", generate)
-    options = writing.WriteOptions(20, 16, 8, 30, long_share=0.5, max_document_tokens=600)
+    options = writing.WriteOptions(20, 16, 8, 30, composed_share=0.25, long_share=0.5, max_document_tokens=600)
     writer = writing.Writer(target, ChatTokenizer(), options, prompts.PromptFilter([]))
     shard, counts = writer.write_shard(3)
-    assert counts["prompts"] == 20 and counts["unfinished"] == 0
+    assert counts["prompts"] == 20 and counts["composed_prompts"] == 5 and counts["unfinished"] == 0
     assert len(shard["lengths"]) == 20 + counts["long_prompts"] > 30
     assert shard["lengths"].sum() == len(shard["tokens"]) and max(longest) > 200
     assert (shard["lengths"] - shard["prompt_lengths"]).tolist() == [30] * len(shard["lengths"])
@@ -941,8 +941,9 @@ def test_shards_hold_short_and_long_documents(monkeypatch):
     writer.filter = prompts.PromptFilter(["A prompt that is measured"])
     given = ["Name two rivers", "A prompt that is measured", "7 " * 700, "Name two rivers", "Name a city"]
     shard, counts = writer.write_shard(3, given)
-    assert shard["prompt_lengths"].tolist() == [len(writer.format.prompt(given[index])) for index in (0, 4)]
-    expected = {"prompts": 0, "given_prompts": 2, "long_prompts": 0, "too_long": 1, "held_out_overlap": 1}
+    assert shard["prompt_lengths"][:2].tolist() == [len(writer.format.prompt(given[index])) for index in (0, 4)]
+    assert counts.pop("long_prompts") == len(shard["lengths"]) - 2 > 0
+    expected = {"prompts": 0, "composed_prompts": 0, "given_prompts": 2, "too_long": 1, "held_out_overlap": 1}
     assert counts == {**expected, "repeated": 1, "unfinished": 0, "degenerate": 0}
 
     monkeypatch.setattr(ChatTokenizer, "chat_template", None)
@@ -950,6 +951,15 @@ def test_shards_hold_short_and_long_documents(monkeypatch):
         writing.ChatFormat(ChatTokenizer(), target)
     writer.options.long_share = 0.0
     assert writer.write_shard(4)[1]["long_prompts"] == 0
+
+
+def test_composed_prompts_are_whole_and_new():
+    rng = random.Random(0)
+    texts = [composed_prompts.composed_prompt(rng) for _ in range(2000)]
+    assert not any(re.search(r"[{}]", text) for text in texts) and len(set(texts)) > 1600
+    measured = (EXAMPLES / "prompts").glob("*.jsonl")
+    held_out = prompts.PromptFilter(text for path in measured for text in load_prompts(path))
+    assert sum(map(held_out.is_held_out, texts)) < 5
 
 
 def test_no_shard_is_begun_that_would_end_too_late(monkeypatch, tmp_path):
@@ -970,6 +980,7 @@ def test_no_shard_is_begun_that_would_end_too_late(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--composed-share", "1.5"], "--composed-share is 1.5; expected a share of the prompts"),
         (["--long-share", "1"], "--long-share is 1.0; expected a share of the documents"),
         (["--max-document-tokens", "700"], "--max-document-tokens is 700; expected at least twice"),
     ],
