@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,6 +95,10 @@ class ServeSettings:
         )
         if self.warmup:
             manager.warmup()
+        # Collections of the oldest generation leave out what is there by now, modules and models: all rows wait for
+        # them, for hundreds of milliseconds if they trace the objects of torch and transformers.
+        gc.collect()
+        gc.freeze()
         manager.start()
         self.managers.append(manager)
         return manager
@@ -129,6 +134,8 @@ class _WithOptions:
 def serving(settings: ServeSettings) -> Iterator[None]:
     """Context in which servers that transformers starts run requests by managers with a drafter.
 
+    Python's garbage collector ignores until the end of the context what there was when the last manager was made.
+
     Raises:
         ValueError: the server's dependencies are not installed, or this version of transformers has another server.
     """
@@ -162,6 +169,7 @@ def serving(settings: ServeSettings) -> Iterator[None]:
             setattr(place, name, value)
         for manager in settings.managers:
             manager.stop(hard_stop=True)
+        gc.unfreeze()
 
 
 def _generate_manager(utils: Any, settings: ServeSettings) -> type:

@@ -392,6 +392,13 @@ def test_prefill_is_captured_per_length_bucket_up_to_a_limit(capture, monkeypatc
     assert len(drafter.sessions) == 1
 
 
+def test_widths_of_captured_prefills():
+    widths = {columns: buckets.captured_width(columns, 1, 4096) for columns in (0, 17, 1024, 1025, 1281, 2048, 2049)}
+    assert widths == {0: 16, 17: 32, 1024: 1024, 1025: 1280, 1281: 1536, 2048: 2048, 2049: None}
+    assert [buckets.captured_width(600, rows, 1024) for rows in (1, 2, 3)] == [1024, 1024, None]
+    assert buckets.captured_width(600, 1, 1000) is None
+
+
 def test_the_prefill_of_calls_for_one_token_is_captured(capture):
     """They have no rounds; a later call for more has, and replays the same prefill."""
     target = tiny_target("llama")

@@ -1,5 +1,6 @@
 """`hf-specdec serve`: transformers' server with a drafter, asked over HTTP."""
 
+import gc
 import socket
 import threading
 import time
@@ -120,6 +121,7 @@ def test_chats(monkeypatch, folders):
         for one in threads:
             one.join()
         assert answers == {number: client.alone([5, 6, number], 30) for number in range(4, 16)}
+        assert gc.get_freeze_count() > 0
         whole = client.target.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=30)[0, 3:]
         word = client.tokenizer.decode(whole[8:9])
         stopped = client.ask([5, 6, 7], max_tokens=30, stop=[word]).choices[0].message.content
@@ -128,6 +130,7 @@ def test_chats(monkeypatch, folders):
         )
 
     (manager,) = served(monkeypatch, folders, work)
+    assert gc.get_freeze_count() == 0
     assert type(manager.drafter).__name__ == "Eagle3Drafter" and manager.drafter.stats.accepted >= 0
 
 
