@@ -206,6 +206,11 @@ class AutoDrafter:
         hub, overrides = _split_keywords(keywords)
         if not isinstance(target, nn.Module):
             raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
+        if not hasattr(target, "config"):
+            raise TypeError(
+                f"target is a {type(target).__name__}, which has no config; expected a model of transformers. If it is "
+                "around one (DataParallel), pass that."
+            )
         select = drafter_tensors(overrides, target.config.get_text_config())
         checkpoint = open_checkpoint(pretrained_model_name_or_path, select=select, refuse=check_not_refused, **hub)
         found = read_checkpoint(checkpoint, target.config, overrides)

@@ -293,10 +293,15 @@ class DecodeState:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed."""
+        """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed.
+
+        Nor did the last round commit anything that a drafter would read: before the first one `result` is an earlier
+        call's.
+        """
         kept = [self.finished, *self.result, *([] if self.aux_hidden_states is None else [self.aux_hidden_states])]
         before = [buffer.clone() for buffer in kept]
         self.finished.fill_(True)
+        self.result.committed.zero_()
         try:
             yield
         finally:

@@ -190,6 +190,7 @@ def _new_pard(args: argparse.Namespace, target: PreTrainedModel, mask_token_id: 
         "vocab_size": text.vocab_size,
         "parallel_drafting": True,
         "mask_token_id": mask_token_id,
+        "num_assistant_tokens": args.num_steps,
         "target_name_or_path": name,
     }
     if args.family == "pard":
@@ -197,7 +198,7 @@ def _new_pard(args: argparse.Namespace, target: PreTrainedModel, mask_token_id: 
     else:
         ids = dict.fromkeys([-1, *(-max(part * count // 4, 1) for part in (1, 2, 3))])
         settings |= {"hidden_state_ids": list(ids), "hidden_state_scale": 1.0, "target_hidden_size": text.hidden_size}
-        drafter = Pard2Drafter(Pard2Config(**settings, num_assistant_tokens=args.num_steps))
+        drafter = Pard2Drafter(Pard2Config(**settings))
         drafter.target_proj.weight.data.zero_()
     source = {}
     for key, tensor in target.get_decoder().state_dict().items():

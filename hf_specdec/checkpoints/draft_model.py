@@ -23,7 +23,8 @@ from .limits import check_mask_token
 from .mtp_layouts import holds_modules, module_names
 from .overrides import DRAFT_MODEL_OVERRIDES
 
-# Trained depth of the published PARD drafters (AMD-AIG-AIMA/PARD, `para_num` of its example configurations).
+# Trained depth of the published PARD drafters (AMD-AIG-AIMA/PARD, `para_num` of its example configurations), which
+# their config.json does not state.
 PARD_DEPTH = 8
 
 
@@ -59,7 +60,9 @@ def read_draft_model(
         draft_vocab_size=size if target is None else min(size, target.vocab_size),
         parallel_drafting=parallel,
         mask_token_id=None if token is None else check_mask_token(token, size, checkpoint.name),
-        num_assistant_tokens=PARD_DEPTH if parallel else DraftModelConfig.num_assistant_tokens,
+        num_assistant_tokens=(
+            checkpoint.config.get("para_num", PARD_DEPTH) if parallel else DraftModelConfig.num_assistant_tokens
+        ),
         dialect="PARD" if is_pard else "transformers",
     )
     return NormalizedConfig(config, tuple(decisions.made))

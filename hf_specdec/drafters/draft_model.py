@@ -15,6 +15,7 @@ from ..checkpoints.mtp_layouts import module_names
 from ..config import DraftModelConfig
 from ..patching.attention import set_ragged_attention
 from ..patching.cache import LayerKind
+from ..patching.hidden_states import decoder_of
 from ..patching.implementations import registered_attention
 from ..patching.length_rope import mark_long
 from ..patching.masked_attention import why_not_masked
@@ -230,7 +231,7 @@ class DraftModelDrafter(CachedDrafter):
                 f"{type(self.model).__name__} cannot be trained in {num_steps} steps: it has recurrent layers, whose "
                 "states do not follow the steps before; expected num_steps=1, or a draft model of attention layers."
             )
-        attend, decoder = UnrolledAttention(), self.model.get_decoder()
+        attend, decoder = UnrolledAttention(), decoder_of(self.model)
         hidden = self.unrolled_hidden_states(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         tokens, outputs = input_ids, []
@@ -254,11 +255,14 @@ class DraftModelDrafter(CachedDrafter):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save the model as transformers does, so that AutoModelForCausalLM loads it, too.
 
-        If there is a mask token, config.json has PARD's keys, and `parallel_drafting` states whether it is used.
+        If there is a mask token, config.json has PARD's keys, `parallel_drafting` states whether it is used, and
+        `para_num` how many tokens are drafted at once.
         """
         own = self.model.config
         if self.config.mask_token_id is not None:
             own.update({"pard_token": self.config.mask_token_id, "spd_type": "pard"})
         if getattr(own, "spd_type", None) == "pard":
             own.update({"parallel_drafting": self.config.parallel_drafting})
+        if self.config.parallel_drafting:
+            own.update({"para_num": self.config.num_assistant_tokens})
         self.model.save_pretrained(save_directory, **kwargs)

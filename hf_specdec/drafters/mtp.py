@@ -67,14 +67,15 @@ class MtpMemory(DraftMemory):
         Args:
             hidden: `[B, n, H]`.
             count: `[B]` int64, how many of them a row has: the first ones.
-            num_slots: `[B]` int64, how many slots' hidden states are known then.
+            num_slots: `[B]` int64, how many slots' hidden states are known then, if none is missing between.
         """
         width = self.hidden.shape[1]
         all_hidden = torch.cat([self.hidden, hidden.to(self.hidden.dtype)], dim=1)
-        known = count - torch.minimum((num_slots - self.num_seen).clamp(min=0), count)
+        new = torch.minimum((num_slots - self.num_seen).clamp(min=0), count)
+        known = count - new
         columns = count[:, None] + torch.arange(width, device=count.device)
         columns = torch.where(columns < width + known[:, None], columns - known[:, None], columns)
-        self.num_seen.copy_(num_slots)
+        self.num_seen.add_(new)
         self.hidden.copy_(all_hidden.gather(1, columns[..., None].expand(-1, -1, all_hidden.shape[2])))
 
 

@@ -11,7 +11,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from ..config import MtpConfig
 from ..patching.attention import ATTENTION_NAME
-from ..patching.support import has_recurrent_layers
+from ..patching.support import has_indexers, has_recurrent_layers
 
 
 def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
@@ -38,6 +38,12 @@ def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
         raise ValueError(
             f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have recurrent states, "
             "but modules run positions more than once; expected layers of attention."
+        )
+    if has_indexers(decoder):
+        raise ValueError(
+            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have indexers, which "
+            "choose tokens by a mask that modules are not given; expected layers of attention to all tokens, or to "
+            "windows of them. Use a drafter of another family."
         )
     decoder.embed_tokens = decoder.norm = None
     decoder.set_attn_implementation(ATTENTION_NAME)

@@ -74,14 +74,15 @@ def masked_attention_forward(
 
     Args:
         module, query, key, value, options: as of `ragged_attention_forward`.
-        attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`.
+        attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`; bool in passes of others that had
+            made their masks before the target was patched.
         indices: `[B, n, k]`, the slots that an indexer chose; others are not seen.
     """
     if indices is not None and attention_mask is not None:
         is_chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
         is_chosen.scatter_(-1, indices.long(), True)
-        lowest = torch.finfo(attention_mask.dtype).min
-        attention_mask = attention_mask.masked_fill(~is_chosen[:, None], lowest)
+        hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
+        attention_mask = attention_mask.masked_fill(~is_chosen[:, None], hidden)
     return ragged_attention_forward(module, query, key, value, attention_mask, **options)
 
 

@@ -86,6 +86,18 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     return found[0] if len(found) == 1 else None
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module whose output the head of `model` reads.
+
+    It is `get_decoder()`; where that is a model with a head (Llama 4), the part of it that has the decoder layers.
+    """
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel) or decoder.get_output_embeddings() is None:
+        return decoder
+    layers = decoder_layers(model)
+    return next((part for part in decoder.children() if any(one is layers for one in modules_of(part))), decoder)
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, first to last.
 
@@ -162,7 +174,7 @@ class AuxHiddenStateRecorder:
     def __enter__(self) -> AuxHiddenStateRecorder:
         self._engine = current_engine()
         if self._last_hidden_state:
-            decoder = self._target.get_decoder()
+            decoder = decoder_of(self._target)
             self._handles.append(decoder.register_forward_hook(self._record_last_hidden_state))
         if self._layer_ids:
             layers = decoder_layers(self._target)

@@ -157,6 +157,12 @@ def longest_window(model: PreTrainedModel) -> int:
     return max((kind.compress_rate for kind in _configured_layers(model)), default=0)
 
 
+def has_indexers(model: PreTrainedModel) -> bool:
+    """Whether modules of `model` keep keys of an indexer in the cache, by which it chooses what a query sees."""
+    forwards = {inspect.unwrap(kind.forward) for kind in map(type, modules_of(model))}
+    return any("update_indexer" in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+
+
 @cached_by_settings
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Whether attention layers of `model` look their function up in transformers' attention interface and read no mask.

@@ -211,6 +211,8 @@ def test_arguments(target, tmp_path):
     refuse(folder, target, "unexpected keyword argument 'tap'", tap=[1], error=TypeError)
     with pytest.raises(TypeError, match="target"):
         AutoDrafter.from_pretrained(folder)
+    with pytest.raises(TypeError, match="target is a DataParallel, which has no config; expected a model of"):
+        AutoDrafter.from_pretrained(folder, target=torch.nn.DataParallel(target))
     with pytest.raises(TypeError, match="target is None"):
         AutoDrafter.from_pretrained(folder, None)
 

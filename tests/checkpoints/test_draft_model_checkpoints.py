@@ -396,12 +396,14 @@ def drafts(drafter: DraftModelDrafter) -> list[int]:
 def test_save_and_load_round_trip(token, options, target, tmp_path):
     folder = write_draft_model(tmp_path / "a", token)
     first = AutoDrafter.from_pretrained(folder, target, **options)
+    if first.config.parallel_drafting:
+        first.config.num_assistant_tokens = 6  # not the published drafters' depth
     first.save_pretrained(tmp_path / "b")
     second = AutoDrafter.from_pretrained(tmp_path / "b", target)
     second.save_pretrained(tmp_path / "c")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
-    for name in ("parallel_drafting", "mask_token_id", "vocab_size", "draft_vocab_size"):
+    for name in ("parallel_drafting", "mask_token_id", "num_assistant_tokens", "vocab_size", "draft_vocab_size"):
         assert getattr(first.config, name) == getattr(second.config, name)
     original, saved_weights = load_file(folder / "model.safetensors"), load_file(tmp_path / "b" / "model.safetensors")
     assert original.keys() == saved_weights.keys()

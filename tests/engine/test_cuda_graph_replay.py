@@ -239,6 +239,24 @@ def test_results_do_not_depend_on_earlier_calls(monkeypatch, kind):
     assert not torch.equal(texts[0], texts[1])
 
 
+@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["mtp", "dspark"]))
+def test_a_round_that_is_captured_after_the_prefill_changes_no_drafts(capture, kind):
+    """A session has its prefills, but no round for the settings of a call."""
+    target, prompts = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    options = {"max_new_tokens": 8, "num_assistant_tokens": 2, "seeds": [1, 2, 3], "return_dict_in_generate": True}
+
+    def accepted(drafter, **settings):
+        out = target.generate(**prompts, **options, do_sample=True, assistant_model=drafter, **settings)
+        return out.sequences.tolist(), out.speculation.rows
+
+    hot = {"temperature": 1.5}
+    alone = accepted(RANDOM_DRAFTERS[kind](target), **hot)
+    drafter = RANDOM_DRAFTERS[kind](target)
+    accepted(drafter, top_k=5)
+    count = capture.count
+    assert accepted(drafter, **hot) == alone and capture.count == count + 1
+
+
 def test_out_of_memory_frees_idle_sessions(monkeypatch):
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", refuse)

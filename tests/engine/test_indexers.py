@@ -1,5 +1,6 @@
 """Targets with indexers, which choose the tokens that a query sees (DeepSeek-V3.2): their keys are kept by slot."""
 
+from contextlib import ExitStack
 from functools import cache, partial
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
-from oracle import copy_of, random_draft_model, random_eagle3
+from oracle import copy_of, random_draft_model, random_eagle3, random_mtp
 from targets import build_target, padded_prompts
 from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, DynamicCache
+
+from hf_specdec.patching.attention import ragged_attention
 
 pytestmark = pytest.mark.core_for()
 
@@ -70,6 +73,26 @@ def test_drafters(kind):
     drafter = TEXTS.check(KINDS[0], PROMPTS[3], lambda target, *_: kind(target))
     if kind is copy_of:
         assert drafter.stats.accepted == drafter.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_modules_with_indexers_are_refused(name):
+    """When they are made: their layers are given no masks."""
+    with pytest.raises(ValueError, match=f"'{name}' cannot be those of MTP modules: they have indexers"):
+        random_mtp(target_of(name))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_pass_of_others_that_begins_before_the_target_is_patched(name):
+    """It has made its mask for the attention that the target has otherwise, and ends with it."""
+    target, prompts = target_of(name), padded_prompts([12])
+    with torch.no_grad(), ExitStack() as stack:
+        alone = target(**prompts).logits
+        hook = target.model.layers[1].register_forward_pre_hook(
+            lambda *_: stack.enter_context(ragged_attention(target))
+        )
+        stack.callback(hook.remove)
+        assert torch.equal(target(**prompts).logits, alone)
 
 
 def test_replayed_graphs(monkeypatch):

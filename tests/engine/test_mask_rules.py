@@ -7,7 +7,7 @@ import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
-from oracle import copy_of, random_eagle3
+from oracle import copy_of, random_eagle3, random_mtp
 from targets import build_target, padded_prompts
 from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
@@ -67,6 +67,13 @@ def test_drafters(name):
     TEXTS.check(name, lengths, lambda target, *_: random_eagle3(target))
     drafter = TEXTS.check(name, lengths, lambda target, *_: copy_of(target))
     assert drafter.stats.accepted == drafter.stats.drafted > 0, "a draft model has the rules of its masks, too"
+
+
+def test_drafters_that_read_the_last_hidden_state():
+    """`get_decoder()` of Llama 4 is the model with the head, whose output has none."""
+    TEXTS.check("llama4_text", [40, 9, 33], lambda target, *_: random_mtp(target), num_draft_tokens=2)
+    drafter = copy_of(target_of("llama4_text"))
+    assert drafter.unroll(torch.arange(4, 12)[None], None, 1)[0].shape == (1, 8, 32)
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "qwen2_moe"])
