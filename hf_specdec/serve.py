@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching.utils import WorkloadHints
-from transformers.utils.import_utils import is_serve_available
 
 from .auto import AutoDrafter
 from .config import check_num_or_auto
 from .drafters import Drafter, NoDrafter
+from .host.generation import WorkloadHints
+from .host.serving import is_serve_available
 from .integration.manager import SpeculativeBatchingManager
 from .integration.manager_requests import SAMPLING_OPTIONS
 

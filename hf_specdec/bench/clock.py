@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from transformers.generation.streamers import BaseStreamer
+
+from ..host.generation import BaseStreamer
 
 
 def synchronize(device: torch.device) -> None:

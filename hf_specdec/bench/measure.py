@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedModel
-from transformers.generation.continuous_batching.requests import GenerationOutput
-from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..config import AUTO
 from ..drafters import Drafter
 from ..engine.equivalence import why_not_equivalent
+from ..host.generation import GenerationOutput, WorkloadHints
 from ..stats import SpeculationStats, add_up
 from ..virtual_memory import peak_committed_bytes, reset_peak_committed_bytes
 from .batches import Batch

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DistributedConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import loading
 from ..auto import AutoDrafter, read_config
@@ -33,6 +32,7 @@ from ..checkpoints.detection import (
 from ..checkpoints.mtp_layouts import implied_names
 from ..drafters import Drafter
 from ..drafters.registry import registered_drafters
+from ..host.modeling import with_random_weights
 
 
 def load_target(
@@ -96,7 +96,7 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same drafter.
     with torch.device(target.device):
         # In the target's dtype from the start, since stacked experts take gigabytes, in float32 twice as many.
-        drafter = found.family._from_config(found.config, dtype=target.dtype).to(target.dtype).eval()
+        drafter = with_random_weights(found.family, found.config, target.dtype).to(target.dtype).eval()
     drafter.requires_grad_(False)
     drafter.bind(target)
     return drafter

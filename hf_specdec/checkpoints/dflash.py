@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
-from transformers.activations import ACT2FN
 
 from ..config import (
     DEFAULT_ROPE_THETA,
@@ -16,6 +15,7 @@ from ..config import (
     DSparkConfig,
     default_block_layer_ids,
 )
+from ..host.modeling import ACT2FN
 from .checkpoint import Checkpoint
 from .decisions import NormalizedConfig
 from .detection import block_settings

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import sliding_window_bidirectional_overlay
 
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.draft_model import auto_class
 from ..config import CacheReaderConfig
+from ..host.modeling import sliding_window_bidirectional_overlay
 from ..kernels.types import Proposal, VerificationResult
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.attention import set_ragged_attention

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .. import ops
 from ..config import AUTO, DFlashConfig
+from ..host.modeling import LlamaRMSNorm
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import cached_attend
 from ..state import DecodeState

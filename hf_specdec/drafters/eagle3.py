@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..config import Eagle3Config
+from ..host.modeling import LlamaRMSNorm
 from ..patching.attention import cached_attend
 from ..state import DecodeState
 from ..training.unrolled import UnrolledAttention, shift_left

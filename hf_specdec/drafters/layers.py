@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from .. import layer_ops
 from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Config
+from ..host.modeling import ACT2FN, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 from ..layer_ops import RotaryKind
 from ..patching.layer_kernels import uses_layer_kernels
 

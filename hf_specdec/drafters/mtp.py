@@ -16,6 +16,8 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..checkpoints.quantised import check_not_quantised
 from ..config import MtpConfig
+from ..host.caches import cache_parameter
+from ..host.modeling import switches_experts
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..patching.cache import RaggedCache
 from ..patching.experts import original_experts_implementation
@@ -113,6 +115,7 @@ class MtpDrafter(CachedDrafter):
         super().__init__(config)
         self.decoder = build_decoder(AutoConfig.for_model(**(config.block or {})))
         self.frames = nn.ModuleList([MtpFrame(config) for _ in range(config.num_modules)])
+        self._cache_name = cache_parameter(type(self.decoder.layers[0]).forward)
         takes_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
         self._layer_types = self.decoder.config.layer_types if takes_type else None
         self.post_init()
@@ -192,7 +195,7 @@ class MtpDrafter(CachedDrafter):
         if not config.own_head:
             shared["head"] = SharedWeight(target.get_output_embeddings(), "head", config.hidden_size, name)
         check_aux_hidden_states(target, [], True, config.hidden_size, name)
-        if self.decoder._can_set_experts_implementation():
+        if switches_experts(self.decoder):
             self.decoder.set_experts_implementation(original_experts_implementation(target))
         self._shared_weights = shared
         self._record_binding(target)
@@ -254,7 +257,7 @@ class MtpDrafter(CachedDrafter):
             hidden,
             embeds,
             attention_mask=cache.attention_mask(slots),
-            past_key_values=cache,
+            **{self._cache_name: cache},
             use_cache=True,
         )
 

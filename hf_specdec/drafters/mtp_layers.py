@@ -6,10 +6,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from ..config import MtpConfig
+from ..host.modeling import LlamaRMSNorm, Qwen3NextRMSNorm, step3p7_text_model
 from ..patching.attention import ATTENTION_NAME
 from ..patching.support import has_indexers, has_recurrent_layers
 
@@ -23,7 +22,7 @@ def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
     if type(block) in MODEL_MAPPING:
         decoder_class = MODEL_MAPPING[type(block)]
     elif block.model_type == "step3p5":  # Only the model with a vision tower around it is in the mapping.
-        from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel as decoder_class
+        decoder_class = step3p7_text_model()
     else:
         raise ValueError(
             f"transformers {transformers.__version__} has no decoder layers of model_type {block.model_type!r}."

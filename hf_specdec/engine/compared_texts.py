@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMixin
 
 from ..config import DrafterConfig
 from ..drafters.base import Drafter
+from ..host.generation import GenerationMixin, default_settings
 from ..kernels.types import Proposal, VerificationResult
 from ..state import DecodeState
 
@@ -107,7 +107,7 @@ def generate_greedily(model: PreTrainedModel, inputs: dict[str, torch.Tensor], c
     names = [name for name in vars(model.generation_config) if not name.startswith("_")]
     names = [name for name in names if "assistant" not in name and "lookbehind" not in name]
     settings = dict.fromkeys(names) | {
-        name: value for name, value in model.generation_config._get_default_generation_params().items() if name in names
+        name: value for name, value in default_settings(model.generation_config).items() if name in names
     }
     settings |= {
         "max_length": None,

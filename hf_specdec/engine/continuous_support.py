@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..drafters.base import Drafter
+from ..host.caches import OUTPUT_NAME
 from ..row_buffers import NO_TOKEN, upload
 from ..sampling.processors import BlockProcessor
 from .request import Request
@@ -37,7 +38,7 @@ def check_continuous(request: Request) -> None:
         )
     asked = {
         "a streamer": request.streamer,
-        "past_key_values": request.cache,
+        OUTPUT_NAME: request.cache,
         "row temperatures": request.row_temperatures,
         **{f"output_{name}": request.keeps(name) or None for name in ("scores", "logits", "hidden_states")},
     }

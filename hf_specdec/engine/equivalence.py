@@ -18,6 +18,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from .. import ops
 from ..drafters.none import NoDrafter
 from ..errors import first_line
+from ..host.caches import OUTPUT_NAME, given_cache
 from ..patching.hidden_states import modules_of
 from ..patching.length_rope import why_not_marked
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
@@ -235,7 +236,7 @@ def _read_with_every_token(call: CallWithInputs) -> list[str]:
         return []
     model, cache = call.model, DynamicCache(config=call.model.config.get_text_config(decoder=True))
     if call.prompts.cached:
-        cache = copy.deepcopy(call.model_kwargs["past_key_values"])
+        cache = copy.deepcopy(given_cache(call.model_kwargs))
     run_as_given(model, call.prompts.input_ids, call.config, call.model_kwargs, cache)
 
     def logits(**changed: torch.Tensor) -> torch.Tensor:
@@ -270,7 +271,7 @@ def _generate_with(call: CallWithInputs, **options: Any) -> Generated:
     if call.model_kwargs.get("attention_mask") is not None:
         inputs["attention_mask"] = call.model_kwargs["attention_mask"]
     if call.prompts.cached:
-        inputs["past_key_values"] = copy.deepcopy(call.model_kwargs["past_key_values"])
+        inputs[OUTPUT_NAME] = copy.deepcopy(given_cache(call.model_kwargs))
     # No more drafts are made than the text has tokens left.
     count = max(NUM_NEW_TOKENS[call.engine], call.most_drafts)
     return generate_greedily(call.model, inputs, count, **options)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from ..host.modeling import UNREAD_ATTRIBUTES
 from ..parallel.tensor_parallel import local_shard
 from ..patching.hidden_states import ModuleTree
 from ..patching.linear import PLAIN_WEIGHTS
@@ -31,31 +32,6 @@ _PLAIN_VALUES = frozenset(
 )
 
 _PLAIN_TENSORS = frozenset(PLAIN_WEIGHTS)
-
-# Attributes of a `PreTrainedModel` that only loading, saving, sharding and `generate()` read; and `rope_deltas`, from
-# which a forward pass without position ids computes them (M-RoPE), and which every call of `generate()` sets.
-_OF_EVERY_MODEL = frozenset(
-    {
-        "_compiled_call",
-        "_ep_plan",
-        "_fsdp_plan",
-        "_keep_in_fp32_modules",
-        "_keep_in_fp32_modules_strict",
-        "_keys_to_ignore_on_load_missing",
-        "_keys_to_ignore_on_load_unexpected",
-        "_keys_to_ignore_on_save",
-        "_last_compile_config",
-        "_no_split_modules",
-        "_pp_plan",
-        "_previous_max_cache_length",
-        "_skip_keys_device_placement",
-        "_tp_plan",
-        "all_tied_weights_keys",
-        "generation_config",
-        "name_or_path",
-        "rope_deltas",
-    }
-)
 
 # Larger or more deeply nested containers are compared by kind and length only; objects nested half as deep by identity.
 _MOST_ENTRIES, _DEEPEST = 1024, 6
@@ -198,7 +174,7 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
     """
     unread = _OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
     if issubclass(kind, PreTrainedModel):
-        unread |= _OF_EVERY_MODEL
+        unread |= UNREAD_ATTRIBUTES
     names = sorted(set(attributes) - unread)
     # Of a single name `itemgetter` would make no tuple.
     return len(attributes), tuple(names), itemgetter(*(names or ["training"]), "training")

@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.utils import ModelOutput
 
 from ..errors import first_line
+from ..host.caches import CACHE_NAMES
+from ..host.generation import ModelOutput, inputs_after
+from ..host.modeling import ROPE_DELTAS
 from ..patching.cache import LayerKind, RaggedCache, RaggedLayer, RaggedRecurrentLayer
 from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
 from ..patching.patch import caller, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.recurrent_layers import RecurrentLayer
-from ..patching.support import CACHE_NAMES, cache_layers, has_recurrent_layers
+from ..patching.support import cache_layers, has_recurrent_layers
 from ..state import DecodeState
 from .kv_transfer import read_cache, run_as_given, stores_keys
 from .prompts import Prompts
@@ -47,12 +49,12 @@ def _sections(position_ids: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def kept_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
     """Context that restores `rope_deltas`, which M-RoPE models keep of their last prompts for the next call."""
-    before = [(module, vars(module)["rope_deltas"]) for module in modules_of(model) if "rope_deltas" in vars(module)]
+    before = [(one, vars(one)[ROPE_DELTAS]) for one in modules_of(model) if ROPE_DELTAS in vars(one)]
     try:
         yield
     finally:
         for module, value in before:
-            module.rope_deltas = value
+            setattr(module, ROPE_DELTAS, value)
 
 
 def inputs_after_prompts(
@@ -74,7 +76,7 @@ def inputs_after_prompts(
     longer = torch.nn.functional.pad(prompts.input_ids, (0, 1))
     try:
         with kept_rope_deltas(model):
-            given = model._update_model_kwargs_for_generation(ModelOutput(), given, num_new_tokens=1)
+            given = inputs_after(model, ModelOutput(), given, num_new_tokens=1)
             return model.prepare_inputs_for_generation(
                 longer, next_sequence_length=1, is_first_iteration=False, **given
             )

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import (
+
+from ..host.caches import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -22,8 +23,7 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from transformers.utils import ModelOutput
-
+from ..host.generation import ModelOutput, keeps_logits, prefill
 from ..patching.cache import LayerKind, RaggedCache, RaggedLayer
 from ..patching.recurrent_layers import RecurrentLayer
 from ..patching.running_layer import forgets_states
@@ -170,7 +170,7 @@ def run_as_given(
         config, inputs: of the call, as prepared by `generate()`.
         cache: to fill.
     """
-    return model._prefill(input_ids, config, dict(inputs) | {cache_name(model): cache})
+    return prefill(model, input_ids, config, dict(inputs) | {cache_name(model): cache})
 
 
 @dataclass
@@ -270,7 +270,7 @@ class FinishedCall:
         padding = torch.tensor(prompts.padding, device=text.device)[:, None]
         positions = torch.arange(width, device=text.device) - padding
         offsets = torch.tensor(self.position_offsets or [0] * len(padding), device=text.device)[:, None]
-        options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        options = {"logits_to_keep": 1} if keeps_logits(self.model) else {}
         with torch.no_grad():
             for begin, end in self._passes(held, width):
                 self.model(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..host.caches import GenerateDecoderOnlyOutput
 from ..stats import SpeculationStats
 from .row_request import RowRequest
 

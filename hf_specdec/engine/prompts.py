@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import Cache
 
+from ..host.caches import OUTPUT_NAME
 from .packed_prompts import PromptSpan
 
 
@@ -117,7 +118,7 @@ def read_prompts(
         )
     if cached >= width:
         raise ValueError(
-            f"past_key_values holds {cached} tokens a row, but the prompts have {width}; expected at least one token "
+            f"{OUTPUT_NAME} holds {cached} tokens a row, but the prompts have {width}; expected at least one token "
             "that it does not hold. Pass the whole text, or only what follows the cached text together with an "
             "attention_mask over both; or take tokens out of the cache with its crop(), if it has no recurrent states."
         )
@@ -126,7 +127,7 @@ def read_prompts(
     rows = next(map(len, filled), batch)
     if rows != batch:
         raise ValueError(
-            f"past_key_values holds {rows} rows, but the call has {batch} (prompts times num_return_sequences); "
+            f"{OUTPUT_NAME} holds {rows} rows, but the call has {batch} (prompts times num_return_sequences); "
             "expected as many. Repeat its rows with batch_repeat_interleave()."
         )
     return prompts

@@ -8,11 +8,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers import (
+    Cache,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from ..drafters.base import Drafter
+from ..host.generation import BaseStreamer, pad_token
 from ..parallel.tensor_parallel import from_first_rank
 from ..patching.support import num_positions
 from ..sampling.processors import row_temperatures
@@ -116,9 +122,9 @@ class Request:
     @cached_property
     def pad_token_id(self) -> int | None:
         """What rows that end before others continue with; None if plain `generate()` lets them go on instead."""
-        if self.config._pad_token_tensor is None or not any(hasattr(rule, "eos_token_id") for rule in self.criteria):
+        if pad_token(self.config) is None or not any(hasattr(rule, "eos_token_id") for rule in self.criteria):
             return None
-        return int(self.config._pad_token_tensor)
+        return int(pad_token(self.config))
 
     @property
     def remaining(self) -> list[int]:

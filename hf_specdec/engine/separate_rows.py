@@ -9,10 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import Cache, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers import (
+    Cache,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
+from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache
+from ..host.generation import inputs_after, prefill
 from ..patching.hidden_states import modules_of
 from ..patching.module_hooks import has_hooks
 from ..patching.patch import caller
@@ -84,7 +91,7 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
         return None
     if prompts.cached:
         return (
-            f"past_key_values holds {prompts.cached} tokens of each of {batch} rows, which cannot be taken apart; "
+            f"{OUTPUT_NAME} holds {prompts.cached} tokens of each of {batch} rows, which cannot be taken apart; "
             "expected an empty cache, or one row"
         )
     if has_hooks(modules_of(request.model), of_engines=False):
@@ -267,12 +274,12 @@ def _passes(request: Request, model_kwargs: dict[str, Any], sequences: torch.Ten
     model, width = request.model, request.prompts.width
     after = sequences.shape[1] - width - 1
     with caller():
-        passes = [model._prefill(request.prompts.input_ids, request.config, model_kwargs)]
+        passes = [prefill(model, request.prompts.input_ids, request.config, model_kwargs)]
         if after > 0:
-            inputs = model._update_model_kwargs_for_generation(passes[0], dict(model_kwargs), num_new_tokens=after)
+            inputs = inputs_after(model, passes[0], model_kwargs, num_new_tokens=after)
             inputs = model.prepare_inputs_for_generation(sequences[:, :-1], next_sequence_length=after, **inputs)
             passes.append(model(**inputs, return_dict=True))
-    found = {"past_key_values": model_kwargs["past_key_values"]}
+    found = {OUTPUT_NAME: given_cache(model_kwargs)}
     if request.keeps("hidden_states"):
         steps = [tuple(layer[..., step : step + 1, :] for layer in passes[1].hidden_states) for step in range(after)]
         found["hidden_states"] = (passes[0].hidden_states, *steps)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..host.caches import OUTPUT_NAME
 from ..patching.hidden_states import ModuleTree
 from ..patching.patch import caller
 from ..patching.support import settings_read_once
@@ -230,12 +231,12 @@ class StaticRun:
         if request.cache is not None and session.state.cache.recurrence is not None:
             columns = self._run_to_ends(session.state, columns)
         self._finished = FinishedCall.of(request, session.state.cache, self._sequences, columns)
-        self._past_key_values = request.cache
+        self._cache = request.cache
         if request.cache is not None:
             with caller():
                 self._finished.write_to(request.cache)
         elif request.config.return_dict_in_generate:
-            self._past_key_values = session.lend_buffers(DeferredCache(self._finished))
+            self._cache = session.lend_buffers(DeferredCache(self._finished))
 
     def _run_to_ends(self, state: DecodeState, columns: int) -> int:
         """Bring recurrent states to the last token but one of all rows; returns how many columns were run then.
@@ -292,6 +293,6 @@ class StaticRun:
             scores=transcript.scores,
             logits=transcript.logits,
             hidden_states=None if kept is None else kept.steps(request.prompts, transcript.steps),
-            past_key_values=self._past_key_values,
+            **{OUTPUT_NAME: self._cache},
             speculation=stats,
         )

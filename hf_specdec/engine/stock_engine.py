@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache, recording_layers, set_recording
+from ..host.generation import BaseStreamer, CandidateGenerator
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
 from ..patching.compressed_attention import compressed_attention
@@ -254,6 +253,10 @@ class ReplayCache(DynamicCache):
     def __exit__(self, *exception) -> None:
         self._handle.remove()
 
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove < 0:
             for layer, saved in zip(self.layers, self._snapshot, strict=True):
@@ -262,7 +265,7 @@ class ReplayCache(DynamicCache):
         super().crop(0)
 
     def _remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("past_key_values") is not self:
+        if given_cache(kwargs) is not self:
             return
         self._inputs = kwargs
         self._snapshot = [_copy_state(layer.__dict__) for layer in self.layers]
@@ -298,13 +301,12 @@ def _continuing(model: PreTrainedModel, cached: int) -> Iterator[None]:
 
 @contextmanager
 def _restored(cache: Cache | None) -> Iterator[None]:
-    """Context that restores `record_past` of sliding-window layers of the caller's `cache`, which the loop sets."""
-    kept = [(layer, layer.record_past) for layer in getattr(cache, "layers", ()) if hasattr(layer, "record_past")]
+    """Context that restores whether sliding-window layers of the caller's `cache` keep what has left their window."""
+    kept = recording_layers(cache)
     try:
         yield
     finally:
-        for layer, record_past in kept:
-            layer.record_past = record_past
+        set_recording(kept)
 
 
 @contextmanager
@@ -388,11 +390,11 @@ def _assist_row(
         )
         for patches in (recurrent_functions, pooled_indexers, compressed_attention, relative_biases, length_rope):
             stack.enter_context(patches(drafter))
-        cache = model_kwargs.get("past_key_values")
+        cache = given_cache(model_kwargs)
         stack.enter_context(_restored(cache))
         stack.enter_context(_continuing(model, request.prompts.cached))
         if has_recurrent_layers(model):
-            model_kwargs = model_kwargs | {"past_key_values": stack.enter_context(ReplayCache(model, cache))}
+            model_kwargs = model_kwargs | {OUTPUT_NAME: stack.enter_context(ReplayCache(model, cache))}
         generator = DrafterCandidateGenerator(row, recorder, criteria, counters)
         output = assisted_decoding(
             model,
@@ -406,9 +408,9 @@ def _assist_row(
             **model_kwargs,
         )
         seconds = generator.seconds
-    is_replayed = isinstance(output, GenerateDecoderOnlyOutput) and isinstance(output.past_key_values, ReplayCache)
-    if is_replayed and cache is not None:
-        output.past_key_values = cache
+    is_dict = isinstance(output, GenerateDecoderOnlyOutput)
+    if is_dict and cache is not None and isinstance(output[OUTPUT_NAME], ReplayCache):
+        output[OUTPUT_NAME] = cache
     return output, seconds
 
 
@@ -424,7 +426,7 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     if prompts.hidden:
         raise ValueError(
             f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "
-            f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only past_key_values holds; "
+            f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only {OUTPUT_NAME} holds; "
             "expected the whole text in input_ids."
         )
     obstacle = None if request.drafter.is_equivalence_check else why_not_equivalent(request.model, "stock")

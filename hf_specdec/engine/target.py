@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..host.generation import keeps_logits
 from ..op_choice import unseen
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
@@ -104,7 +105,7 @@ class Target:
         is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         columns = None
         # A `forward` that only hands its arguments on does not say whether it keeps the logits of some columns.
-        if isinstance(logits_to_keep, torch.Tensor) and not self.model._supports_logits_to_keep():
+        if isinstance(logits_to_keep, torch.Tensor) and not keeps_logits(self.model):
             logits_to_keep, columns = 0, logits_to_keep
         state.cache.advance(slots, state.live, state.num_before)
         position_ids = state.position_ids(slots)

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StopStringCriteria,
-)
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 from ..patching.patch import caller
 from .prompts import Prompts
 
 if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
+    from ..host.generation import BaseStreamer
 
 # Criteria that the generated tokens decide, without being called.
 DECIDED_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..drafters.base import Drafter
 from ..engine.row_request import ContinuousBatching, RowRequest
+from ..host.generation import GenerationOutput, RequestStatus
 from ..patching.patch import on_host
 from .dispatch import continuous_batching
 from .eligibility import REPLACED_INPUTS

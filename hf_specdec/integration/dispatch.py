@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateOutput
 
 from ..config import AUTO
 from ..drafters.base import Drafter
@@ -28,10 +26,12 @@ from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
+from ..host.caches import given_cache, is_of_caller
+from ..host.generation import BaseStreamer, GenerateOutput, mask_length
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
 from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
-from ..patching.support import has_compressed_layers, has_recurrent_layers, settings_read_once
+from ..patching.support import has_compressed_layers, has_only_states, has_recurrent_layers, settings_read_once
 from ..patching.variants import note_variant
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from ..sampling.randomness import Randomness
@@ -88,7 +88,7 @@ def _call_of(request: Request, engine: str) -> dict[str, Any]:
     return {
         "prompts": prompts.input_ids,
         "attention_mask": (prompts.padding, prompts.width),
-        "past_key_values": prompts.cached,
+        "cache": prompts.cached,
         "num_assistant_tokens": (request.num_draft_tokens, request.is_auto),
         "engine": engine,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
@@ -227,20 +227,21 @@ def generate_with_drafter(
     _CONTINUOUS.set(None)  # calls that are made during this one are usual calls
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
-    check_prompts(input_ids, mask, model_kwargs)
+    # A cache of states only does not know how many tokens it holds.
+    cache = None if has_only_states(model) else given_cache(model_kwargs)
+    check_prompts(input_ids, mask, cache, model_kwargs)
     tree = ModuleTree.of(model)
     note_variant(model, tree)
     logits_processor = _usable(logits_processor, continuous)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
-    cache = model_kwargs.get("past_key_values")
     check_cache(cache, generation_config)
     randomness = Randomness(seeds, generator)
     num_draft_tokens = _num_draft_tokens(drafter, generation_config, randomness, continuous)
     request = Request(
         model=model,
         drafter=drafter,
-        prompts=read_prompts(input_ids, mask, getattr(generation_config, "_mask_length", None), cache),
+        prompts=read_prompts(input_ids, mask, mask_length(generation_config), cache),
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,
@@ -248,7 +249,7 @@ def generate_with_drafter(
         is_auto=num_draft_tokens == AUTO,
         randomness=randomness,
         streamer=streamer,
-        cache=cache if getattr(cache, "_is_user_defined", False) else None,
+        cache=cache if is_of_caller(cache) else None,
     )
     attentions = empty_attentions(model, generation_config)
     if attentions is not None:

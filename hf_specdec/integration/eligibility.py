@@ -9,21 +9,22 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
+from ..host.caches import CACHE_NAMES, given_cache, is_of_caller
+from ..host.modeling import attention_of
 from ..patching.hidden_states import ModuleTree
 from ..patching.running_layer import forgets_states
-from ..patching.support import cache_layers, has_recurrent_layers, length_limits, why_not_supported
+from ..patching.support import cache_layers, has_only_states, has_recurrent_layers, length_limits, why_not_supported
 from ..patching.variants import why_not_known_attention
 
 # Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
 REPLACED_INPUTS = frozenset(
     {
+        *CACHE_NAMES,
         "attention_mask",
-        "cache_params",
         "cache_position",
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
-        "past_key_values",
         "position_ids",
         "return_dict",
         "use_cache",
@@ -109,7 +110,7 @@ def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple 
     """
     if not (config.return_dict_in_generate and config.output_attentions):
         return None
-    if model.config.get_text_config()._attn_implementation != "eager":
+    if attention_of(model.config.get_text_config()) != "eager":
         token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         with torch.no_grad():
             output = model(input_ids=token, use_cache=False, output_attentions=True, return_dict=True)
@@ -138,10 +139,11 @@ def _why_not_call(
 ) -> str | None:
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
-    if getattr(model_kwargs.get("cache_params"), "_is_user_defined", False):
-        return "the call has cache_params, a cache of recurrent states that does not know how many tokens it holds"
+    cache = given_cache(model_kwargs)
+    if has_only_states(model) and is_of_caller(cache):
+        return "the call has a cache of recurrent states only, which does not know how many tokens it holds"
     if prompts.cached:
-        obstacle = why_not_readable(model_kwargs["past_key_values"], cache_layers(model))
+        obstacle = why_not_readable(cache, cache_layers(model))
         if obstacle is not None:
             return obstacle
         if prompts.width - prompts.cached > 1 and has_recurrent_layers(model) and forgets_states(model):

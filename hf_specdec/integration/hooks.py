@@ -11,16 +11,22 @@ from typing import Any
 
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation import ContinuousBatchingManager, GenerationMixin
-from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 from ..auto import AutoDrafter
 from ..drafters.base import Drafter
 from ..engine.cuda_graphs import on_device
 from ..engine.stock_engine import DrafterCandidateGenerator
+from ..host.caches import given_cache
+from ..host.generation import (
+    REPLACED_METHODS,
+    ContinuousBatchingManager,
+    ContinuousMixin,
+    GenerationMixin,
+    GenerationMode,
+    default_settings,
+    makes_dynamic_cache,
+)
 from ..patching.patch import engine
-from ..patching.support import CACHE_NAMES
 from ..sampling.randomness import Randomness
 from .continuous import generate_batch
 from .dispatch import UNUSED_SETTINGS, generate_with_drafter
@@ -37,12 +43,24 @@ _ASKED = ("num_assistant_tokens", "use_cache", *UNUSED_SETTINGS)
 # Keywords of `generate()` that only a call with a `Drafter` has.
 _RANDOMNESS = tuple(field.name for field in fields(Randomness))
 
-_ASSISTED_DECODING = GenerationMixin._assisted_decoding
-_EXTRACT_GENERATION_MODE_KWARGS = GenerationMixin._extract_generation_mode_kwargs
-_GET_CANDIDATE_GENERATOR = GenerationMixin._get_candidate_generator
-_PREPARE_CACHE_FOR_GENERATION = GenerationMixin._prepare_cache_for_generation
-_PREPARE_GENERATION_CONFIG = GenerationMixin._prepare_generation_config
-_VALIDATE_GENERATION_MODE = GenerationMixin._validate_generation_mode
+# By owner and name: what takes the place of transformers' methods, which get those as their first argument.
+_METHODS: dict[tuple[type, str], Callable] = {}
+
+
+def _replaces(owner: type, name: str) -> Callable[[Callable], Callable]:
+    """Decorator of a function that takes the place of a method, which it is given as its first argument."""
+
+    def register(function: Callable) -> Callable:
+        original = REPLACED_METHODS[owner, name]
+
+        @functools.wraps(original)
+        def ours(self, *args, **kwargs):
+            return function(original, self, *args, **kwargs)
+
+        _METHODS[owner, name] = ours
+        return ours
+
+    return register
 
 
 def _refuse_others(assistant: Any) -> None:
@@ -61,42 +79,42 @@ def _refuse_others(assistant: Any) -> None:
             )
 
 
-@functools.wraps(_ASSISTED_DECODING)
-def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+@_replaces(GenerationMixin, "_assisted_decoding")
+def _assisted_decoding(original, self, input_ids, *args, assistant_model=None, **kwargs):
     if not isinstance(assistant_model, Drafter):
-        return _ASSISTED_DECODING(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+        return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
     with lock_of(self), on_device(self.device), engine():
-        return generate_with_drafter(_ASSISTED_DECODING, self, assistant_model, input_ids, *args, **kwargs)
+        return generate_with_drafter(original, self, assistant_model, input_ids, *args, **kwargs)
 
 
-@functools.wraps(_GET_CANDIDATE_GENERATOR)
-def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
+@_replaces(GenerationMixin, "_get_candidate_generator")
+def _get_candidate_generator(original, self, *args, assistant_model=None, **kwargs):
     if isinstance(assistant_model, DrafterCandidateGenerator):
         return assistant_model
-    return _GET_CANDIDATE_GENERATOR(self, *args, assistant_model=assistant_model, **kwargs)
+    return original(self, *args, assistant_model=assistant_model, **kwargs)
 
 
-@functools.wraps(_PREPARE_CACHE_FOR_GENERATION)
-def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-    if generation_config._has_drafter and _makes_new_cache(self, generation_config, model_kwargs):
+@_replaces(GenerationMixin, "_prepare_cache_for_generation")
+def _prepare_cache_for_generation(original, self, generation_config, model_kwargs, *args, **kwargs):
+    # Some models prepare a configuration of their own, which has not passed through `_prepare_generation_config`.
+    if getattr(generation_config, "_has_drafter", False) and _makes_new_cache(self, generation_config, model_kwargs):
         # The static engine has one of its own; `generate_with_drafter` makes it for calls that run otherwise.
         generation_config._cache_arguments = args, kwargs
         return None
-    return _PREPARE_CACHE_FOR_GENERATION(self, generation_config, model_kwargs, *args, **kwargs)
+    return original(self, generation_config, model_kwargs, *args, **kwargs)
 
 
 def _makes_new_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
     """Whether transformers would make a `DynamicCache`, and nothing else reads it before the drafter's call runs."""
     is_own = type(model)._prepare_cache_for_generation is _prepare_cache_for_generation
-    if not is_own or "_prepare_cache_for_generation" in vars(model) or not model._supports_default_dynamic_cache():
+    if not is_own or "_prepare_cache_for_generation" in vars(model) or not makes_dynamic_cache(model):
         return False
-    is_given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
-    return not is_given and config.cache_implementation is None and config.use_cache is not False
+    return given_cache(model_kwargs) is None and config.cache_implementation is None and config.use_cache is not False
 
 
-@functools.wraps(_PREPARE_GENERATION_CONFIG)
-def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
-    prepared, model_kwargs = _PREPARE_GENERATION_CONFIG(self, generation_config, *args, **kwargs)
+@_replaces(GenerationMixin, "_prepare_generation_config")
+def _prepare_generation_config(original, self, generation_config=None, *args, **kwargs):
+    prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
     # transformers fills in defaults, after which the settings of the caller cannot be told from them.
     places = (kwargs, {} if generation_config is None else _asked_in(generation_config))
     own = {name: value for name, value in vars(self.generation_config).items() if name != "use_cache"}
@@ -113,14 +131,14 @@ def _asked_in(config: GenerationConfig) -> dict[str, Any]:
     if "_asked" not in settings:
         return settings
     # It was prepared before, which filled in defaults, as older pipelines do once for all calls.
-    defaults = GenerationConfig._get_default_generation_params()
+    defaults = default_settings(GenerationConfig)
     changed = {name: settings.get(name) for name in _ASKED if settings.get(name) != defaults.get(name)}
     return settings["_asked"] | changed
 
 
-@functools.wraps(_EXTRACT_GENERATION_MODE_KWARGS)
-def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
-    extracted = _EXTRACT_GENERATION_MODE_KWARGS(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+@_replaces(GenerationMixin, "_extract_generation_mode_kwargs")
+def _extract_generation_mode_kwargs(original, self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
+    extracted = original(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
     _refuse_others(assistant_model)
     if not isinstance(assistant_model, Drafter):
         return extracted
@@ -133,11 +151,11 @@ def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, 
     return extracted | {name: value for name, value in given.items() if value is not None}
 
 
-@functools.wraps(_VALIDATE_GENERATION_MODE)
-def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+@_replaces(GenerationMixin, "_validate_generation_mode")
+def _validate_generation_mode(original, self, generation_mode, generation_config, generation_mode_kwargs):
     drafter = generation_mode_kwargs.get("assistant_model")
     if not isinstance(drafter, Drafter):
-        return _VALIDATE_GENERATION_MODE(self, generation_mode, generation_config, generation_mode_kwargs)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
     synced_gpus = generation_mode_kwargs.get("synced_gpus", False)
     if generation_config.use_cache is False and generation_config._asked["use_cache"] is None:
         # Left in the model's own settings, by training for example; the text is the same with a cache.
@@ -151,58 +169,50 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
         )
     # The rest are transformers' checks for plain decoding; its rules for assistant models do not apply.
     others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
-    return _VALIDATE_GENERATION_MODE(self, GenerationMode.SAMPLE, generation_config, others)
+    return original(self, GenerationMode.SAMPLE, generation_config, others)
 
 
-def _without_drafters(method: Callable) -> Callable:
-    """`method` of a manager without a drafter, refusing drafters, which it would ignore."""
-
-    @functools.wraps(method)
-    def refuse(self, *args, **kwargs):
-        for name, value in kwargs.items():
-            _refuse_others(value)
-            if isinstance(value, Drafter):
-                raise ValueError(
-                    f"{method.__name__}() was given {name}={type(value).__name__}, but the drafter is the manager's; "
-                    "expected a request without one. Pass it to init_continuous_batching(assistant_model=...)."
-                )
-        return method(self, *args, **kwargs)
-
-    return refuse
+def _without_drafters(original: Callable, self, *args, **kwargs):
+    """A method of a manager without a drafter, refusing drafters, which it would ignore."""
+    for name, value in kwargs.items():
+        _refuse_others(value)
+        if isinstance(value, Drafter):
+            raise ValueError(
+                f"{original.__name__}() was given {name}={type(value).__name__}, but the drafter is the manager's; "
+                "expected a request without one. Pass it to init_continuous_batching(assistant_model=...)."
+            )
+    return original(self, *args, **kwargs)
 
 
-_GENERATE_BATCH = ContinuousMixin.generate_batch
+for _name in ("add_request", "add_requests"):
+    _replaces(ContinuousBatchingManager, _name)(_without_drafters)
 
 
-@functools.wraps(_GENERATE_BATCH)
-def _generate_batch(self, inputs, *args, assistant_model=None, **kwargs):
+@_replaces(ContinuousMixin, "generate_batch")
+def _generate_batch(original, self, inputs, *args, assistant_model=None, **kwargs):
     _refuse_others(assistant_model)
     if isinstance(assistant_model, Drafter):
         return generate_batch(self, assistant_model, inputs, *args, **kwargs)
     others = {} if assistant_model is None else {"assistant_model": assistant_model}
-    return _GENERATE_BATCH(self, inputs, *args, **others, **kwargs)
+    return original(self, inputs, *args, **others, **kwargs)
 
 
-_INIT_CONTINUOUS_BATCHING = ContinuousMixin.init_continuous_batching
-_CONTINUOUS_BATCHING_CONTEXT_MANAGER = ContinuousMixin.continuous_batching_context_manager
-
-
-@functools.wraps(_INIT_CONTINUOUS_BATCHING)
-def _init_continuous_batching(self, *args, assistant_model=None, **kwargs):
+@_replaces(ContinuousMixin, "init_continuous_batching")
+def _init_continuous_batching(original, self, *args, assistant_model=None, **kwargs):
     _refuse_others(assistant_model)
     if isinstance(assistant_model, Drafter):
         return SpeculativeBatchingManager(self, assistant_model, *args, **kwargs)
     others = {} if assistant_model is None else {"assistant_model": assistant_model}
-    return _INIT_CONTINUOUS_BATCHING(self, *args, **others, **kwargs)
+    return original(self, *args, **others, **kwargs)
 
 
-@functools.wraps(_CONTINUOUS_BATCHING_CONTEXT_MANAGER)
-def _continuous_batching_context_manager(self, *args, assistant_model=None, **kwargs):
+@_replaces(ContinuousMixin, "continuous_batching_context_manager")
+def _continuous_batching_context_manager(original, self, *args, assistant_model=None, **kwargs):
     _refuse_others(assistant_model)
     if isinstance(assistant_model, Drafter):
         return _running_manager(self, assistant_model, *args, **kwargs)
     others = {} if assistant_model is None else {"assistant_model": assistant_model}
-    return _CONTINUOUS_BATCHING_CONTEXT_MANAGER(self, *args, **others, **kwargs)
+    return original(self, *args, **others, **kwargs)
 
 
 @contextmanager
@@ -231,46 +241,16 @@ def _running_manager(
         manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
 
 
-# By owner and name: transformers' method and ours.
-_METHODS: dict[tuple[type, str], tuple[Callable, Callable]] = {
-    (GenerationMixin, "_assisted_decoding"): (_ASSISTED_DECODING, _assisted_decoding),
-    (GenerationMixin, "_extract_generation_mode_kwargs"): (
-        _EXTRACT_GENERATION_MODE_KWARGS,
-        _extract_generation_mode_kwargs,
-    ),
-    (GenerationMixin, "_get_candidate_generator"): (_GET_CANDIDATE_GENERATOR, _get_candidate_generator),
-    (GenerationMixin, "_prepare_cache_for_generation"): (
-        _PREPARE_CACHE_FOR_GENERATION,
-        _prepare_cache_for_generation,
-    ),
-    (GenerationMixin, "_prepare_generation_config"): (_PREPARE_GENERATION_CONFIG, _prepare_generation_config),
-    (GenerationMixin, "_validate_generation_mode"): (_VALIDATE_GENERATION_MODE, _validate_generation_mode),
-    (ContinuousMixin, "generate_batch"): (_GENERATE_BATCH, _generate_batch),
-    (ContinuousMixin, "init_continuous_batching"): (_INIT_CONTINUOUS_BATCHING, _init_continuous_batching),
-    (ContinuousMixin, "continuous_batching_context_manager"): (
-        _CONTINUOUS_BATCHING_CONTEXT_MANAGER,
-        _continuous_batching_context_manager,
-    ),
-    **{
-        (ContinuousBatchingManager, name): (
-            vars(ContinuousBatchingManager)[name],
-            _without_drafters(vars(ContinuousBatchingManager)[name]),
-        )
-        for name in ("add_request", "add_requests")
-    },
-}
-
-
 def install() -> None:
     """Let `generate(assistant_model=drafter)` run our engines. Done on import; doing it twice changes nothing.
 
     Calls without a `Drafter` go to transformers' own methods unchanged.
     """
-    for (owner, name), (_, ours) in _METHODS.items():
+    for (owner, name), ours in _METHODS.items():
         setattr(owner, name, ours)
 
 
 def uninstall() -> None:
     """Give transformers back exactly the methods it had before `install`."""
-    for (owner, name), (original, _) in _METHODS.items():
-        setattr(owner, name, original)
+    for owner, name in _METHODS:
+        setattr(owner, name, REPLACED_METHODS[owner, name])

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..drafters.base import Drafter
+from ..host.generation import GenerationOutput
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.patch import on_host
 from .continuous import check_config, check_length

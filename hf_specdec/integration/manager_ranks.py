@@ -12,9 +12,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
-
 from ..engine.row_request import Arrived
+from ..host.generation import BackgroundThreadStatus
 from ..parallel.rank_agreement import RankAgreement
 from ..parallel.tensor_parallel import is_first_rank
 from .locks import lock_of

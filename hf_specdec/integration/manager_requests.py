@@ -20,11 +20,11 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..engine.buckets import next_power_of_two
 from ..engine.request import fitting_tokens, why_too_long
 from ..engine.row_request import RowRequest
+from ..host.generation import GenerationOutput, RequestStatus
 from ..kernels.types import NO_TOP_K, SamplingSettings
 from ..ops import row_seeds
 from ..patching.patch import on_host

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from transformers.generation.continuous_batching.requests import GenerationOutput
+from ..host.generation import GenerationOutput
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
-
 from ..engine.row_request import Arrived
 from ..errors import first_line
+from ..host.generation import BackgroundThreadStatus
 from .locks import lock_of
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue

@@ -6,20 +6,24 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
 
 from ..drafters.base import Drafter
+from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
+from ..host.generation import GenerationMode
 from ..patching.hidden_states import modules_of
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
 
-def check_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
+def check_prompts(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, model_kwargs: dict[str, Any]
+) -> None:
     """Check shapes and dtypes of the prompts of a call.
 
     Args:
         input_ids: as prepared by `generate()`.
         mask: the attention mask, likewise, on the host.
+        cache: that the call continues; None, or an empty one, for none.
         model_kwargs: inputs of the model, likewise.
 
     Raises:
@@ -35,7 +39,6 @@ def check_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, model_kwar
         raise ValueError(f"input_ids is {input_ids.dtype}; expected token ids, torch.int64 or torch.int32.")
     if mask is None:
         return
-    cache = model_kwargs.get("past_key_values")
     # With a filled cache a mask may also cover the cached text, see `prompts.read_prompts`.
     is_filled = cache is not None and cache.get_seq_length() > 0
     shapes = (tuple(mask.shape[:1]), tuple(input_ids.shape[:1])) if is_filled else (mask.shape, input_ids.shape)
@@ -90,10 +93,10 @@ def check_cache(cache: Any, config: GenerationConfig) -> None:
             'expected "offloaded" or none. Drop that option or assistant_model.'
         )
     what, parts = f"cache_implementation is {asked!r}", []
-    if getattr(cache, "_is_user_defined", False):
-        what = f"past_key_values is a {type(cache).__name__}"
+    if is_of_caller(cache):
+        what = f"{OUTPUT_NAME} is a {type(cache).__name__}"
         parts = [cache, *getattr(cache, "layers", ()), getattr(cache, "layer_class_to_replicate", None)]
-    if asked == "quantized" or any(hasattr(part, "_quantize") for part in parts):
+    if asked == "quantized" or any(map(rounds_keys, parts)):
         raise ValueError(
             f"{what}, which stores rounded keys and values, from which rejected drafts cannot be taken back; expected "
             "a cache that stores them as they are. Drop it or assistant_model."

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..device_policy import policy_of
 from ..errors import first_line
+from ..host.serving import MoeExpertsParallel, RowwiseParallel
 from ..patching.hidden_states import modules_of
 from ..patching.linear import PLAIN_WEIGHTS
 from ..patching.patch import Replacements, runs_engine
@@ -238,16 +239,14 @@ def _experts_forward(module: nn.Module, wrapper: Wrapper, group_name: str) -> Ca
 
 def _all_reducing_forward(group_name: str, module: nn.Module) -> Callable[..., torch.Tensor] | None:
     """`forward` of `module` with small all-reduces in symmetric memory; None if it has no all-reduce known here."""
-    from transformers.distributed.tensor_parallel import MoeExpertsParallel, RowwiseParallel
-
     wrapper = wrapper_of(module)
     if wrapper is None:
         return None
     style = wrapper.style
-    if type(style) is RowwiseParallel and type(module) is nn.Linear and type(module.weight) in PLAIN_WEIGHTS:
+    if type(style) is RowwiseParallel() and type(module) is nn.Linear and type(module.weight) in PLAIN_WEIGHTS:
         is_plain = style.input_layouts == Shard(-1) and style.output_layouts == Replicate() and style.use_local_output
         return _row_parallel_forward(module, wrapper, group_name) if is_plain else None
-    if type(style) is MoeExpertsParallel and any(
+    if type(style) is MoeExpertsParallel() and any(
         isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
         for parameter in module.parameters()
     ):

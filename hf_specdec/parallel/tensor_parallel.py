@@ -8,22 +8,19 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import MaxTimeCriteria
+from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
+from ..host.serving import ColwiseParallel, TensorParallelLayer, tensor_parallel_mesh
 from ..patching.hidden_states import modules_of
 from ..patching.linear import PLAIN_WEIGHTS
 from ..patching.patch import ABSENT, Replacements, constant
-
-if TYPE_CHECKING:
-    from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 
 def num_processes() -> int:
@@ -48,10 +45,8 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_parallel_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
     """The ranks over which transformers has sharded the weights of `model` (`tp_plan`); None if it is not sharded."""
-    if (getattr(model, "_tp_size", None) or 1) == 1:
-        return None
-    mesh = model._device_mesh
-    return (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
+    mesh = tensor_parallel_mesh(model)
+    return None if mesh is None else mesh.get_group()
 
 
 def is_first_rank(model: PreTrainedModel) -> bool:
@@ -81,30 +76,26 @@ class Wrapper(NamedTuple):
     """
 
     forward: Callable
-    style: TensorParallelLayer
+    style: Any
     mesh: DeviceMesh
     wrapped: Callable
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
     """The wrapper around the `forward` of `module`; None if it has none, or one that is not of transformers."""
-    from transformers.distributed.tensor_parallel import TensorParallelLayer
-
     forward = vars(module).get("forward")
     if not inspect.isfunction(forward):
         return None
     inside = inspect.getclosurevars(forward).nonlocals
-    if not isinstance(inside.get("self"), TensorParallelLayer) or not {"mesh", "original_forward"} <= inside.keys():
+    if not isinstance(inside.get("self"), TensorParallelLayer()) or not {"mesh", "original_forward"} <= inside.keys():
         return None
     return Wrapper(forward, inside["self"], inside["mesh"], inside["original_forward"])
 
 
 def _only_splits(module: nn.Module) -> bool:
     """Whether the wrapper of `module` does nothing once its weights are local: a plain column-parallel linear layer."""
-    from transformers.distributed.tensor_parallel import ColwiseParallel
-
     wrapper = wrapper_of(module)
-    if wrapper is None or type(wrapper.style) is not ColwiseParallel or type(module) is not nn.Linear:
+    if wrapper is None or type(wrapper.style) is not ColwiseParallel() or type(module) is not nn.Linear:
         return False
     style = wrapper.style
     shards = (_shard_without_view(parameter) for parameter in module.parameters(recurse=False))

@@ -11,12 +11,11 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
+from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, eager_mask
 from .cache import RaggedCache
-from .implementations import IMPLEMENTATION, runs_flash_attention, submodel_configs
+from .implementations import runs_flash_attention, submodel_configs
 from .mask_rules import MaskRule, rules_by_module
 from .patch import Replacements, constant, original
 from .relative_bias import biased_attention
@@ -147,7 +146,7 @@ class _Original:
     def __init__(self, module: torch.nn.Module):
         self._module = module
         self.config = copy.copy(module.config)
-        vars(self.config)[IMPLEMENTATION] = original(module.config, IMPLEMENTATION)
+        vars(self.config)[ATTENTION_ENTRY] = original(module.config, ATTENTION_ENTRY)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -159,7 +158,7 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
     Raises:
         RuntimeError: `module` belongs to a drafter's model, which has no other attention.
     """
-    name = original(module.config, IMPLEMENTATION)
+    name = original(module.config, ATTENTION_ENTRY)
     if name == MASKED_NAME:  # for good, where eager masks are made
         name = "eager"
     if name == ATTENTION_NAME:
@@ -179,7 +178,7 @@ def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.
 
     It makes masks for calls by others while `ragged_attention` is active; engines bring their own masks.
     """
-    name = original(config, IMPLEMENTATION)
+    name = original(config, ATTENTION_ENTRY)
     if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
@@ -259,7 +258,7 @@ def set_ragged_attention(
     for module, rule in _rules_of(model) if rules is None else rules:
         vars(module)[_RULE] = rule
     for config in submodel_configs(model):
-        vars(config)[IMPLEMENTATION] = name
+        vars(config)[ATTENTION_ENTRY] = name
 
 
 def ragged_attention(target: PreTrainedModel) -> Replacements:
@@ -271,7 +270,7 @@ def ragged_attention(target: PreTrainedModel) -> Replacements:
     make_name = constant(_name_for(target))
     return Replacements(
         {
-            IMPLEMENTATION: [(config, make_name) for config in submodel_configs(target)],
+            ATTENTION_ENTRY: [(config, make_name) for config in submodel_configs(target)],
             _RULE: [(module, constant(rule)) for module, rule in _rules_of(target)],
         }
     )

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import ops
+from ..host.caches import Cache, CacheLayerMixin
 from ..virtual_memory import RowMemory
 from .compressed_layers import CompressedWindows
 from .recurrent_layers import RecurrentLayer

@@ -17,14 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..host.modeling import COMPRESSOR, COMPRESSOR_INDEXER, ROTATION
 from .cache import CompressedLayer, RaggedCache
 from .hidden_states import modules_of
 from .patch import Replacements
-
-# Attributes of a compressor, of those that choose among its entries, and the function by which its file rotates.
-_PARTS = ("kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary_emb", "rope_layer_type", "compress_rate")
-_INDEXER_PARTS = (*_PARTS, "q_b_proj", "scorer", "index_topk")
-_ROTATION = "apply_rotary_pos_emb"
 
 
 def _file_of(module: nn.Module) -> ModuleType:
@@ -41,11 +37,11 @@ def compressors_of(*models: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in modules_of(*models)
-        if _has(module, _PARTS)
+        if _has(module, COMPRESSOR)
         and not hasattr(module, "scorer")
         and getattr(vars(module).get("forward"), "func", _forward) is _forward
-        and hasattr(_file_of(module), _ROTATION)
-        and (not hasattr(module, "indexer") or _has(module.indexer, _INDEXER_PARTS))
+        and hasattr(_file_of(module), ROTATION)
+        and (not hasattr(module, "indexer") or _has(module.indexer, COMPRESSOR_INDEXER))
     ]
 
 
@@ -105,7 +101,7 @@ def _forward(
     hidden_states: torch.Tensor,
     q_residual: torch.Tensor,
     position_ids: torch.Tensor,
-    past_key_values: Any,
+    cache: Any,
     layer_idx: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `forward` of a compressor.
@@ -116,15 +112,15 @@ def _forward(
         hidden_states: `[B, n, hidden_size]`.
         q_residual: `[B, n, q_lora_rank]`, what queries are projected from.
         position_ids: `[B, n]` int64.
-        past_key_values: the cache.
+        cache: that the layer was given.
         layer_idx: of the attention layer.
 
     Returns:
         the entries as keys and values, `[B, 1, S, D]`, and what is added to their scores, `[B, 1, n, S]`.
     """
-    if not isinstance(past_key_values, RaggedCache):
-        return type(module).forward(module, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
-    layer, rotate = past_key_values.layers[layer_idx], getattr(file, _ROTATION)
+    if not isinstance(cache, RaggedCache):
+        return type(module).forward(module, hidden_states, q_residual, position_ids, cache, layer_idx)
+    layer, rotate = cache.layers[layer_idx], getattr(file, ROTATION)
     entries, is_seen = _compress(module, layer, "compressor", hidden_states, rotate)
     if hasattr(module, "indexer"):
         keys, _ = _compress(module.indexer, layer, "indexer", hidden_states, rotate)

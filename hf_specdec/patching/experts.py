@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .. import ops
+from ..host.modeling import ALL_EXPERTS_FUNCTIONS, EXPERTS_ENTRY, apply_gate
 from .hidden_states import modules_of
 from .implementations import submodel_configs
 from .linear import PLAIN_WEIGHTS
@@ -18,7 +18,6 @@ from .patch import Replacements, constant, original, runs_engine
 
 EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"
-_ENTRY = "_experts_implementation_internal"
 
 # Limits on the average number of tokens an expert gets: up to the first, blocks have 16 rows, above it 64; up to the
 # second, bfloat16 is computed by the Triton kernel, above it by torch's grouped matmul. Measured on one H200,
@@ -73,7 +72,7 @@ def experts_forward(
         return ops.expert_linear(inputs.to(weight.dtype), weight, bias, plan, rows, module.is_transposed)
 
     inner = linear(hidden_states, first, name)
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
     outputs = linear(inner, second, "down_proj")
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
@@ -95,7 +94,7 @@ def _original_experts(module: nn.Module) -> Callable[..., torch.Tensor]:
     wrapper = next(
         vars(cls)["forward"] for cls in type(module).__mro__ if hasattr(vars(cls).get("forward"), "__wrapped__")
     )
-    return ALL_EXPERTS_FUNCTIONS.get_interface(original(module.config, _ENTRY), wrapper.__wrapped__)
+    return ALL_EXPERTS_FUNCTIONS.get_interface(original(module.config, EXPERTS_ENTRY), wrapper.__wrapped__)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _for_engines(experts_forward))
@@ -112,7 +111,7 @@ def _is_suitable(model: PreTrainedModel) -> bool:
 
 def original_experts_implementation(model: PreTrainedModel) -> str | None:
     """The experts implementation that `model` has outside of the contexts of this module."""
-    return original(model.config.get_text_config(), _ENTRY)
+    return original(model.config.get_text_config(), EXPERTS_ENTRY)
 
 
 def triton_experts(*models: PreTrainedModel) -> Replacements:
@@ -122,7 +121,9 @@ def triton_experts(*models: PreTrainedModel) -> Replacements:
     """
     configs = [config for model in models if _is_suitable(model) for config in submodel_configs(model)]
     make_name = constant(EXPERTS_NAME)
-    return Replacements({_ENTRY: [(one, make_name) for one in configs if original(one, _ENTRY) in DEFAULTS]})
+    return Replacements(
+        {EXPERTS_ENTRY: [(one, make_name) for one in configs if original(one, EXPERTS_ENTRY) in DEFAULTS]}
+    )
 
 
 def copies_experts(*models: PreTrainedModel) -> bool:
@@ -138,4 +139,6 @@ def capturable_experts(*models: PreTrainedModel) -> Replacements:
     """
     configs = [config for model in models for config in submodel_configs(model)]
     make_name = constant(BATCHED_NAME)
-    return Replacements({_ENTRY: [(one, make_name) for one in configs if getattr(one, _ENTRY) in DEFAULTS]})
+    return Replacements(
+        {EXPERTS_ENTRY: [(one, make_name) for one in configs if getattr(one, EXPERTS_ENTRY) in DEFAULTS]}
+    )

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..host.caches import cache_parameter, given_cache
+from ..host.modeling import UPDATE_CONV_STATE
 from .cache import RaggedCache
 from .hidden_states import modules_of
-
-# Parameters of such methods after the inputs.
-_CACHE = ["past_key_values"]
 
 
 class _State(NamedTuple):
@@ -74,23 +73,28 @@ def _state_of(method: Callable) -> _State | None:
     return None
 
 
+def _takes_inputs_and_cache(function: Callable) -> bool:
+    parameters = list(inspect.signature(function).parameters)
+    return len(parameters) == 3 and parameters[2] == cache_parameter(function)
+
+
 @functools.cache
 def _methods(kind: type, others: frozenset[str]) -> tuple[str, ...]:
     """Names of the methods of the class `kind` that store inputs, and call none of the functions `others`."""
     functions = inspect.getmembers(kind, inspect.isfunction)
-    storing = ((name, one) for name, one in functions if "update_conv_state" in one.__code__.co_names)
+    storing = ((name, inspect.unwrap(one)) for name, one in functions)
+    storing = ((name, one) for name, one in storing if UPDATE_CONV_STATE in one.__code__.co_names)
     return tuple(
-        name
-        for name, one in storing
-        if others.isdisjoint(one.__code__.co_names) and list(inspect.signature(one).parameters)[2:] == _CACHE
+        name for name, one in storing if others.isdisjoint(one.__code__.co_names) and _takes_inputs_and_cache(one)
     )
 
 
-def _run(method: Callable, state: _State, inputs: torch.Tensor, past_key_values: Any) -> torch.Tensor:
-    """What `method` gives of `inputs` `[B, n, ...]`."""
-    if not isinstance(past_key_values, RaggedCache):
-        return method(inputs, past_key_values)
-    layer = past_key_values.layers[state.layer_idx]
+def _run(method: Callable, state: _State, inputs: torch.Tensor, cache: Any = None, **named: Any) -> torch.Tensor:
+    """What `method` gives of `inputs` `[B, n, ...]`; its cache comes by position, or by one of its names."""
+    cache = given_cache({"cache": cache, **named})
+    if not isinstance(cache, RaggedCache):
+        return method(inputs, cache)
+    layer = cache.layers[state.layer_idx]
     return method(layer.with_former(inputs, state.index, state.count, state.fill), None)[:, state.count :]
 
 

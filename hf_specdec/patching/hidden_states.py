@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..host.modeling import accelerate_hook
 from .patch import current_engine
 
 
@@ -118,7 +119,7 @@ def device_of_last_layer(target: PreTrainedModel) -> torch.device:
     layers = find_decoder_layers(target)
     last = target if layers is None else layers[-1]
     for module in last.modules():
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        device = getattr(accelerate_hook(module), "execution_device", None)
         if device is not None:
             return torch.device(device)
     return next(last.parameters()).device

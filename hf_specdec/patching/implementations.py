@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..host.modeling import ATTENTION_ENTRY
 from .hidden_states import modules_of
 from .patch import Replacements, constant, original
-
-IMPLEMENTATION = "_attn_implementation_internal"
 
 
 def registered_attention(model: PreTrainedModel, name: str) -> Replacements:
     """Context in which `model` runs the attention implementation that is registered with transformers as `name`."""
-    return Replacements({IMPLEMENTATION: [(config, constant(name)) for config in submodel_configs(model)]})
+    return Replacements({ATTENTION_ENTRY: [(config, constant(name)) for config in submodel_configs(model)]})
 
 
 def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -23,4 +22,4 @@ def submodel_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def runs_flash_attention(model: PreTrainedModel) -> bool:
     """Whether the text model of `model` runs flash attention outside of `registered_attention`; it is given no mask."""
-    return "flash" in str(original(model.config.get_text_config(), IMPLEMENTATION))
+    return "flash" in str(original(model.config.get_text_config(), ATTENTION_ENTRY))

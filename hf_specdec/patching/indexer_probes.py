@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import ops
+from ..host.caches import cache_argument
 from .cache import LayerKind, RaggedCache
 from .hidden_states import modules_of
 from .patch import Replacements
@@ -105,7 +106,7 @@ def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
     size = getattr(module, kind.size)
     count = _NUM_POOLS * size + size // 2
     given = _random_inputs(module, kind, count)
-    found = type(module).forward(module, **given, past_key_values=None)
+    found = type(module).forward(module, **given, **cache_argument(type(module).forward, None))
     if found.dim() == 3:
         form, expected = "indices", visible_slots(found, count)
     elif found.dtype == torch.bool:
@@ -118,7 +119,7 @@ def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
     for end in (count - size - 1, count):
         cache.advance(torch.arange(first, end, device="cpu")[None], end)
         part = {name: _of_pass(value, first, end) for name, value in given.items()}
-        passes.append(visible_slots(kind.choose(module, **part, past_key_values=cache), count))
+        passes.append(visible_slots(kind.choose(module, **part, cache=cache), count))
         first = end
     differ = (torch.cat(passes, dim=1) != expected).any(-1)
     selects = not bool(expected[:, -1].all())

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
+from ..host.caches import OUTPUT_NAME, given_cache
+from ..host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from .hidden_states import modules_of
 from .patch import Replacements, engine, runs_engine
 
@@ -258,9 +259,9 @@ def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
     tokens = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     cache = _FilledCache(model, limit)
     inputs = model.prepare_inputs_for_generation(
-        tokens, past_key_values=cache, attention_mask=torch.ones_like(tokens), next_sequence_length=1, use_cache=True
+        tokens, **{OUTPUT_NAME: cache}, attention_mask=torch.ones_like(tokens), next_sequence_length=1, use_cache=True
     )
-    return inputs.get("past_key_values") is not cache
+    return given_cache(inputs) is not cache
 
 
 @torch.no_grad()

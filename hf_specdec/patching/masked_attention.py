@@ -20,7 +20,14 @@ from .indexer_probes import pooled_indexers
 from .mask_rules import ordinary_tokens
 from .recurrent_functions import recurrent_functions
 from .recurrent_layers import RecurrentLayer
-from .support import cache_layers, has_compressed_layers, has_recurrent_layers, longest_window, stated_positions
+from .support import (
+    cache_layers,
+    cache_name,
+    has_compressed_layers,
+    has_recurrent_layers,
+    longest_window,
+    stated_positions,
+)
 
 # Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
 # number, since keys and values of one layer take memory; the first number where it states none.
@@ -97,7 +104,7 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
             input_ids=tokens,
             attention_mask=cache.attention_mask(slots),
             position_ids=steps,
-            past_key_values=cache,
+            **{cache_name(model): cache},
             use_cache=True,
         ).logits.double()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)

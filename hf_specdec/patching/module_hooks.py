@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch import nn
 from torch.nn.modules import module as all_modules
-from transformers.utils import output_capturing
 
+from ..host.modeling import output_capturing
 from .hidden_states import modules_of
 
 _PACKAGE = __name__.partition(".")[0]

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..host.caches import CACHE_NAMES, given_cache
+from ..host.modeling import ROTATION
 from .cache import RaggedCache
 
 
@@ -112,7 +114,7 @@ def _choose_by_means(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor,
-    past_key_values: RaggedCache,
+    cache: RaggedCache,
 ) -> torch.Tensor:
     """By the mean of the keys of a pool, normalised and rotated as its first token is; Qwen4's QSA.
 
@@ -121,24 +123,24 @@ def _choose_by_means(
         hidden_states: `[B, n, H]`.
         position_embeddings: see `_at_slots`.
         attention_mask: not read.
-        past_key_values: at whose positions the tokens are.
+        cache: at whose positions the tokens are.
 
     Returns:
         see `Pools.choose`.
     """
     columns, width = hidden_states.shape[1], module.index_head_dim
-    rotate = inspect.unwrap(type(module).forward).__globals__["apply_rotary_pos_emb"]
+    rotate = inspect.unwrap(type(module).forward).__globals__[ROTATION]
     both = module.index_qk_proj(hidden_states)
     query, key = both.split([module.index_n_heads * width, both.shape[-1] - module.index_n_heads * width], dim=-1)
     query = module.q_layernorm(query.unflatten(-1, (-1, width)))
     cos, sin = (angles[:, -columns:] for angles in position_embeddings)
     query = rotate(query, cos=cos, sin=sin, unsqueeze_dim=2)
 
-    keys = past_key_values.update_indexer(key, module.layer_idx)
-    pools = Pools.of(past_key_values, module.compress_ratio)
+    keys = cache.update_indexer(key, module.layer_idx)
+    pools = Pools.of(cache, module.compress_ratio)
     pooled = module.k_layernorm(pools.split(keys).float().mean(dim=2).to(keys.dtype))
     slots, span = pools.first_slots(keys.shape[1]), keys.shape[1]
-    cos, sin = (_at_slots(angles, slots, past_key_values, span) for angles in position_embeddings)
+    cos, sin = (_at_slots(angles, slots, cache, span) for angles in position_embeddings)
     pooled = rotate(pooled[:, None], cos=cos, sin=sin)[:, 0]
     scores = F.relu(_products(query, pooled)).sum(dim=2) / math.sqrt(width)
     return pools.choose(scores, module.block_topk)
@@ -149,7 +151,7 @@ def _choose_by_gates(
     hidden_states: torch.Tensor,
     q_resid: torch.Tensor,
     attention_mask: torch.Tensor,
-    past_key_values: RaggedCache,
+    cache: RaggedCache,
 ) -> torch.Tensor:
     """By the mean of the keys of a pool, weighted by gates; GLM-5-next's.
 
@@ -158,7 +160,7 @@ def _choose_by_gates(
         hidden_states: `[B, n, H]`.
         q_resid: `[B, n, rank]`, of which queries are made.
         attention_mask: `[B, n]`, stored with the keys as transformers does.
-        past_key_values: at whose positions the tokens are.
+        cache: at whose positions the tokens are.
 
     Returns:
         see `Pools.choose`.
@@ -167,8 +169,8 @@ def _choose_by_gates(
     key = module.k_norm(module.wk(hidden_states))
     gates = F.linear(hidden_states, module.index_kpool_compress_gate)
     is_token = attention_mask.to(key.dtype)[..., None]
-    stored = past_key_values.update_indexer(torch.cat([key, gates, is_token], dim=-1), module.layer_idx)
-    pools = Pools.of(past_key_values, module.index_kpool)
+    stored = cache.update_indexer(torch.cat([key, gates, is_token], dim=-1), module.layer_idx)
+    pools = Pools.of(cache, module.index_kpool)
     keys, gates, _ = pools.split(stored).split([module.head_dim, module.head_dim, 1], dim=-1)
     shares = (gates.float() + module.index_kpool_compress_ape.float()).softmax(dim=2).to(keys.dtype)
     pooled = (shares * keys).sum(dim=2)
@@ -234,7 +236,8 @@ def kind_of(module: nn.Module) -> PooledIndexer | None:
 
 
 def _arguments(function: Callable) -> list[str]:
-    return list(inspect.signature(function).parameters)[1:]
+    names = list(inspect.signature(inspect.unwrap(function)).parameters)[1:]
+    return ["cache" if name in CACHE_NAMES else name for name in names]
 
 
 # What an indexer returns: the indices of slots `[B, n, m]` int32, or a mask `[B, 1, n, span]`, bool or to be added.
@@ -244,11 +247,12 @@ Form = Literal["indices", "mask", "bias"]
 def indexer_forward(module: nn.Module, kind: PooledIndexer, form: Form, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What the indexer `module`, of `kind`, gives on a `RaggedCache`, in its `form`."""
     given = dict(zip(kind.arguments, args, strict=False)) | kwargs
-    cache = given.get("past_key_values")
+    cache = given_cache(given)
     if not isinstance(cache, RaggedCache) or not cache.is_by_slot:
         return type(module).forward(module, *args, **kwargs)
     with torch.no_grad():
-        chosen = kind.choose(module, **given)
+        others = {name: value for name, value in given.items() if name not in CACHE_NAMES}
+        chosen = kind.choose(module, **others, cache=cache)
     if form == "indices":
         return chosen.to(torch.int32)
     seen = visible_slots(chosen, cache.span)[:, None]

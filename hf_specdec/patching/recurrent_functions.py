@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
 
+from ..host.caches import Cache, given_cache, given_cache_name
+from ..host.modeling import ACT2FN, RECURRENCES, RECURRENT_MASK, UPDATE_CONV_STATE
+from ..host.parts import any_of
 from .cache import RaggedCache
 from .former_inputs import former_inputs
 from .hidden_states import modules_of
@@ -359,19 +360,20 @@ class _ExtendedInputs:
         return self._cache.layers[layer_idx].extended(inputs, state_idx, conv_kernel_size)
 
 
-def _own_convolution(module: nn.Module, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
+def _own_convolution(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The `forward` of a module that takes the inputs of a convolution from the cache and convolves them itself."""
     index = getattr(module, "layer_idx", None)
-    if past_key_values is not None and isinstance(past_key_values.layers[index], RecurrentLayer):
-        past_key_values = _ExtendedInputs(past_key_values)
-    return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
+    cache = given_cache(kwargs)
+    if cache is not None and isinstance(cache.layers[index], RecurrentLayer):
+        kwargs[given_cache_name(kwargs)] = _ExtendedInputs(cache)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _convolves_itself(module: nn.Module) -> bool:
     names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
     forward = vars(module).get("forward")
     return (
-        "update_conv_state" in names
+        UPDATE_CONV_STATE in names
         and _REPLACEMENTS.keys().isdisjoint(names)
         and hasattr(module, "layer_idx")
         and (forward is None or getattr(forward, "func", None) is _own_convolution)
@@ -382,18 +384,11 @@ def _own_convolution_of(module: nn.Module) -> Callable:
     return functools.partial(_own_convolution, module)
 
 
-# By the names that transformers' modeling files use.
 _REPLACEMENTS: dict[str, Callable] = {
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "torch_recurrent_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "recurrent_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _mamba2_scan,
-    "mamba2_selective_state_update": _mamba2_step,
-    "mamba_selective_scan": _mamba_scan,
-    "mamba_selective_state_update": _mamba_step,
-    "causal_conv1d_fn": _convolution,
-    "causal_conv1d_update": _convolution_step,
+    **dict.fromkeys(RECURRENCES["delta rule"], _delta_rule),
+    **dict(zip(RECURRENCES["mamba2"], (_mamba2_scan, _mamba2_step), strict=True)),
+    **dict(zip(RECURRENCES["mamba"], (_mamba_scan, _mamba_step), strict=True)),
+    **dict(zip(RECURRENCES["convolution"], (_convolution, _convolution_step), strict=True)),
 }
 
 
@@ -406,19 +401,20 @@ def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor |
     Args:
         function: the model's own, with transformers' arguments.
     """
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
     if not isinstance(cache, RaggedCache) or mask is None or mask.dim() != 2:
         return function(*args, **kwargs)
     return cache.positions < cache.dummy_slot
 
 
-_MASKS: dict[str, Callable] = {"create_recurrent_attention_mask": _token_mask}
+_MASKS: dict[str, Callable] = {RECURRENT_MASK: _token_mask}
 
 
 def why_not_replaced(model: nn.Module) -> str | None:
     """The reason why recurrent layers of `model` cannot run on a `RaggedCache`, as far as it is known beforehand."""
     if all(_REPLACEMENTS.keys().isdisjoint(vars(file)) for file in files_of(map(type, modules_of(model)))):
-        return "recurrent layers call no function that the engine can replace"
+        names = (name for names in RECURRENCES.values() for name in names)
+        return f"recurrent layers call no function that the engine can replace ({any_of(tuple(names))})"
     return None
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .. import ops
+from ..host.caches import LinearAttentionCacheLayerMixin
 from ..kernels.types import RecurrenceRing
 from .recurrent_positions import RecurrencePositions
 from .rings import Block

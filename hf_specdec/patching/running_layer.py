@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import nn
 
+from ..host.modeling import RECURRENCES
 from .cache import RaggedCache
 from .hidden_states import modules_of
 from .patch import original
 from .recurrent_layers import RecurrentState
 
-# Functions over several tokens that are given no state, by the names that transformers' modeling files use.
-STATELESS = frozenset({"mamba_selective_scan"})
+# Functions over several tokens that are given no state.
+STATELESS = frozenset(RECURRENCES["mamba"][:1])
 
 
 class _Running(threading.local):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum, auto
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ..host.caches import OUTPUT_NAME, LinearAttentionCacheLayerMixin
 
 
 class StateForm(Enum):
@@ -37,7 +38,7 @@ def held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) ->
     held = getattr(layer, name, {}).get(index)
     if held is None:
         raise ValueError(
-            f"A {type(layer).__name__} of past_key_values has no {name}[{index}]; expected those of the cached text. "
+            f"A {type(layer).__name__} of {OUTPUT_NAME} has no {name}[{index}]; expected those of the cached text. "
             "Pass a cache that this target has filled."
         )
     return held
@@ -51,6 +52,6 @@ def check_shape(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     """
     if found.shape[1:] != expected.shape[1:]:
         raise ValueError(
-            f"past_key_values holds {what} of shape {list(found.shape[1:])} a row; expected "
+            f"{OUTPUT_NAME} holds {what} of shape {list(found.shape[1:])} a row; expected "
             f"{list(expected.shape[1:])}. Pass a cache that this target has filled."
         )

@@ -13,8 +13,24 @@ from typing import TypeVar
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from ..host.caches import (
+    OUTPUT_NAME,
+    STORE_COMPRESSED,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    model_cache_name,
+    why_no_cache,
+)
+from ..host.modeling import (
+    ATTENTION_INTERFACE,
+    HOOK_OF_ACCELERATE,
+    LAYER_TYPES,
+    NO_SETTINGS,
+    UPDATE_INDEXER,
+    states_attention_interface,
+)
+from ..host.parts import why_broken
 from .cache import LayerKind, attention_layers
 from .hidden_states import ModuleTree, decoder_layers, find_decoder_layers, modules_of
 from .length_rope import RopeLimits, rope_limits
@@ -23,36 +39,12 @@ from .variants import keep, variant_of
 
 _T = TypeVar("_T")
 
-# Layers with an indexer, by the names that versions of transformers have for them.
-_INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
-SUPPORTED_LAYER_TYPES = _INDEXED | frozenset(
-    {
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-        # Recurrent layers, alone and beside attention.
-        "linear_attention",
-        "conv",
-        "hybrid",
-        "hybrid_sliding",
-        # Attention to windows of tokens beside single ones.
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-        # Layers of which the cache stores nothing.
-        "moe",
-        "mlp",
-    }
-)
-
-# What `forward` of a model calls its cache; the second of models without attention layers.
-CACHE_NAMES = ("past_key_values", "cache_params")
+# Layers with an indexer.
+_INDEXED = frozenset(LAYER_TYPES["indexed"])
+SUPPORTED_LAYER_TYPES = _INDEXED.union(LAYER_TYPES["others"])
 
 # Types whose values are compared as they are; values of other types are compared by their `repr`.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
-# Entries of a configuration that name its source, and those that engines replace while a model generates.
-_NOT_SETTINGS = frozenset(
-    {"_name_or_path", "_commit_hash", "_attn_implementation_internal", "_experts_implementation_internal"}
-)
 
 
 class _Thread(threading.local):
@@ -95,7 +87,7 @@ def _read_settings(config: PreTrainedConfig) -> tuple[Hashable, ...]:
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             settings.append((name, _read_settings(value)))
-        elif name not in _NOT_SETTINGS:
+        elif name not in NO_SETTINGS:
             settings.append((name, value if type(value) in _PLAIN else repr(value)))
     return tuple(settings)
 
@@ -128,7 +120,7 @@ def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
         LayerKind(
             has_keys=isinstance(layer, CacheLayerMixin),
             num_states=layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
-            compress_rate=layer.compress_rate if hasattr(layer, "store_compression_weights") else 0,
+            compress_rate=layer.compress_rate if hasattr(layer, STORE_COMPRESSED) else 0,
         )
         for layer in layers
     )
@@ -147,6 +139,12 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
     return any(kind.num_states for kind in _configured_layers(model))
 
 
+def has_only_states(model: PreTrainedModel) -> bool:
+    """Whether layers of `model` keep recurrent states and no keys: its caches do not know how long a text is."""
+    kinds = _configured_layers(model)
+    return any(kind.num_states for kind in kinds) and not any(kind.has_keys for kind in kinds)
+
+
 def has_compressed_layers(model: PreTrainedModel) -> bool:
     """Whether layers of `model` keep keys of windows of tokens, whose last tokens' projections are in no slots."""
     return longest_window(model) > 0
@@ -160,7 +158,7 @@ def longest_window(model: PreTrainedModel) -> int:
 def has_indexers(model: PreTrainedModel) -> bool:
     """Whether modules of `model` keep keys of an indexer in the cache, by which it chooses what a query sees."""
     forwards = {inspect.unwrap(kind.forward) for kind in map(type, modules_of(model))}
-    return any("update_indexer" in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+    return any(UPDATE_INDEXER in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
 
 
 @cached_by_settings
@@ -169,7 +167,7 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
 
     Indexers read one, to choose among the tokens that a query sees; compressors add keys, and columns to the mask.
 
-    Few classes state that all of them do (`_supports_attention_backend`). Of others it is known of the layers that name
+    Few classes state that all of them do. Of others it is known of the layers that name
     the interface; whether these are all is found by the equivalence check. Attention layers of a model where none does
     take a mask. A model may have no attention layers.
     """
@@ -180,10 +178,10 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
         return False
     if has_compressed_layers(model):
         return False
-    if getattr(model, "_supports_attention_backend", False):
+    if states_attention_interface(model):
         return True
     forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in modules_of(model.get_decoder())}}
-    return any("ALL_ATTENTION_FUNCTIONS" in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+    return any(ATTENTION_INTERFACE in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
 
 
 @cached_by_settings
@@ -191,32 +189,9 @@ def _why_not_recurrent(model: PreTrainedModel) -> str | None:
     return why_not_replaced(model) if has_recurrent_layers(model) else None
 
 
-def _parameters_of(kind: type[nn.Module]) -> set[str]:
-    """The names of the parameters of `forward` of a class, and of those of its bases that it may hand others on to."""
-    names: set[str] = set()
-    for function in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
-        parameters = inspect.signature(inspect.unwrap(function)).parameters
-        names |= parameters.keys()
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return names
-
-
-@cached_by_settings
-def _cache_name(model: PreTrainedModel) -> str | None:
-    """See `cache_name`; None if `model` does not take transformers' `Cache`."""
-    parameters = _parameters_of(type(model))
-    attention, recurrent = CACHE_NAMES
-    if attention in parameters:
-        return attention
-    kinds = _configured_layers(model)
-    is_recurrent = bool(kinds) and all(kind.num_states and not kind.has_keys for kind in kinds)
-    return recurrent if recurrent in parameters and is_recurrent else None
-
-
 def cache_name(model: PreTrainedModel) -> str:
     """The parameter of `forward` of `model` that takes its cache, one of `CACHE_NAMES`."""
-    return _cache_name(model) or CACHE_NAMES[0]
+    return model_cache_name(type(model)) or OUTPUT_NAME
 
 
 def stated_positions(model: PreTrainedModel) -> int | None:
@@ -272,6 +247,8 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target", tree: Mo
         role: what the reason calls it.
         tree: of `model`, if there is one.
     """
+    if (reason := why_broken()) is not None:
+        return reason
     text, layers = model.config.get_text_config(), find_decoder_layers(model)
     if layers is None:
         return f"{role} ({type(model).__name__}) has no list of decoder layers"
@@ -279,11 +256,11 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target", tree: Mo
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
     tree = ModuleTree.of(model) if tree is None else tree
-    dispatched = tree.having("_hf_hook")
+    dispatched = tree.having(HOOK_OF_ACCELERATE)
     if dispatched and not set(dispatched).isdisjoint(modules_of(layers)):
         return f"{role}'s layers run under accelerate hooks"
-    if _cache_name(model) is None:
-        return f"{role} has no attention layers, and keeps its states in a cache of its own"
+    if (reason := why_no_cache(type(model))) is not None:
+        return f"{role} {reason}"
     if (reason := _why_not_recurrent(model)) is not None:
         return f"{role}'s {reason}"
     others = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES

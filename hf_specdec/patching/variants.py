@@ -20,10 +20,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.weak import WeakIdRef
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ATTENTION_ENTRY
 from .hidden_states import ModuleTree
-from .implementations import IMPLEMENTATION
 from .patch import is_anything_replaced, original
 
 # They compute token by token, whatever their class, unless it has a `forward` of its own: parametrised ones are of
@@ -96,7 +95,7 @@ def note_variant(model: PreTrainedModel, tree: ModuleTree) -> None:
     forwards = [original(module, "forward") for module in tree.having("forward")]
     forwards = [forward for forward in forwards if forward is not None]
     functions = list(functions_of(files_of(kinds)))
-    names = list(dict.fromkeys(original(config, IMPLEMENTATION) for config in _configs_of(tree)))
+    names = list(dict.fromkeys(original(config, ATTENTION_ENTRY) for config in _configs_of(tree)))
     chosen = [ALL_ATTENTION_FUNCTIONS.get(name) for name in names]
     parts = [*kinds, *class_forwards, *linear_forwards, *forwards, *functions, *chosen]
     identities = (len(kinds), len(linear_forwards), len(forwards), len(functions), *names, *map(id, parts))
@@ -166,7 +165,7 @@ def why_not_known_attention(model: PreTrainedModel) -> str | None:
 
 def _find_unknown_attention(model: PreTrainedModel) -> str | None:
     tree = ModuleTree.of(model)
-    names = {original(config, IMPLEMENTATION) for config in _configs_of(tree)}
+    names = {original(config, ATTENTION_ENTRY) for config in _configs_of(tree)}
     chosen = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
     for name, function in chosen.items():
         if function is not None and not _is_of(function, "transformers"):

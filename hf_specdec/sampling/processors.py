@@ -6,12 +6,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import (
+from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -24,6 +25,7 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from ..host.generation import allowed_tokens_of
 from ..patching.patch import caller
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
@@ -98,7 +100,7 @@ def _processor_of_row(processor: LogitsProcessor, row: int, batch: int) -> Logit
         return processor
     if type(processor) is PrefixConstrainedLogitsProcessor:
         # A constraint may be one of the row, and fail on the texts of others.
-        allowed_tokens = processor._prefix_allowed_tokens_fn
+        allowed_tokens = allowed_tokens_of(processor)
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(row, tokens), num_beams=1)
     return _InBatch(processor, row, batch)
 
@@ -203,7 +205,7 @@ class BlockProcessor:
         # A constraint may fail on texts outside of its grammar, such as rows that are cut or filled to a call's length.
         if type(processor) is not PrefixConstrainedLogitsProcessor:
             return processor
-        allowed_tokens = processor._prefix_allowed_tokens_fn
+        allowed_tokens = allowed_tokens_of(processor)
 
         def allowed(row: int, tokens: torch.Tensor) -> list[int]:
             return allowed_tokens(row, tokens) if row in self._current_rows else [0]

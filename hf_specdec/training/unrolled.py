@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..host.modeling import ALL_ATTENTION_FUNCTIONS
 
 UNROLLED_NAME = "hf_specdec_unrolled"
 

@@ -16,6 +16,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 from hf_specdec import AutoDrafter
 from hf_specdec.cli import main
 from hf_specdec.drafters import CacheReaderDrafter
+from hf_specdec.host.caches import OUTPUT_NAME
 
 pytestmark = pytest.mark.core
 
@@ -267,12 +268,12 @@ def test_text_that_continues_a_cache():
     first = padded_prompts([20, 12])
     for assistant in (None, drafter):
         cache = DynamicCache(config=target.config)
-        out = greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
+        out = greedy(target, first, assistant, 3, max_new_tokens=6, **{OUTPUT_NAME: cache})
         longer = torch.cat([out, padded_prompts([4, 4], seed=1)["input_ids"]], dim=1)
         mask = torch.cat([first["attention_mask"], torch.ones(2, 10, dtype=torch.int64)], dim=1)
         inputs = {"input_ids": longer, "attention_mask": mask}
         kept = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
-        texts.append(greedy(target, inputs, assistant, 3, past_key_values=cache, **kept))
+        texts.append(greedy(target, inputs, assistant, 3, **{OUTPUT_NAME: cache}, **kept))
     assert torch.equal(texts[0].sequences, texts[1].sequences) and drafter.stats.engine == "static"
     for plain, ours in zip(texts[0].scores, texts[1].scores, strict=True):
         assert torch.allclose(plain, ours, atol=1e-4)

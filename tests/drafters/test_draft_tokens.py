@@ -23,6 +23,7 @@ from varying_drafts import vary_drafts
 
 from hf_specdec import AutoDrafter, Drafter, ops
 from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.kernels.types import DraftInputs
 
 PROMPTS = [6, 1, 9]
@@ -288,7 +289,7 @@ def test_recomputation_is_transformers_own_assistant(tmp_path):
             noise_embeds=target.get_input_embeddings().weight[block][None],
             context_hidden_states=eagle_reference.target_hidden_states(target, text[:-1], spec.layer_ids)[None],
             position_ids=torch.arange(len(text) - 1 + num_tokens)[None],
-            past_key_values=cache,
+            **{OUTPUT_NAME: cache},
             use_cache=True,
         ).last_hidden_state[0]
     weights = {name: value.double() for name, value in weights.items()}

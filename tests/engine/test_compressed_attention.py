@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache
 
 from hf_specdec.engine import prefix_reuse
 from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import compressed_layers
 
 SETTINGS = {
@@ -125,7 +126,7 @@ def test_calls_that_are_not_of_tokens_only_are_refused():
     longer = {"input_ids": torch.cat([filled.sequences, filled.sequences[:, :3]], dim=1)}
     longer["attention_mask"] = torch.ones_like(longer["input_ids"])
     with pytest.raises(ValueError, match="continues a cache with layers of type DeepseekV4CSACache"):
-        TEXTS.greedy(target, longer, drafter, 3, past_key_values=filled.past_key_values)
+        TEXTS.greedy(target, longer, drafter, 3, **{OUTPUT_NAME: filled[OUTPUT_NAME]})
 
 
 @pytest.mark.parametrize("kind", [copy_of, random_draft_model])
@@ -166,7 +167,7 @@ def test_caches_are_left_as_plain_generation_leaves_them():
     target, first, caches = target_of(NAME), padded_prompts([20]), []
     for assistant in (None, random_draft_model(target)):
         caches.append(cache := DynamicCache(config=target.config))
-        TEXTS.greedy(target, first, assistant, 3, max_new_tokens=9, past_key_values=cache)
+        TEXTS.greedy(target, first, assistant, 3, max_new_tokens=9, **{OUTPUT_NAME: cache})
     for plain, ours in zip(caches[0].layers, caches[1].layers, strict=True):
         assert torch.allclose(plain.keys, ours.keys, atol=1e-4)
         for name, entries in getattr(plain, "compressed_kv", {}).items():

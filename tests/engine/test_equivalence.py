@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from hf_specdec.engine import equivalence
+from hf_specdec.host.caches import given_cache
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STATE_SPACE = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": 4, "mamba_expand": 2, "use_mamba_kernels": False}
@@ -218,13 +219,13 @@ class OwnAttention(nn.Module):
         super().__init__()
         self.own = module
 
-    def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
         own, shape = self.own, (*hidden_states.shape[:2], -1, self.own.head_dim)
         layers = (own.q_proj, own.k_proj, own.v_proj)
         query, key, value = (layer(hidden_states).view(shape).transpose(1, 2) for layer in layers)
         query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, own.layer_idx)
+        if (cache := given_cache(kwargs)) is not None:
+            key, value = cache.update(key, value, own.layer_idx)
         is_causal = attention_mask is None and query.shape[2] > 1
         options = {"is_causal": is_causal, "scale": 3 * own.scaling, "enable_gqa": True}
         out = nn.functional.scaled_dot_product_attention(query, key, value, attention_mask, **options)

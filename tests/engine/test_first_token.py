@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import lease, session_prefill
 from hf_specdec.engine.target import Target
+from hf_specdec.host.caches import OUTPUT_NAME
 
 K = 3
 
@@ -63,7 +64,7 @@ def test_a_call_of_one_token_captures_its_prefill_and_runs_no_round(monkeypatch)
     assert torch.equal(out.sequences, plain.sequences)
     assert capture.count == 1 and len(session.rounds) == 0
     assert out.speculation.num_rounds == 0 and out.speculation.execution == "no rounds" and str(out.speculation)
-    assert out.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    assert out[OUTPUT_NAME].get_seq_length() == plain[OUTPUT_NAME].get_seq_length()
 
 
 class Stream(BaseStreamer):
@@ -129,9 +130,9 @@ def test_a_cache_that_lacks_the_last_token_only(passes, monkeypatch):
     plain = greedy(target, inputs, max_new_tokens=5)
     for kind in ("eagle3", "draft-model", "mtp", "pard2"):
         cache, drafter = DynamicCache(config=target.config), RANDOM_DRAFTERS[kind](target)
-        target(input_ids=inputs["input_ids"][:, :-1], past_key_values=cache)
+        target(input_ids=inputs["input_ids"][:, :-1], **{OUTPUT_NAME: cache})
         passes.clear()
-        out = greedy(target, inputs, drafter, K, max_new_tokens=5, past_key_values=cache)
+        out = greedy(target, inputs, drafter, K, max_new_tokens=5, **{OUTPUT_NAME: cache})
         assert torch.equal(out, plain) and sum(passes[:1]) <= 2 and len(passes) == 1 + drafter.stats.num_rounds
         if kept[-1] is not None:  # the hidden state before the last token is not known, in a packed row either
             assert not kept[-1][:, 0].any() and kept[-1][:, 1].any(dim=1).all()

@@ -15,6 +15,7 @@ from targets import padded_prompts
 from transformers import DynamicCache
 
 from hf_specdec.engine import equivalence, static_engine
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.integration import dispatch
 from hf_specdec.patching.module_hooks import has_hooks
 
@@ -177,7 +178,7 @@ def test_records_and_cache(name):
             ours, theirs = (ours[is_token], theirs[is_token]) if step == 0 else (ours, theirs)
             torch.testing.assert_close(ours, theirs, **tolerance)
     is_held = torch.nn.functional.pad(is_token, (0, NEW - 1), value=True)
-    for ours, theirs in zip(out.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for ours, theirs in zip(out[OUTPUT_NAME].layers, expected[OUTPUT_NAME].layers, strict=True):
         if hasattr(theirs, "keys"):
             held = is_held[:, -theirs.keys.shape[2] :, None, None]
             for found, wanted in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
@@ -208,8 +209,8 @@ def test_a_turn_of_text_after_images(name):
             turn = longer(inputs, out.sequences, more)
             if target.config.model_type == "paligemma":
                 turn["token_type_ids"] = torch.nn.functional.pad(inputs["token_type_ids"], (0, NEW + 4))
-            cache = out.past_key_values
-            texts.append(target.generate(**turn, **OPTIONS, past_key_values=cache, assistant_model=second))
+            cache = out[OUTPUT_NAME]
+            texts.append(target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: cache}, assistant_model=second))
             assert cache.get_seq_length() == texts[0].shape[1] - 1
     assert all(torch.equal(text, texts[0]) for text in texts)
     assert drafter.stats.engine == "static"
@@ -223,9 +224,9 @@ def test_a_turn_with_another_image(name):
     second, texts = image_prompts(target, [[3, IMAGE, 2]], seed=2), []
     for assistant in (None, drafter):
         cache = DynamicCache()
-        out = target.generate(**first, **OPTIONS, past_key_values=cache, assistant_model=assistant)
+        out = target.generate(**first, **OPTIONS, **{OUTPUT_NAME: cache}, assistant_model=assistant)
         turn = longer(first, out, second["input_ids"]) | {"pixel_values": second["pixel_values"]}
-        texts.append(target.generate(**turn, **OPTIONS, past_key_values=cache, assistant_model=assistant))
+        texts.append(target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: cache}, assistant_model=assistant))
         assert cache.get_seq_length() == texts[-1].shape[1] - 1
     assert torch.equal(*texts) and drafter.stats.engine == "static"
 
@@ -405,7 +406,7 @@ def test_inference_mode():
     drafter = random_eagle3(target)
     with torch.inference_mode():
         cache = DynamicCache()
-        out = target.generate(**inputs, **OPTIONS, past_key_values=cache, assistant_model=drafter)
+        out = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache}, assistant_model=drafter)
         assert torch.equal(out, plain(GEMMA)) and drafter.stats.engine == "static"
     assert torch.equal(target.generate(**inputs, **OPTIONS, assistant_model=drafter), plain(GEMMA))
 

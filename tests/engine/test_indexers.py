@@ -12,6 +12,7 @@ from oracle import copy_of, random_draft_model, random_eagle3, random_mtp
 from targets import build_target, padded_prompts
 from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, DynamicCache
 
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.attention import ragged_attention
 
 pytestmark = pytest.mark.core_for()
@@ -116,11 +117,11 @@ def test_caches_are_left_as_plain_generation_leaves_them():
     target, first, caches = target_of(KINDS[0]), padded_prompts([20]), []
     for assistant in (None, random_draft_model(target)):
         caches.append(cache := DynamicCache(config=target.config))
-        text = TEXTS.greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
+        text = TEXTS.greedy(target, first, assistant, 3, max_new_tokens=6, **{OUTPUT_NAME: cache})
     for plain, ours in zip(caches[0].layers, caches[1].layers, strict=True):
         assert torch.allclose(plain.keys, ours.keys, atol=1e-4)
         assert torch.allclose(plain.indexer_keys, ours.indexer_keys, atol=1e-4)
     longer = {"input_ids": torch.cat([text, text[:, :3]], dim=1)}
     longer["attention_mask"] = torch.ones_like(longer["input_ids"])
-    texts = [TEXTS.greedy(target, longer, past_key_values=cache) for cache in caches]
+    texts = [TEXTS.greedy(target, longer, **{OUTPUT_NAME: cache}) for cache in caches]
     assert torch.equal(*texts)

@@ -15,6 +15,7 @@ from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, StaticCache
 
 from hf_specdec.engine.kv_transfer import DeferredCache
+from hf_specdec.host.caches import OUTPUT_NAME
 
 NEW = 12
 OPTIONS = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
@@ -69,17 +70,17 @@ def test_turns_of_a_chat(family, kind, lengths):
     plain = target.generate(**inputs, **OPTIONS)
     ours = target.generate(**inputs, **OPTIONS, **drafter)
     assert torch.equal(ours.sequences, plain.sequences)
-    held = ours.past_key_values.get_seq_length()
-    assert held == plain.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
+    held = ours[OUTPUT_NAME].get_seq_length()
+    assert held == plain[OUTPUT_NAME].get_seq_length() == plain.sequences.shape[1] - 1
     turn = next_turn(inputs, plain.sequences)
     expected = target.generate(**turn, **OPTIONS).sequences
-    for cache in (plain.past_key_values, ours.past_key_values):
+    for cache in (plain[OUTPUT_NAME], ours[OUTPUT_NAME]):
         for who in ({}, drafter):
             for given in (turn, rest(turn, held)):
                 mine = copy.deepcopy(cache)
-                out = target.generate(**given, past_key_values=mine, **OPTIONS, **who)
+                out = target.generate(**given, **{OUTPUT_NAME: mine}, **OPTIONS, **who)
                 assert torch.equal(out.sequences, expected[:, -out.sequences.shape[1] :])
-                assert out.past_key_values is mine and mine.get_seq_length() == expected.shape[1] - 1
+                assert out[OUTPUT_NAME] is mine and mine.get_seq_length() == expected.shape[1] - 1
     assert drafter["assistant_model"].stats.engine == "static"
 
 
@@ -90,11 +91,11 @@ def test_cached_tokens_are_not_computed_again(make):
     drafter = OracleDrafter(target, torch.zeros(1, 40, dtype=torch.int64), [30], accuracy=0.0)
     cache = make()
     with Counted(target) as first:
-        out = target.generate(**inputs, past_key_values=cache, assistant_model=drafter, max_new_tokens=1)
+        out = target.generate(**inputs, **{OUTPUT_NAME: cache}, assistant_model=drafter, max_new_tokens=1)
     assert cache.get_seq_length() == 30 and first.columns >= 30
     turn = next_turn(inputs, out)
     with Counted(target) as second:
-        target.generate(**turn, past_key_values=cache, assistant_model=drafter, max_new_tokens=1)
+        target.generate(**turn, **{OUTPUT_NAME: cache}, assistant_model=drafter, max_new_tokens=1)
     # Prefill runs what is new but the last token, the round that and the drafts; then what the drafts were not.
     assert cache.get_seq_length() == 36
     assert second.columns <= 6 + drafter.num_assistant_tokens
@@ -109,13 +110,13 @@ def test_rows_that_ended_early(family):
     ends = {"eos_token_id": [int(free[0, 2]), int(free[1, 7])], "pad_token_id": PAD}
     drafter = copy_of(target, noise=0.02)
     plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
-    expected = target.generate(**inputs, **OPTIONS, **ends, past_key_values=plain).sequences
+    expected = target.generate(**inputs, **OPTIONS, **ends, **{OUTPUT_NAME: plain}).sequences
     assert (expected[:, -1] == PAD).any(), "no row ended before another, so nothing is shown"
-    out = target.generate(**inputs, **OPTIONS, **ends, past_key_values=ours, assistant_model=drafter)
+    out = target.generate(**inputs, **OPTIONS, **ends, **{OUTPUT_NAME: ours}, assistant_model=drafter)
     left = target.generate(**inputs, **OPTIONS, **ends, assistant_model=drafter)
     assert torch.equal(out.sequences, expected) and torch.equal(left.sequences, expected)
     tokens = inputs["attention_mask"].bool()
-    for cache in (ours, left.past_key_values):
+    for cache in (ours, left[OUTPUT_NAME]):
         for layer, reference in zip(cache.layers, plain.layers, strict=True):
             assert layer.get_seq_length() == reference.get_seq_length()
             held = torch.cat([tokens, torch.ones(3, expected.shape[1] - tokens.shape[1] - 1).bool()], dim=1)
@@ -134,7 +135,7 @@ def test_draft_models_read_cached_tokens():
     turn = next_turn(inputs, out.sequences)
     target.generate(
         **turn,
-        past_key_values=out.past_key_values,
+        **{OUTPUT_NAME: out[OUTPUT_NAME]},
         assistant_model=drafter,
         num_assistant_tokens=3,
         do_sample=False,
@@ -150,7 +151,7 @@ def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
     replay_on_cpu(monkeypatch)
     target = tiny_target("llama")
     inputs = padded_prompts([30, 12])
-    cache = target.generate(**inputs, **OPTIONS).past_key_values
+    cache = target.generate(**inputs, **OPTIONS)[OUTPUT_NAME]
     turn = next_turn(inputs, target.generate(**inputs, **OPTIONS).sequences)
     drafted = []
     for before in (None, 1, 2):
@@ -161,7 +162,7 @@ def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
         if before is not None:
             target.generate(**padded_prompts([45, 44], seed=before), assistant_model=drafter, max_new_tokens=NEW)
         seen.clear()
-        target.generate(**turn, past_key_values=copy.deepcopy(cache), assistant_model=drafter, max_new_tokens=NEW)
+        target.generate(**turn, **{OUTPUT_NAME: copy.deepcopy(cache)}, assistant_model=drafter, max_new_tokens=NEW)
         drafted.append(drafter.stats.rows)
     assert drafted[1] == drafted[2] == drafted[0]
 
@@ -177,17 +178,17 @@ def test_captured_calls(monkeypatch):
     expected = target.generate(**turn, **OPTIONS).sequences
     first = target.generate(**inputs, **OPTIONS, assistant_model=drafter)
     second = target.generate(
-        **turn, **OPTIONS, past_key_values=copy.deepcopy(plain.past_key_values), assistant_model=drafter
+        **turn, **OPTIONS, **{OUTPUT_NAME: copy.deepcopy(plain[OUTPUT_NAME])}, assistant_model=drafter
     )
     captures = replay.count
     other = target.generate(**padded_prompts([8, 2, 4], seed=5), **OPTIONS, assistant_model=drafter)
     assert len(drafter.sessions) == 1 and torch.equal(second.sequences, expected)
-    third = target.generate(**turn, **OPTIONS, past_key_values=first.past_key_values, assistant_model=drafter)
-    assert torch.equal(third.sequences, expected) and third.past_key_values is first.past_key_values
+    third = target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: first[OUTPUT_NAME]}, assistant_model=drafter)
+    assert torch.equal(third.sequences, expected) and third[OUTPUT_NAME] is first[OUTPUT_NAME]
     assert replay.count == captures, "a call that continues a cache was captured anew"
     again = next_turn(padded_prompts([8, 2, 4], seed=5), other.sequences)
     assert torch.equal(
-        target.generate(**again, **OPTIONS, past_key_values=other.past_key_values).sequences,
+        target.generate(**again, **OPTIONS, **{OUTPUT_NAME: other[OUTPUT_NAME]}).sequences,
         target.generate(**again, **OPTIONS).sequences,
     )
 
@@ -201,23 +202,23 @@ def test_unused_caches_are_not_copied(monkeypatch):
     take_over = DeferredCache.take_over
     monkeypatch.setattr(DeferredCache, "take_over", lambda self: copied.append(1) or take_over(self))
     out = target.generate(**inputs, **OPTIONS, assistant_model=drafter)
-    gone = weakref.ref(out.past_key_values)
+    gone = weakref.ref(out[OUTPUT_NAME])
     del out
     gc.collect()
     assert gone() is None
     out = target.generate(**inputs, **OPTIONS, assistant_model=drafter)
     assert not copied
     target.generate(**inputs, **OPTIONS, assistant_model=drafter)
-    assert copied == [1] and out.past_key_values.get_seq_length() == 9 + NEW - 1
+    assert copied == [1] and out[OUTPUT_NAME].get_seq_length() == 9 + NEW - 1
 
 
 @pytest.mark.core
 def test_returned_cache_is_an_ordinary_dynamic_cache():
     target, inputs = tiny_target("gemma3"), padded_prompts([9, 4])
     drafter = random_eagle3(target)
-    expected = target.generate(**inputs, **OPTIONS).past_key_values
+    expected = target.generate(**inputs, **OPTIONS)[OUTPUT_NAME]
     for like in (lambda cache: cache, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
-        cache = like(target.generate(**inputs, **OPTIONS, assistant_model=drafter).past_key_values)
+        cache = like(target.generate(**inputs, **OPTIONS, assistant_model=drafter)[OUTPUT_NAME])
         assert isinstance(cache, DynamicCache) and len(cache) == len(expected)
         assert [type(layer) for layer in cache.layers] == [type(layer) for layer in expected.layers]
         for (keys, values, _), (wanted_keys, wanted_values, _) in zip(cache, expected, strict=True):
@@ -235,13 +236,13 @@ def test_static_caches(family, length):
     drafter = {"assistant_model": random_eagle3(target)}
     caches = [StaticCache(config=target.config, max_cache_len=64) for _ in range(2)]
     first = [
-        target.generate(**inputs, **OPTIONS, past_key_values=cache, **who).sequences
+        target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache}, **who).sequences
         for cache, who in zip(caches, ({}, drafter), strict=True)
     ]
     assert torch.equal(*first)
     turn = next_turn(inputs, first[0])
     second = [
-        target.generate(**turn, **OPTIONS, past_key_values=cache, **who).sequences
+        target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: cache}, **who).sequences
         for cache, who in zip(caches, (drafter, {}), strict=True)
     ]
     assert torch.equal(*second) and torch.equal(second[0], target.generate(**turn, **OPTIONS).sequences)
@@ -255,9 +256,9 @@ def test_processors_and_hidden_states(given):
     options = OPTIONS | {"repetition_penalty": 1.5, "output_hidden_states": True, "output_scores": True}
     out = target.generate(**inputs, **options)
     turn = next_turn(inputs, out.sequences)
-    turn = turn if given == "whole" else rest(turn, out.past_key_values.get_seq_length())
+    turn = turn if given == "whole" else rest(turn, out[OUTPUT_NAME].get_seq_length())
     expected, found = (
-        target.generate(**turn, **options, past_key_values=copy.deepcopy(out.past_key_values), **who)
+        target.generate(**turn, **options, **{OUTPUT_NAME: copy.deepcopy(out[OUTPUT_NAME])}, **who)
         for who in ({}, {"assistant_model": copy_of(target, noise=0.02)})
     )
     assert torch.equal(found.sequences, expected.sequences)
@@ -277,20 +278,20 @@ def test_stock_engine(family):
     who = {"assistant_model": drafter}
     cache = DynamicCache(config=target.config)
     plain = target.generate(**inputs, **OPTIONS)
-    out = target.generate(**inputs, **OPTIONS, **who, past_key_values=cache)
-    assert torch.equal(out.sequences, plain.sequences) and out.past_key_values is cache
-    assert cache.get_seq_length() == plain.past_key_values.get_seq_length()
+    out = target.generate(**inputs, **OPTIONS, **who, **{OUTPUT_NAME: cache})
+    assert torch.equal(out.sequences, plain.sequences) and out[OUTPUT_NAME] is cache
+    assert cache.get_seq_length() == plain[OUTPUT_NAME].get_seq_length()
     turn = next_turn(inputs, plain.sequences)
     expected = target.generate(**turn, **OPTIONS).sequences
-    for filled in (plain.past_key_values, cache):
+    for filled in (plain[OUTPUT_NAME], cache):
         for who_next in (who, {}):
-            out = target.generate(**turn, **OPTIONS, **who_next, past_key_values=copy.deepcopy(filled))
+            out = target.generate(**turn, **OPTIONS, **who_next, **{OUTPUT_NAME: copy.deepcopy(filled)})
             assert torch.equal(out.sequences, expected)
-            assert out.past_key_values.get_seq_length() == expected.shape[1] - 1
+            assert out[OUTPUT_NAME].get_seq_length() == expected.shape[1] - 1
     assert drafter.stats.engine == "stock"
     assert "prepare_inputs_for_generation" not in vars(target)
-    with pytest.raises(ValueError, match="lacks the first 20 tokens, which only past_key_values holds"):
-        target.generate(**rest(turn, 20), **OPTIONS, **who, past_key_values=cache)
+    with pytest.raises(ValueError, match=f"lacks the first 20 tokens, which only {OUTPUT_NAME} holds"):
+        target.generate(**rest(turn, 20), **OPTIONS, **who, **{OUTPUT_NAME: cache})
 
 
 @pytest.mark.core
@@ -298,13 +299,13 @@ def test_mismatched_caches_are_refused():
     target, inputs = tiny_target("llama"), padded_prompts([9, 4])
     options = OPTIONS | {"assistant_model": random_eagle3(target)}
     out = target.generate(**inputs, **options)
-    cache = out.past_key_values
+    cache = out[OUTPUT_NAME]
     with pytest.raises(ValueError, match="holds 20 tokens a row, but the prompts have 9; expected at least one token"):
-        target.generate(**inputs, **options, past_key_values=cache)
+        target.generate(**inputs, **options, **{OUTPUT_NAME: cache})
     with pytest.raises(ValueError, match="holds 2 rows, but the call has 1"):
         one = {"input_ids": out.sequences[:1], "attention_mask": torch.ones_like(out.sequences[:1])}
-        target.generate(**one, **options, past_key_values=cache)
+        target.generate(**one, **options, **{OUTPUT_NAME: cache})
     turn = next_turn(inputs, out.sequences)
     with pytest.raises(ValueError, match="attention_mask has 26 columns, but input_ids has 4 and the cache holds 20"):
-        target.generate(**rest(turn, 22), **options, past_key_values=cache)
+        target.generate(**rest(turn, 22), **options, **{OUTPUT_NAME: cache})
     assert cache.get_seq_length() == 20

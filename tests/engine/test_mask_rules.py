@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.attention import ragged_attention
 from hf_specdec.patching.mask_rules import MaskRule, rules_by_module, why_not_rules
 
@@ -114,17 +115,16 @@ def test_masks_of_no_known_kind_are_refused():
     """A query sees every other key; the first tokens of a text do not show that."""
 
     class Holes(LlamaForCausalLM):
-        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
             if attention_mask is not None and attention_mask.dim() == 2:
                 attention_mask = create_causal_mask(
                     config=self.config,
                     inputs_embeds=self.get_input_embeddings()(input_ids),
                     attention_mask=attention_mask,
-                    past_key_values=past_key_values,
+                    **{OUTPUT_NAME: kwargs.get(OUTPUT_NAME)},
                     and_mask_function=lambda batch, head, query, key: (query - key < 20) | ((query - key) % 2 == 0),
                 )
-            options = {"attention_mask": attention_mask, "past_key_values": past_key_values}
-            return super().forward(input_ids=input_ids, **options, **kwargs)
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     torch.manual_seed(0)
     target = Holes(build_target("llama").config).eval()

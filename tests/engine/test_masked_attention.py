@@ -14,6 +14,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, FalconConfig, F
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.attention import ragged_attention, slot_mask
 from hf_specdec.patching.masked_attention import why_not_masked
 from hf_specdec.patching.support import cache_layers, num_positions
@@ -94,11 +95,11 @@ def test_draft_model_that_begins_in_the_middle_of_a_text(model_type):
     texts = []
     for assistant in (None, drafter):
         cache = DynamicCache(config=target.config)
-        first = greedy(target, inputs, past_key_values=cache, max_new_tokens=8)
+        first = greedy(target, inputs, **{OUTPUT_NAME: cache}, max_new_tokens=8)
         ids = torch.cat([first[:, cache.get_seq_length() :], torch.tensor([[5, 9, 11]])], dim=1)
         mask = torch.ones(1, cache.get_seq_length() + ids.shape[1], dtype=torch.int64)
         given = {"input_ids": ids, "attention_mask": mask}
-        texts.append(greedy(target, given, assistant, assistant and 3, past_key_values=cache))
+        texts.append(greedy(target, given, assistant, assistant and 3, **{OUTPUT_NAME: cache}))
     assert torch.equal(*texts)
 
 

@@ -8,6 +8,7 @@ from targets import padded_prompts
 from transformers import DynamicCache
 from zoo_models import build
 
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.support import why_not_supported
 
 pytestmark = pytest.mark.core
@@ -46,10 +47,10 @@ def test_text_that_continues_a_cache_of_images(target):
     first, drafter, texts = padded_prompts([6]), random_draft_model(target), []
     for assistant in (None, drafter):
         cache = DynamicCache()
-        out = target.generate(**first, **OPTIONS, past_key_values=cache)
+        out = target.generate(**first, **OPTIONS, **{OUTPUT_NAME: cache})
         target.model.rope_deltas = torch.tensor([[3]])  # as after an image of several rows
         longer = torch.cat([out, padded_prompts([4], seed=1)["input_ids"]], dim=1)
-        options = {**OPTIONS, "past_key_values": cache, "assistant_model": assistant}
+        options = {**OPTIONS, OUTPUT_NAME: cache, "assistant_model": assistant}
         texts.append(target.generate(longer, attention_mask=torch.ones_like(longer), **options))
     assert torch.equal(*texts)
     assert drafter.stats.engine == "static"

@@ -11,6 +11,7 @@ from oracle import copy_of, random_draft_model, random_eagle3
 from targets import PAD, build_target, padded_prompts, set_policy
 from transformers import AutoConfig, AutoModelForImageTextToText, ContinuousBatchingConfig, DynamicCache
 
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import indexer_probes, recurrent_layers
 
 LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
@@ -175,14 +176,14 @@ def test_caches_are_left_as_plain_generation_leaves_them(name):
     target, first, caches = target_of(name), padded_prompts([20]), []
     for assistant in (None, copy_of(target, noise=0.02)):
         caches.append(known := DynamicCache(config=target.config.get_text_config()))
-        text = TEXTS.greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=known)
+        text = TEXTS.greedy(target, first, assistant, 3, max_new_tokens=6, **{OUTPUT_NAME: known})
     for plain, ours in zip(caches[0].layers, caches[1].layers, strict=True):
         for one in ("keys", "indexer_keys"):
             if getattr(plain, one, None) is not None:
                 assert torch.allclose(getattr(plain, one), getattr(ours, one), atol=1e-4)
     longer = {"input_ids": torch.cat([text, text[:, :3]], dim=1)}
     longer["attention_mask"] = torch.ones_like(longer["input_ids"])
-    assert torch.equal(*(TEXTS.greedy(target, longer, past_key_values=known) for known in caches))
+    assert torch.equal(*(TEXTS.greedy(target, longer, **{OUTPUT_NAME: known}) for known in caches))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -24,6 +24,7 @@ from hf_specdec.engine.prefix_index import PrefixIndex, common_length
 from hf_specdec.engine.prefix_reuse import Prefix, find_followers
 from hf_specdec.engine.row_prefixes import RowPrefixes
 from hf_specdec.engine.row_request import RowRequest
+from hf_specdec.host.caches import OUTPUT_NAME
 
 NEW = 8
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
@@ -207,7 +208,7 @@ def test_what_tokens_do_not_tell_is_not_reused():
     ids = torch.tensor(prompts)
     first = model.generate(ids, **options)
     assert drafter.stats.cached_tokens > 0
-    model.generate(first.sequences, past_key_values=first.past_key_values, **options)
+    model.generate(first.sequences, **{OUTPUT_NAME: first[OUTPUT_NAME]}, **options)
     assert drafter.stats.cached_tokens == 0
     model.generate(ids, output_hidden_states=True, **options)
     assert drafter.stats.cached_tokens == 0

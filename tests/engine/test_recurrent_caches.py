@@ -11,6 +11,7 @@ from oracle import copy_of, random_eagle3
 from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache, StoppingCriteria
 
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.cache import LayerKind, RaggedCache
 from hf_specdec.patching.recurrent_layers import RecurrentLayer
 
@@ -72,9 +73,11 @@ def check_turns(target, inputs, drafter, order, counts, make=None, **options):
     for number, (is_drafted, count) in enumerate(zip(order, counts, strict=True)):
         held = expected.get_seq_length()
         only_new = given | {"input_ids": given["input_ids"][:, held:]} if number % 2 else given
-        plain = target.generate(**given, **OPTIONS | options, past_key_values=expected).sequences
-        out = target.generate(**only_new, **OPTIONS | options, past_key_values=cache, **(drafter if is_drafted else {}))
-        assert torch.equal(out.sequences[:, -NEW:], plain[:, -NEW:]) and out.past_key_values is cache
+        plain = target.generate(**given, **OPTIONS | options, **{OUTPUT_NAME: expected}).sequences
+        out = target.generate(
+            **only_new, **OPTIONS | options, **{OUTPUT_NAME: cache}, **(drafter if is_drafted else {})
+        )
+        assert torch.equal(out.sequences[:, -NEW:], plain[:, -NEW:]) and out[OUTPUT_NAME] is cache
         assert not is_drafted or drafter["assistant_model"].stats.engine == "static"
         check_same(cache, expected, mask)
         given = next_turn(given, plain, count)
@@ -92,10 +95,10 @@ def test_turns_of_a_chat(family):
 def test_a_state_of_another_token_is_noticed():
     target, inputs = tiny_target("qwen3-next"), padded_prompts(LENGTHS)
     cache = new_cache(target)
-    sequences = target.generate(**inputs, **OPTIONS, past_key_values=cache).sequences
+    sequences = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache}).sequences
     for shift in (-1, 1):
         other = new_cache(target)
-        target.generate(**inputs, **OPTIONS | {"max_new_tokens": NEW + shift}, past_key_values=other)
+        target.generate(**inputs, **OPTIONS | {"max_new_tokens": NEW + shift}, **{OUTPUT_NAME: other})
         wrong = copy.deepcopy(cache)
         for layer, late in zip(wrong.layers, other.layers, strict=True):
             for (name, index), state in states(late).items():
@@ -103,9 +106,9 @@ def test_a_state_of_another_token_is_noticed():
         with pytest.raises(AssertionError):
             check_same(wrong, cache, inputs["attention_mask"])
         turn = next_turn(inputs, sequences, 4)
-        expected = target.generate(**turn, **OPTIONS, past_key_values=copy.deepcopy(cache)).sequences
+        expected = target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: copy.deepcopy(cache)}).sequences
         assert not torch.equal(
-            target.generate(**turn, **OPTIONS, past_key_values=wrong, **who(target)).sequences, expected
+            target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: wrong}, **who(target)).sequences, expected
         )
 
 
@@ -127,19 +130,19 @@ def test_texts_that_end_before_their_states(family):
     free = target.generate(**inputs, **OPTIONS).sequences[:, -NEW:]
     ends = {"eos_token_id": [int(free[0, 2]), int(free[1, 6])], "pad_token_id": PAD}
     first = new_cache(target)
-    target.generate(**inputs, **OPTIONS, past_key_values=first)
+    target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: first})
     turn = next_turn(inputs, target.generate(**inputs, **OPTIONS).sequences, 3)
     longer = turn["input_ids"].shape[1]
     for given, cache in ((inputs, new_cache(target)), (turn, first)):
         begin = width if given is inputs else longer
         for options in (ends, {"stopping_criteria": [StopsAt(begin + 4)]}, {"stopping_criteria": [StopsAt(begin + 1)]}):
             expected, found = copy.deepcopy(cache), copy.deepcopy(cache)
-            plain = target.generate(**given, **OPTIONS, **options, past_key_values=expected)
-            out = target.generate(**given, **OPTIONS, **options, past_key_values=found, **drafter)
+            plain = target.generate(**given, **OPTIONS, **options, **{OUTPUT_NAME: expected})
+            out = target.generate(**given, **OPTIONS, **options, **{OUTPUT_NAME: found}, **drafter)
             assert torch.equal(out.sequences, plain.sequences)
             check_same(found, expected, mask)
             if given is inputs:
-                left = target.generate(**given, **OPTIONS, **options, **drafter).past_key_values
+                left = target.generate(**given, **OPTIONS, **options, **drafter)[OUTPUT_NAME]
                 check_same(left, expected, mask)
 
 
@@ -150,10 +153,10 @@ def test_layers_that_forget_continue_with_one_token(family):
     drafter = who(target)
     check_turns(target, inputs, drafter, (1, 1), [0, 1])
     cache = new_cache(target)
-    out = target.generate(**inputs, **OPTIONS, past_key_values=cache, **drafter)
+    out = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache}, **drafter)
     before = copy.deepcopy(cache)
     with pytest.raises(ValueError, match="a cache with 4 tokens at once, for which layers of "):
-        target.generate(**next_turn(inputs, out.sequences, 3), **OPTIONS, past_key_values=cache, **drafter)
+        target.generate(**next_turn(inputs, out.sequences, 3), **OPTIONS, **{OUTPUT_NAME: cache}, **drafter)
     check_same(cache, before, inputs["attention_mask"])
 
 
@@ -168,13 +171,13 @@ def test_captured_calls(family, monkeypatch):
     expected = target.generate(**turn, **OPTIONS).sequences
     drafter = who(target)
     for _ in range(2):
-        filled = copy.deepcopy(plain.past_key_values)
-        assert torch.equal(target.generate(**turn, **OPTIONS, past_key_values=filled, **drafter).sequences, expected)
+        filled = copy.deepcopy(plain[OUTPUT_NAME])
+        assert torch.equal(target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: filled}, **drafter).sequences, expected)
     captures = replay.count
-    left = target.generate(**inputs, **OPTIONS, **drafter).past_key_values
+    left = target.generate(**inputs, **OPTIONS, **drafter)[OUTPUT_NAME]
     target.generate(**padded_prompts([8, 2, 4], seed=5), **OPTIONS, **drafter)
-    check_same(left, plain.past_key_values, inputs["attention_mask"])
-    assert torch.equal(target.generate(**turn, **OPTIONS, past_key_values=left, **drafter).sequences, expected)
+    check_same(left, plain[OUTPUT_NAME], inputs["attention_mask"])
+    assert torch.equal(target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: left}, **drafter).sequences, expected)
     assert "captured" in drafter["assistant_model"].stats.execution and replay.count - captures <= 2
 
 
@@ -199,7 +202,7 @@ class Fails(LogitsProcessor):
 def test_caches_are_as_they_were_after_an_error(monkeypatch):
     target, inputs = tiny_target("falcon-h1"), padded_prompts(LENGTHS)
     drafter, filled = who(target), new_cache(target)
-    sequences = target.generate(**inputs, **OPTIONS, past_key_values=filled).sequences
+    sequences = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: filled}).sequences
     turn = next_turn(inputs, sequences, 4)
     expected = target.generate(**turn, **OPTIONS).sequences
 
@@ -218,24 +221,24 @@ def test_caches_are_as_they_were_after_an_error(monkeypatch):
             before = copy.deepcopy(cache)
             layers.clear()
             with pytest.raises(RuntimeError, match="on purpose"):
-                target.generate(**given, **OPTIONS, **options, past_key_values=cache, **drafter)
+                target.generate(**given, **OPTIONS, **options, **{OUTPUT_NAME: cache}, **drafter)
             check_same(cache, before, inputs["attention_mask"][:, : before.get_seq_length()])
     monkeypatch.undo()
-    assert torch.equal(target.generate(**turn, **OPTIONS, past_key_values=filled, **drafter).sequences, expected)
+    assert torch.equal(target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: filled}, **drafter).sequences, expected)
 
 
 @pytest.mark.core
 def test_states_of_other_models_are_refused():
     target, inputs = tiny_target("qwen3-next"), padded_prompts([9])
     cache = new_cache(target)
-    turn = next_turn(inputs, target.generate(**inputs, **OPTIONS, past_key_values=cache).sequences, 3)
+    turn = next_turn(inputs, target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache}).sequences, 3)
     layer = cache.layers[0]
     layer.recurrent_states[0] = layer.recurrent_states[0][:, :2]
     with pytest.raises(ValueError, match=r"holds recurrent states of shape \[2, 8, 8\] a row; expected \[4, 8, 8\]"):
-        target.generate(**turn, **OPTIONS, past_key_values=cache, **who(target))
+        target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: cache}, **who(target))
     layer.recurrent_states[0] = None
-    with pytest.raises(ValueError, match=r"LinearAttentionLayer of past_key_values has no recurrent_states\[0\]"):
-        target.generate(**turn, **OPTIONS, past_key_values=cache, **who(target))
+    with pytest.raises(ValueError, match=rf"LinearAttentionLayer of {OUTPUT_NAME} has no recurrent_states\[0\]"):
+        target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: cache}, **who(target))
 
 
 @pytest.mark.core

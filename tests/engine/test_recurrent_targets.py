@@ -27,8 +27,10 @@ from targets import (
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_specdec import NoDrafter
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import recurrent_functions, recurrent_layers
 from hf_specdec.patching.cache import LayerKind, RaggedCache
+from hf_specdec.patching.support import cache_name
 
 MAX_NEW_TOKENS = 16
 greedy = partial(lossless.greedy, max_new_tokens=MAX_NEW_TOKENS)
@@ -135,11 +137,11 @@ def test_draft_model_with_recurrent_layers_continues_a_text(family, is_whole):
         drafter = copy_of(tiny_target(hybrid))
         drafter.bind(target)
         cache = DynamicCache(config=target.config)
-        again = greedy(target, inputs, **options, past_key_values=cache)
+        again = greedy(target, inputs, **options, **{OUTPUT_NAME: cache})
         given = {"input_ids": text if is_whole else text[:, cache.get_seq_length() :]}
         if not is_whole:
             given["attention_mask"] = torch.ones_like(text)
-        found = greedy(target, given, drafter, 3, past_key_values=cache)
+        found = greedy(target, given, drafter, 3, **{OUTPUT_NAME: cache})
         assert torch.equal(again.sequences, first.sequences)
         assert torch.equal(found[:, -MAX_NEW_TOKENS:], expected[:, -MAX_NEW_TOKENS:])
 
@@ -154,7 +156,7 @@ def test_drafts_of_a_copy_that_continues_a_text():
     options = {"max_new_tokens": 6}
     greedy(target, {"input_ids": text}, drafter, 3, **options)
     accepted = drafter.stats.accepted_per_position
-    greedy(target, {"input_ids": text}, drafter, 3, past_key_values=first.past_key_values, **options)
+    greedy(target, {"input_ids": text}, drafter, 3, **{OUTPUT_NAME: first[OUTPUT_NAME]}, **options)
     assert drafter.stats.accepted_per_position == accepted
 
 
@@ -200,7 +202,7 @@ def test_prompts_of_embeddings(family):
     expected = greedy(target, inputs, return_dict_in_generate=True)
     found = greedy(target, inputs, drafter, 3, return_dict_in_generate=True)
     assert torch.equal(found.sequences, expected.sequences) and drafter.stats.engine == "static"
-    same_states(found.past_key_values, expected.past_key_values)
+    same_states(found[OUTPUT_NAME], expected[OUTPUT_NAME])
     of_tokens = greedy(target, padded_prompts([9, 4]))
     assert not torch.equal(expected.sequences, of_tokens[:, -expected.sequences.shape[1] :])
 
@@ -254,11 +256,11 @@ def same_states(found, expected, has_length=True):
 def test_caches_after_a_call_are_plain_generates(family):
     target, inputs = tiny_target(family), padded_prompts([9, 4])
     drafter = random_eagle3(target)
-    plain = greedy(target, inputs, return_dict_in_generate=True).past_key_values
+    plain = greedy(target, inputs, return_dict_in_generate=True)[OUTPUT_NAME]
     given = DynamicCache(config=target.config)
-    out = greedy(target, inputs, drafter, 3, return_dict_in_generate=True, past_key_values=given)
-    assert out.past_key_values is given and drafter.stats.engine == "static"
-    deferred = greedy(target, inputs, drafter, 3, return_dict_in_generate=True).past_key_values
+    out = greedy(target, inputs, drafter, 3, return_dict_in_generate=True, **{OUTPUT_NAME: given})
+    assert out[OUTPUT_NAME] is given and drafter.stats.engine == "static"
+    deferred = greedy(target, inputs, drafter, 3, return_dict_in_generate=True)[OUTPUT_NAME]
     for found in (given, deferred):
         same_states(found, plain)
 
@@ -273,7 +275,7 @@ class CallsTarget(LogitsProcessor):
         tokens = torch.arange(5, 15)[None]
         out = self.target(tokens[:, :7], use_cache=True)
         for column in range(7, 10):
-            out = self.target(tokens[:, column : column + 1], past_key_values=out.past_key_values, use_cache=True)
+            out = self.target(tokens[:, column : column + 1], **{OUTPUT_NAME: out[OUTPUT_NAME]}, use_cache=True)
         self.logits.append(out.logits[0, -1])
         return scores
 
@@ -347,10 +349,10 @@ def test_models_without_attention(family):
         expected = greedy(target, given, return_dict_in_generate=True)
         found = greedy(target, given, drafter, 3, return_dict_in_generate=True)
         assert torch.equal(found.sequences, expected.sequences) and drafter.stats.engine == "static"
-        same_states(found.past_key_values, expected.past_key_values, has_length=False)
+        same_states(found[OUTPUT_NAME], expected[OUTPUT_NAME], has_length=False)
     assert drafter.stats.accepted < drafter.stats.drafted, "a draft model reads tokens, not embeddings"
-    with pytest.raises(ValueError, match="cache_params, a cache of recurrent states that does not know how many"):
-        greedy(target, short, drafter, 3, cache_params=expected.past_key_values)
+    with pytest.raises(ValueError, match="a cache of recurrent states only, which does not know how many"):
+        greedy(target, short, drafter, 3, **{cache_name(target): expected[OUTPUT_NAME]})
 
 
 def test_states_that_a_model_has_computed_by_itself_are_refused():

@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_specdec.engine.prompts import read_prompts
 from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE, Request
 from hf_specdec.engine.static_engine import StaticRun
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.patch import engine
 from hf_specdec.sampling.logits import RowTemperature
 from hf_specdec.sampling.randomness import Randomness
@@ -97,7 +98,7 @@ def test_steps_of_a_run():
     out = run.finish()
     assert torch.equal(out.sequences, plain)
     assert request.drafter.stats is out.speculation and out.speculation.committed == 10
-    assert isinstance(out.past_key_values, DynamicCache) and out.past_key_values.get_seq_length() == 10
+    assert isinstance(out[OUTPUT_NAME], DynamicCache) and out[OUTPUT_NAME].get_seq_length() == 10
 
 
 @torch.no_grad()
@@ -108,4 +109,4 @@ def test_a_cache_of_the_caller_is_filled():
         run.prepare()
         run.run_rounds()
     out = run.finish()
-    assert out.past_key_values is cache and cache.get_seq_length() == out.sequences.shape[1] - 1
+    assert out[OUTPUT_NAME] is cache and cache.get_seq_length() == out.sequences.shape[1] - 1

@@ -21,6 +21,7 @@ from transformers.generation.utils import GenerationMixin
 
 from hf_specdec.engine import equivalence, separate_rows
 from hf_specdec.engine.separate_rows import _input_of_row, why_not_separate
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.sampling.logits import RowTemperature
 
 LENGTHS = PROMPTS[3]
@@ -108,17 +109,17 @@ def test_cache_is_filled_as_by_plain_generate(family):
     caches = []
     for options in ({}, {"assistant_model": stock(random_eagle3(target))}):
         cache = DynamicCache(config=target.config)
-        text = greedy(target, inputs, **ends, **options, past_key_values=cache)
+        text = greedy(target, inputs, **ends, **options, **{OUTPUT_NAME: cache})
         out = greedy(target, inputs, **ends, **options, **DICT)
         assert torch.equal(out.sequences, text) and out.hidden_states is None and out.scores is None
-        caches += [cache, out.past_key_values]
+        caches += [cache, out[OUTPUT_NAME]]
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, text.shape[1] - max(LENGTHS)), value=1)
     longer = {"input_ids": text, "attention_mask": mask}
     expected = target.generate(**longer, max_new_tokens=5, do_sample=False)
     for cache in caches:
         assert cache.get_seq_length() == text.shape[1] - 1
         assert torch.equal(
-            target.generate(**longer, max_new_tokens=5, do_sample=False, past_key_values=cache), expected
+            target.generate(**longer, max_new_tokens=5, do_sample=False, **{OUTPUT_NAME: cache}), expected
         )
     for kept, cache in zip(caches[:2], caches[2:], strict=True):
         for ours, theirs in zip(cache.layers, kept.layers, strict=True):
@@ -191,8 +192,8 @@ def test_position_ids_of_the_caller():
 class Tinted(LlamaForCausalLM):
     """Adds a further input, `[B, V]`, to the logits of each row."""
 
-    def forward(self, input_ids=None, past_key_values=None, tint=None, **kwargs):
-        output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+    def forward(self, input_ids=None, tint=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
         if tint is not None:
             output.logits = output.logits + (tint[:, None] if isinstance(tint, torch.Tensor) else tint[0])
         return output
@@ -262,7 +263,7 @@ def test_padding_that_changes_the_text_is_refused(monkeypatch):
 
 def test_rows_have_offloaded_caches_of_their_own():
     cache = DynamicCache(config=tiny_target("llama").config, offloading=True)
-    copied = _input_of_row("past_key_values", cache, 0, 0)
+    copied = _input_of_row(OUTPUT_NAME, cache, 0, 0)
     assert copied is not cache and copied.layers is not cache.layers and copied.offloading
 
 

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import hidden_states
 from hf_specdec.patching.cache import attention_layers
 from hf_specdec.patching.hidden_states import ModuleTree
@@ -142,15 +143,15 @@ def test_transformers_cache_is_made_where_it_is_needed(caches):
     target.generate(**inputs, **OPTIONS, assistant_model=drafter)  # checks the class if no other test has
     caches.clear()
     plain = target.generate(**inputs, **options)
-    assert len(caches) == 1 and plain.past_key_values is caches[0]
+    assert len(caches) == 1 and plain[OUTPUT_NAME] is caches[0]
     config = GenerationConfig(**options, pad_token_id=PAD)
     ours = target.generate(**inputs, generation_config=config, assistant_model=drafter)
     assert len(caches) == 1 and torch.equal(ours.sequences, plain.sequences)
     again = target.generate(**inputs, generation_config=config)
-    assert len(caches) == 2 and again.past_key_values is caches[1]
+    assert len(caches) == 2 and again[OUTPUT_NAME] is caches[1]
     drafter.configure(engine="stock")
     stock = target.generate(**inputs, **options, assistant_model=drafter)
-    assert stock.past_key_values in caches[2:] and torch.equal(stock.sequences, plain.sequences)
+    assert stock[OUTPUT_NAME] in caches[2:] and torch.equal(stock.sequences, plain.sequences)
     drafter.configure(engine="static")
     embedded = {**inputs, "inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]).detach()}
     by_target = target.generate(**embedded, **options, assistant_model=drafter)
@@ -162,7 +163,7 @@ class OwnCache:
 
     def _prepare_cache_for_generation(self, config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(config, model_kwargs, *args, **kwargs)
-        assert isinstance(model_kwargs["past_key_values"], DynamicCache)
+        assert isinstance(model_kwargs[OUTPUT_NAME], DynamicCache)
 
 
 def test_classes_that_make_caches_in_their_own_way_get_one(target, caches):

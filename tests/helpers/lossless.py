@@ -11,6 +11,7 @@ from targets import padded_prompts
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec import Drafter
+from hf_specdec.host.caches import OUTPUT_NAME
 
 MAX_NEW_TOKENS = 16
 PROMPTS = {1: [9], 3: [1, 12, 5], 8: [2, 13, 7, 1, 10, 11, 3, 6]}
@@ -89,11 +90,11 @@ class GreedyTexts:
         drafter, first, texts = random_draft_model(target), padded_prompts([20, 12]), []
         for assistant in (None, drafter):
             cache = DynamicCache(config=target.config)
-            out = self.greedy(target, first, assistant, 3, max_new_tokens=6, past_key_values=cache)
+            out = self.greedy(target, first, assistant, 3, max_new_tokens=6, **{OUTPUT_NAME: cache})
             longer = torch.cat([out, padded_prompts([4, 4], seed=1)["input_ids"]], dim=1)
             mask = torch.cat([first["attention_mask"], torch.ones(2, 10, dtype=torch.int64)], dim=1)
             inputs = {"input_ids": longer, "attention_mask": mask}
-            texts.append(self.greedy(target, inputs, assistant, 3, past_key_values=cache))
+            texts.append(self.greedy(target, inputs, assistant, 3, **{OUTPUT_NAME: cache}))
         assert torch.equal(*texts) and drafter.stats.engine == "static"
 
     def check_replayed(self, name: str, drafter: Drafter, batches: list[list[int]]) -> None:

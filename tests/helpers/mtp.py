@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from hf_specdec.host.caches import OUTPUT_NAME
+
 _SMALL = _COMMON | {"num_hidden_layers": 3}
 _HYBRID = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -393,7 +395,7 @@ def _module(
         inputs,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
+        **{OUTPUT_NAME: cache},
         position_embeddings=published.rotary(inputs, positions, index),
     )[0]
     normed = _rms(output, module.final_norm, kind.offset, eps)

@@ -7,6 +7,7 @@ from targets import padded_prompts, tiny_target
 from transformers import StoppingCriteria
 
 from hf_specdec.engine import equivalence
+from hf_specdec.host.caches import OUTPUT_NAME
 
 # From tensors on it nothing can be read, and they cannot be used beside others.
 DEFAULT = torch.device("meta")
@@ -36,7 +37,7 @@ def test_a_default_device_is_the_callers(monkeypatch):
         out = target.generate(
             **inputs, **GREEDY, assistant_model=drafter, stopping_criteria=[criterion], return_dict_in_generate=True
         )
-        assert out.past_key_values.layers[0].keys.device == target.device
+        assert out[OUTPUT_NAME].layers[0].keys.device == target.device
         bulk = target.generate_batch(prompts, assistant_model=drafter, **GREEDY).values()
         with target.continuous_batching_context_manager(assistant_model=drafter, **GREEDY) as manager:
             names = manager.add_requests(prompts) + [manager.add_request(prompts[0], seed=3)]

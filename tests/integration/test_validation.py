@@ -29,6 +29,7 @@ from hf_specdec import AutoDrafter, Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters import Eagle3Drafter
 from hf_specdec.engine.buckets import useful_drafts
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.integration.dispatch import UNUSED_SETTINGS, _warn
 from hf_specdec.integration.validation import _OTHER_DRAFTERS
 from hf_specdec.sampling.logits import RowTemperature
@@ -281,15 +282,15 @@ def cache_with_a_function():
     ("options", "match"),
     [
         (
-            {"past_key_values": Cache(layers=[RoundedLayer() for _ in range(NUM_LAYERS)])},
+            {OUTPUT_NAME: Cache(layers=[RoundedLayer() for _ in range(NUM_LAYERS)])},
             "is a Cache, which .* rounded",
         ),
         (
-            {"past_key_values": Cache(layer_class_to_replicate=ShrinkingLayer)},
+            {OUTPUT_NAME: Cache(layer_class_to_replicate=ShrinkingLayer)},
             r"update\(\) of ShrinkingLayer is not tr",
         ),
-        ({"past_key_values": ShrinkingCache()}, r"a ShrinkingCache, in which update\(\) of ShrinkingCache is not tra"),
-        ({"past_key_values": cache_with_a_function()}, r"update\(\) of DynamicCache is not transformers' own"),
+        ({OUTPUT_NAME: ShrinkingCache()}, r"a ShrinkingCache, in which update\(\) of ShrinkingCache is not tra"),
+        ({OUTPUT_NAME: cache_with_a_function()}, r"update\(\) of DynamicCache is not transformers' own"),
     ],
 )
 def test_caches_that_change_what_they_store(target, drafter, options, match, engine):
@@ -610,10 +611,10 @@ def test_batches_that_the_stock_engine_cannot_take_apart():
     drafter = random_eagle3(target)
     out = target.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 4), value=1)
-    longer = {"input_ids": out.sequences, "attention_mask": mask, "past_key_values": out.past_key_values}
-    message = refused(target, drafter, "past_key_values holds 15 tokens of each of 3 rows", inputs=longer)
+    longer = {"input_ids": out.sequences, "attention_mask": mask, OUTPUT_NAME: out[OUTPUT_NAME]}
+    message = refused(target, drafter, f"{OUTPUT_NAME} holds 15 tokens of each of 3 rows", inputs=longer)
     assert "RoPE (longrope)" in message and "without assistant_model" in message
-    assert out.past_key_values.get_seq_length() == 15
+    assert out[OUTPUT_NAME].get_seq_length() == 15
     rows = LogitsProcessorList([RowTemperature([0.5, 1.0])])
     refused(target, drafter, "2 temperatures, but the call has 3", inputs=inputs, logits_processor=rows, do_sample=True)
 

@@ -1,0 +1,139 @@
+"""Caches of transformers: their classes, and the names by which models and calls take them."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache as cached
+from typing import Any
+
+from .parts import about, any_of, in_modeling_files, part, uses
+
+_FILE = "transformers.cache_utils"
+
+
+def _class(name: str, why: str = "kinds of layers that can be copied to and from the engine's cache") -> Any:
+    return part(_FILE, name, why=why)
+
+
+Cache = _class("Cache", "base class of the engine's cache")
+CacheLayerMixin = _class("CacheLayerMixin", "base class of the engine's layers with keys and values")
+DynamicLayer = _class("DynamicLayer")
+DynamicSlidingWindowLayer = _class("DynamicSlidingWindowLayer")
+LinearAttentionAndFullAttentionLayer = _class("LinearAttentionAndFullAttentionLayer")
+LinearAttentionAndSlidingWindowAttentionLayer = _class("LinearAttentionAndSlidingWindowAttentionLayer")
+LinearAttentionAndStaticFullAttentionLayer = _class("LinearAttentionAndStaticFullAttentionLayer")
+LinearAttentionAndStaticSlidingWindowAttentionLayer = _class("LinearAttentionAndStaticSlidingWindowAttentionLayer")
+LinearAttentionCacheLayerMixin = _class("LinearAttentionCacheLayerMixin", "base class of the engine's recurrent layers")
+LinearAttentionLayer = _class("LinearAttentionLayer")
+StaticLayer = _class("StaticLayer")
+StaticSlidingWindowLayer = _class("StaticSlidingWindowLayer")
+
+
+@uses("transformers.generation.utils:GenerationMixin", "_is_user_defined", why="marks a cache that the caller passed")
+def is_of_caller(cache: Any) -> bool:
+    """Whether the caller of `generate()` passed `cache`."""
+    return getattr(cache, "_is_user_defined", False)
+
+
+@uses(f"{_FILE}:QuantizedLayer", "_quantize", why="tells caches that round keys and values")
+def rounds_keys(part_of_cache: Any) -> bool:
+    """Whether a cache, a layer of it or their class rounds what it stores."""
+    return hasattr(part_of_cache, "_quantize")
+
+
+@uses(f"{_FILE}:DynamicSlidingWindowLayer", "record_past", why="set by assisted generation, restored after a call")
+def recording_layers(cache: Any) -> dict[Any, bool]:
+    """Layers of a cache that can keep what has left their window, and whether they do."""
+    layers = getattr(cache, "layers", ())
+    return {layer: layer.record_past for layer in layers if hasattr(layer, "record_past")}
+
+
+def set_recording(layers: dict[Any, bool]) -> None:
+    """Let `layers` keep what has left their window, or not."""
+    for layer, is_recording in layers.items():
+        layer.record_past = is_recording
+
+
+(STORE_COMPRESSED,) = in_modeling_files("store_compression_weights", why="tells layers with keys of windows of tokens")
+
+# What `forward` of a model or a layer calls its cache, and `generate()` among the inputs of a model.
+CACHE_NAMES = in_modeling_files(
+    "cache",
+    "past_key_values",
+    "cache_params",
+    why="parameter of `forward` that takes the cache, input of `generate()`, entry of outputs",
+    since="5.24: `cache`; before, `past_key_values`, and `cache_params` of models with recurrent layers only",
+)
+# What models call caches of their own, which are not transformers' `Cache`.
+_OWN_CACHES = in_modeling_files("state", "mems", "past_buckets_states", why="caches of a model's own")
+
+
+@cached
+def cache_parameter(function: Callable) -> str | None:
+    """The parameter by which `function` takes a cache, one of `CACHE_NAMES`; None if it has none of them."""
+    parameters = inspect.signature(inspect.unwrap(function)).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def cache_argument(function: Callable, value: Any) -> dict[str, Any]:
+    """`value` as the keyword argument by which `function` takes a cache; none if it takes none."""
+    name = cache_parameter(function)
+    return {} if name is None else {name: value}
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """The cache among keyword arguments of a model, a layer or a function of transformers; None if there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def given_cache_name(arguments: Mapping[str, Any]) -> str:
+    """The name of the cache among `arguments`, see `given_cache`; that of outputs if there is none."""
+    return next((name for name in CACHE_NAMES if arguments.get(name) is not None), OUTPUT_NAME)
+
+
+def _parameters_of(kind: type) -> dict[str, inspect.Parameter]:
+    """Parameters of `forward` of a class, and of those of its bases that it may hand others on to."""
+    found: dict[str, inspect.Parameter] = {}
+    for function in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
+        parameters = inspect.signature(inspect.unwrap(function)).parameters
+        found = {**parameters, **found}
+        if all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
+            break
+    return found
+
+
+def _is_own(parameter: inspect.Parameter) -> bool:
+    """Whether the annotation of a parameter is a class of caches that are not transformers' `Cache`."""
+    kinds = [one for one in (parameter.annotation, *typing.get_args(parameter.annotation)) if isinstance(one, type)]
+    return any(one.__name__.endswith("Cache") and not issubclass(one, Cache) for one in kinds)
+
+
+def model_cache_name(kind: type) -> str | None:
+    """The parameter by which models of class `kind` take a `Cache`; None if they do not."""
+    parameters = _parameters_of(kind)
+    return next((name for name in CACHE_NAMES if name in parameters and not _is_own(parameters[name])), None)
+
+
+def why_no_cache(kind: type) -> str | None:
+    """The reason why models of class `kind` do not take a `Cache`; None if they do."""
+    if model_cache_name(kind) is not None:
+        return None
+    own = [
+        name
+        for name, parameter in _parameters_of(kind).items()
+        if name in _OWN_CACHES or (name in CACHE_NAMES and _is_own(parameter))
+    ]
+    if own:
+        return f"keeps its states in a cache of its own ({any_of(own)} of {kind.__name__}.forward)"
+    return about(f"`{kind.__name__}.forward` has no parameter {any_of(CACHE_NAMES)}")
+
+
+GenerateDecoderOnlyOutput = part("transformers.generation.utils", "GenerateDecoderOnlyOutput", why="what calls return")
+_ENTRIES = {one.name for one in fields(GenerateDecoderOnlyOutput)} if GenerateDecoderOnlyOutput else set()
+
+# The entry of an output of `generate()` that holds the cache, which is passed to models by the same name; older
+# versions have another one for models with recurrent layers only.
+OUTPUT_NAME = next((name for name in CACHE_NAMES if name in _ENTRIES), CACHE_NAMES[0])

@@ -1,0 +1,122 @@
+"""`GenerationMixin`, continuous batching and what they hand to a loop of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, PreTrainedModel
+
+from .parts import part, uses
+
+_UTILS = "transformers.generation.utils"
+_MIXIN = f"{_UTILS}:GenerationMixin"
+_CONTINUOUS = "transformers.generation.continuous_batching"
+_MANAGER = f"{_CONTINUOUS}.continuous_api"
+
+GenerationMixin = part(_UTILS, "GenerationMixin", why="class of the methods that are replaced")
+ContinuousMixin = part(_MANAGER, "ContinuousMixin", why="class of the methods that are replaced")
+ContinuousBatchingManager = part(_MANAGER, "ContinuousBatchingManager", why="refuses drafters in requests")
+BackgroundThreadStatus = part(_MANAGER, "BackgroundThreadStatus", why="state of a manager's thread")
+GenerationOutput = part(f"{_CONTINUOUS}.requests", "GenerationOutput", why="results of requests")
+RequestStatus = part(f"{_CONTINUOUS}.requests", "RequestStatus", why="results of requests")
+WorkloadHints = part(f"{_CONTINUOUS}.utils", "WorkloadHints", why="argument of managers")
+GenerateOutput = part(_UTILS, "GenerateOutput", why="type of what calls return")
+GenerationMode = part("transformers.generation.configuration_utils", "GenerationMode", why="what a call asks for")
+CandidateGenerator = part("transformers.generation.candidate_generator", "CandidateGenerator", why="stock engine")
+BaseStreamer = part("transformers.generation.streamers", "BaseStreamer", why="base class of streamers")
+ModelOutput = part("transformers.utils.generic", "ModelOutput", why="output of a forward pass")
+
+
+def _replaced(owner: str, *names: str) -> dict[str, Any]:
+    return {name: part(owner, name, why="replaced, so that calls accept a drafter") for name in names}
+
+
+# By owner and name: the methods that are replaced, as they are.
+REPLACED_METHODS: dict[tuple[Any, str], Any] = {
+    (owner, name): method
+    for owner, methods in (
+        (
+            GenerationMixin,
+            _replaced(
+                _MIXIN,
+                "_assisted_decoding",
+                "_extract_generation_mode_kwargs",
+                "_get_candidate_generator",
+                "_prepare_cache_for_generation",
+                "_prepare_generation_config",
+                "_validate_generation_mode",
+            ),
+        ),
+        (
+            ContinuousMixin,
+            _replaced(
+                f"{_MANAGER}:ContinuousMixin",
+                "generate_batch",
+                "init_continuous_batching",
+                "continuous_batching_context_manager",
+            ),
+        ),
+        (ContinuousBatchingManager, _replaced(f"{_MANAGER}:ContinuousBatchingManager", "add_request", "add_requests")),
+    )
+    for name, method in methods.items()
+}
+
+
+@uses("transformers:GenerationConfig", "_get_default_generation_params", why="tells what a caller has asked for")
+def default_settings(config: GenerationConfig | type[GenerationConfig]) -> dict[str, Any]:
+    """The settings that `GenerationConfig` has if nobody sets them."""
+    return config._get_default_generation_params()
+
+
+@uses(_MIXIN, "_supports_default_dynamic_cache", why="tells whether a call would make a cache")
+def makes_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether `generate()` would make a `DynamicCache` for `model`."""
+    return model._supports_default_dynamic_cache()
+
+
+@uses(_MIXIN, "_supports_logits_to_keep", why="computes the logits that are needed only")
+def keeps_logits(model: PreTrainedModel) -> bool:
+    """Whether `forward` of `model` takes `logits_to_keep`."""
+    return model._supports_logits_to_keep()
+
+
+@uses(_MIXIN, "_prefill", why="runs prompts as plain generate() does")
+def prefill(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]
+) -> ModelOutput:
+    """Run `model` over prompts `[B, P]` as plain `generate()` does, with the prepared `inputs`."""
+    return model._prefill(input_ids, config, inputs)
+
+
+@uses(_MIXIN, "_update_model_kwargs_for_generation", why="inputs after a pass, as plain generate() has them")
+def inputs_after(
+    model: PreTrainedModel, outputs: ModelOutput, inputs: Mapping[str, Any], num_new_tokens: int
+) -> dict[str, Any]:
+    """The inputs of `model` after a pass with `inputs` gave `outputs`, for `num_new_tokens` more tokens."""
+    return model._update_model_kwargs_for_generation(outputs, dict(inputs), num_new_tokens=num_new_tokens)
+
+
+@uses(_MIXIN, "_pad_token_tensor", why="token of finished rows")
+def pad_token(config: GenerationConfig) -> torch.Tensor | None:
+    """The token that finished rows go on with, as prepared by `generate()`."""
+    return config._pad_token_tensor
+
+
+@uses(
+    _MIXIN,
+    "_mask_length",
+    why="columns of a mask that was dropped since it is all ones",
+    since="after 5.17",
+    is_needed=False,
+)
+def mask_length(config: GenerationConfig) -> int | None:
+    """Columns of the attention mask that `generate()` has dropped, since all are ones; None if it has not."""
+    return getattr(config, "_mask_length", None)
+
+
+@uses("transformers:PrefixConstrainedLogitsProcessor", "_prefix_allowed_tokens_fn", why="runs for rows that live only")
+def allowed_tokens_of(processor: PrefixConstrainedLogitsProcessor) -> Callable[[int, torch.Tensor], list[int]]:
+    """The function of a constraint, of the number of a row and its text `[n]`."""
+    return processor._prefix_allowed_tokens_fn

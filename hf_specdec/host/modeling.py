@@ -1,0 +1,174 @@
+"""Modeling files and configurations: what their modules, functions and settings are called, and where they register."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .parts import in_modeling_files, lazy_part, named_in, part, uses
+
+_MODEL = "transformers:PreTrainedModel"
+_LLAMA = "transformers.models.llama.modeling_llama"
+_MASKS = "transformers.masking_utils"
+_ROPE = "transformers.modeling_rope_utils"
+
+ALL_ATTENTION_FUNCTIONS = part(
+    "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", why="where the engine's attention is registered"
+)
+ALL_MASK_ATTENTION_FUNCTIONS = part(_MASKS, "ALL_MASK_ATTENTION_FUNCTIONS", why="where its masks are registered")
+ALL_EXPERTS_FUNCTIONS = part(
+    "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS", why="where its mixtures of experts are registered"
+)
+eager_mask = part(_MASKS, "eager_mask", why="mask of attention outside of the attention interface")
+sliding_window_bidirectional_overlay = part(
+    _MASKS, "sliding_window_bidirectional_overlay", why="masks of drafters that read a target's cache"
+)
+ROPE_INIT_FUNCTIONS = part(_ROPE, "ROPE_INIT_FUNCTIONS", why="frequencies of RoPE that depend on length")
+dynamic_rope_update = part(_ROPE, "dynamic_rope_update", why="decorator that changes frequencies on the host")
+output_capturing = part("transformers.utils", "output_capturing", why="its hooks do nothing in an engine's passes")
+ACT2FN = part("transformers.activations", "ACT2FN", why="activations by name")
+LlamaRMSNorm = part(_LLAMA, "LlamaRMSNorm", why="norm of drafters")
+LlamaRotaryEmbedding = part(_LLAMA, "LlamaRotaryEmbedding", why="rotary embedding of drafters")
+rotate_half = part(_LLAMA, "rotate_half", why="rotary embedding of drafters")
+Qwen3NextRMSNorm = part(
+    "transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextRMSNorm", why="norm of MTP modules"
+)
+# Only the model with a vision tower around it is in transformers' mapping of configurations to models.
+step3p7_text_model = lazy_part(
+    "transformers.models.step3p7.modeling_step3p7", "Step3p7TextModel", why="decoder layers of its MTP modules"
+)
+
+ATTENTION_ENTRY = named_in(
+    "transformers:PreTrainedConfig", "_attn_implementation_internal", why="entry that names a model's attention"
+)
+EXPERTS_ENTRY = named_in(
+    "transformers:PreTrainedConfig", "_experts_implementation_internal", why="entry that names a model's experts"
+)
+# Entries of a configuration that do not determine how its model computes.
+NO_SETTINGS = frozenset(
+    {
+        ATTENTION_ENTRY,
+        EXPERTS_ENTRY,
+        *in_modeling_files("_name_or_path", "_commit_hash", why="entries of a configuration that name its source"),
+    }
+)
+# Attributes of a `PreTrainedModel` that only loading, saving, sharding and `generate()` read; and `rope_deltas`, from
+# which a forward pass without position ids computes them (M-RoPE), and which every call of `generate()` sets.
+UNREAD_ATTRIBUTES = frozenset(
+    in_modeling_files(
+        "_compiled_call",
+        "_ep_plan",
+        "_fsdp_plan",
+        "_keep_in_fp32_modules",
+        "_keep_in_fp32_modules_strict",
+        "_keys_to_ignore_on_load_missing",
+        "_keys_to_ignore_on_load_unexpected",
+        "_keys_to_ignore_on_save",
+        "_last_compile_config",
+        "_no_split_modules",
+        "_pp_plan",
+        "_previous_max_cache_length",
+        "_skip_keys_device_placement",
+        "_tp_plan",
+        "all_tied_weights_keys",
+        "generation_config",
+        "name_or_path",
+        "rope_deltas",
+        why="attributes of a model that no forward pass of an engine reads, which fingerprints leave out",
+    )
+)
+(ROPE_DELTAS,) = in_modeling_files("rope_deltas", why="positions of the last prompts, restored after a probe")
+(HOOK_OF_ACCELERATE,) = in_modeling_files("_hf_hook", why="accelerate's mark of layers that are moved between devices")
+
+# Names in the code of a `forward`, by which kinds of layers are told.
+(ATTENTION_INTERFACE,) = in_modeling_files("ALL_ATTENTION_FUNCTIONS", why="tells layers that use the interface")
+(UPDATE_INDEXER,) = in_modeling_files("update_indexer", why="tells indexers, which keep keys in the cache")
+(UPDATE_CONV_STATE,) = in_modeling_files("update_conv_state", why="tells methods that keep former inputs in the cache")
+_REPLACED = "function of recurrent layers, replaced by one that reads a ring of late inputs"
+# Of a recurrence over several tokens, and over one.
+RECURRENCES = {
+    "delta rule": in_modeling_files(
+        "torch_chunk_gated_delta_rule",
+        "torch_recurrent_gated_delta_rule",
+        "chunk_kimi_delta_attention",
+        "recurrent_kimi_delta_attention",
+        why=_REPLACED,
+    ),
+    "mamba2": in_modeling_files("mamba2_chunk_scan", "mamba2_selective_state_update", why=_REPLACED),
+    "mamba": in_modeling_files("mamba_selective_scan", "mamba_selective_state_update", why=_REPLACED),
+    "convolution": in_modeling_files("causal_conv1d_fn", "causal_conv1d_update", why=_REPLACED),
+}
+(RECURRENT_MASK,) = in_modeling_files("create_recurrent_attention_mask", why="replaced: which tokens a layer reads")
+# Attributes of a compressor, of those that choose among its entries, and the function by which its file rotates.
+COMPRESSOR = in_modeling_files(
+    "kv_proj",
+    "gate_proj",
+    "position_bias",
+    "kv_norm",
+    "rotary_emb",
+    "rope_layer_type",
+    "compress_rate",
+    why="attributes by which compressors of windows of tokens are told",
+)
+COMPRESSOR_INDEXER = (
+    *COMPRESSOR,
+    *in_modeling_files("q_b_proj", "scorer", "index_topk", why="attributes of indexers inside of compressors"),
+)
+(ROTATION,) = in_modeling_files("apply_rotary_pos_emb", why="function by which a modeling file rotates")
+LAYER_TYPES = {
+    "indexed": in_modeling_files(
+        "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention", why="layers with an indexer"
+    ),
+    "others": in_modeling_files(
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "linear_attention",
+        "conv",
+        "hybrid",
+        "hybrid_sliding",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "moe",
+        "mlp",
+        why="`layer_types` of a configuration that the static engine supports",
+    ),
+}
+
+
+@uses(_MODEL, "_supports_attention_backend", why="states that all layers of a class use the attention interface")
+def states_attention_interface(model: PreTrainedModel) -> bool:
+    """Whether the class of `model` states that all its layers use the attention interface."""
+    return getattr(model, "_supports_attention_backend", False)
+
+
+@uses("transformers:PreTrainedConfig", "_attn_implementation", why="which attention a model runs")
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """The name of the attention that models with `config` run."""
+    return config._attn_implementation
+
+
+@uses(_MODEL, "_can_set_experts_implementation", why="tells whether a model's experts can be switched")
+def switches_experts(model: PreTrainedModel) -> bool:
+    """Whether the implementation of experts of `model` can be set."""
+    return model._can_set_experts_implementation()
+
+
+@uses("transformers.integrations.moe", "_apply_gate", why="gated activation of experts")
+def apply_gate(module: nn.Module, inner: torch.Tensor) -> torch.Tensor:
+    """The gated activation of a module of experts."""
+    return module._apply_gate(inner)
+
+
+@uses(_MODEL, "_from_config", why="drafters with random weights")
+def with_random_weights(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of class `kind` with new weights."""
+    return kind._from_config(config, dtype=dtype)
+
+
+def accelerate_hook(module: nn.Module) -> Any:
+    """What accelerate has put around a module that it moves between devices; None without."""
+    return getattr(module, HOOK_OF_ACCELERATE, None)

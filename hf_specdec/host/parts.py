@@ -1,0 +1,153 @@
+"""The table of what the package touches of transformers beyond its public names, and what of it is not there.
+
+The other files of this folder declare each part with `part`, `named_in` or `parameters`, where they look it up.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import transformers
+
+from .. import __version__
+
+# The oldest and the newest version of transformers that the tests pass on; `.ci/newest` keeps the second one true.
+TESTED = ("5.17.0", "5.24.0")
+
+
+class Part(NamedTuple):
+    """A part of transformers that the package touches.
+
+    Attributes:
+        where: module, or module and class, `transformers.generation.utils:GenerationMixin`.
+        names: of the part there, the newest first; several where versions differ.
+        why: what it is touched for.
+        since: which version renamed it.
+        is_needed: whether nothing runs without it; else one feature does not.
+        is_found: whether the installed version has it under one of the names.
+    """
+
+    where: str
+    names: tuple[str, ...]
+    why: str
+    since: str = ""
+    is_needed: bool = True
+    is_found: Callable[[], bool] = lambda: True
+
+    def __str__(self) -> str:
+        return f"`{self.where.replace(':', '.')}` has no {any_of(self.names)}"
+
+
+PARTS: list[Part] = []
+
+_F = TypeVar("_F", bound=Callable)
+
+
+def any_of(names: tuple[str, ...] | list[str]) -> str:
+    """`names` in a sentence: `a`, `b` or `c`."""
+    quoted = [f"`{name}`" for name in names]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def _owner(where: str) -> Any:
+    module, _, path = where.partition(":")
+    found = importlib.import_module(module)
+    for name in filter(None, path.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+def _look_up(where: str, names: tuple[str, ...]) -> Any:
+    try:
+        owner = _owner(where)
+    except (ImportError, AttributeError):
+        return None
+    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None)
+
+
+def part(where: str, *names: str, why: str, since: str = "", is_needed: bool = True) -> Any:
+    """Declare a class, function, method or module of transformers, and return it; None if it is not there."""
+    found = _look_up(where, names)
+    is_found = found is not None
+    PARTS.append(Part(where, names, why, since, is_needed, lambda: is_found))
+    return found
+
+
+def lazy_part(where: str, *names: str, why: str, since: str = "") -> Callable[[], Any]:
+    """As `part`, for one feature and a module that is imported when the feature is used: a function that returns it.
+
+    Raises:
+        ImportError: when it is called, and the part is not there.
+    """
+    declared = Part(where, names, why, since, False, lambda: _look_up(where, names) is not None)
+    PARTS.append(declared)
+
+    @cache
+    def look_up() -> Any:
+        found = _look_up(where, names)
+        if found is None:
+            raise ImportError(about(str(declared)))
+        return found
+
+    return look_up
+
+
+def _code_of(owner: Any) -> Iterator[types.CodeType]:
+    """The code of all functions of a class or a module."""
+    for one in vars(owner).values():
+        for function in (one, *(getattr(one, name, None) for name in ("fget", "fset", "__func__"))):
+            function = inspect.unwrap(function) if callable(function) else None
+            code = getattr(function, "__code__", None)
+            if code is not None:
+                yield code
+        if isinstance(owner, types.ModuleType) and isinstance(one, type) and one.__module__ == owner.__name__:
+            yield from _code_of(one)
+
+
+def named_in(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> str:
+    """Declare the name of an attribute, and return it; where instances have it only, the code there must mention it."""
+
+    def is_found() -> bool:
+        try:
+            owner = _owner(where)
+        except (ImportError, AttributeError):
+            return False
+        return hasattr(owner, name) or any(name in (*code.co_names, *code.co_consts) for code in _code_of(owner))
+
+    PARTS.append(Part(where, (name,), why, since, is_needed, is_found))
+    return name
+
+
+def uses(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> Callable[[_F], _F]:
+    """Decorator of a function that reads or calls an attribute: declares it, see `named_in`."""
+    named_in(where, name, why=why, since=since, is_needed=is_needed)
+    return lambda function: function
+
+
+def in_modeling_files(*names: str, why: str, since: str = "") -> tuple[str, ...]:
+    """Declare names that modeling files use, and return them; whether a model has them is asked for each model."""
+    PARTS.append(Part("transformers.models", names, why, since, False))
+    return names
+
+
+@cache
+def missing() -> tuple[Part, ...]:
+    """The needed parts that the installed transformers lacks."""
+    return tuple(one for one in PARTS if one.is_needed and not one.is_found())
+
+
+def about(fault: str) -> str:
+    """A sentence about `fault` with the version that is installed and those that are tested."""
+    version, (oldest, newest) = transformers.__version__, (one.rpartition(".")[0] for one in TESTED)
+    return f"transformers {version}: {fault}; hf_specdec {__version__} is tested with {oldest} to {newest}"
+
+
+def why_broken() -> str | None:
+    """The reason why nothing runs with the installed transformers; None if all needed parts are there."""
+    faults = ", ".join(map(str, missing()))
+    return about(faults) if faults else None

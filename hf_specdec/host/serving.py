@@ -1,0 +1,41 @@
+"""transformers' server, and tensor parallel models."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from .parts import lazy_part, part, uses
+
+_SERVER = "transformers.cli.serving"
+_TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
+
+is_serve_available = part(
+    "transformers.utils.import_utils", "is_serve_available", why="tells whether the server's packages are installed"
+)
+server = lazy_part(f"{_SERVER}", "server", why="module of the server")
+utils = lazy_part(f"{_SERVER}", "utils", why="module of the server's managers")
+command_line = lazy_part("transformers.cli.transformers", "app", why="starts the server")
+build_server = lazy_part(f"{_SERVER}.server", "build_server", why="replaced: the manager is made before requests come")
+generate_manager = lazy_part(
+    f"{_SERVER}.utils", "CBGenerateManager", why="replaced: managers with a drafter, settings of each request"
+)
+worker_dead_error = lazy_part(f"{_SERVER}.utils", "CBWorkerDeadError", why="error of a manager that has ended")
+set_seed = lazy_part(f"{_SERVER}.utils", "set_torch_seed", why="replaced: a seed is the request's own")
+split_model_id = lazy_part(f"{_SERVER}.utils", "split_model_id", why="name of the target")
+
+TensorParallelLayer = lazy_part(_TENSOR_PARALLEL, "TensorParallelLayer", why="wrapper of a sharded layer")
+ColwiseParallel = lazy_part(_TENSOR_PARALLEL, "ColwiseParallel", why="wrapper that is removed where it does nothing")
+RowwiseParallel = lazy_part(_TENSOR_PARALLEL, "RowwiseParallel", why="wrapper whose all-reduce is replaced")
+MoeExpertsParallel = lazy_part(_TENSOR_PARALLEL, "MoeExpertsParallel", why="wrapper whose all-reduce is replaced")
+DistributedConfig = lazy_part("transformers.distributed", "DistributedConfig", why="tensor parallel targets in `bench`")
+
+
+@uses("transformers.distributed.mixin", "_tp_size", why="tells a tensor parallel model")
+@uses("transformers.distributed.mixin", "_device_mesh", why="the processes that run it")
+def tensor_parallel_mesh(model: PreTrainedModel) -> DeviceMesh | None:
+    """The devices over which `model` is sharded; None if it is not."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    mesh = model._device_mesh
+    return mesh if mesh.ndim == 1 else mesh["tp"]
