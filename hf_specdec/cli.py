@@ -1,4 +1,4 @@
-"""The command line: `hf-specdec inspect`, `hf-specdec bench` and `hf-specdec serve`."""
+"""The command line: `hf-specdec inspect`, `hf-specdec bench`, `hf-specdec serve` and `hf-specdec doctor`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from .bench import add_bench
-from .inspection.report import add_inspect
-from .serve import add_serve
+from . import __version__
+from .host.parts import why_broken
+from .inspection.doctor import add_doctor
 
-# Each adds the parser of one subcommand and sets its default `run`, a function of the parsed arguments. One that sets
-# `passes_on` gets arguments that it does not know in `others`.
-SUBCOMMANDS: tuple[Callable[[argparse._SubParsersAction], None], ...] = (add_inspect, add_bench, add_serve)
+
+def _subcommands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
+    """Each adds the parser of one subcommand and sets its default `run`, a function of the parsed arguments that may
+    return an exit status. One that sets `passes_on` gets arguments that it does not know in `others`.
+    """
+    if why_broken() is not None:  # the others cannot be imported
+        return (add_doctor,)
+    from .bench import add_bench
+    from .inspection.report import add_inspect
+    from .serve import add_serve
+
+    return add_inspect, add_bench, add_serve, add_doctor
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-specdec", description="Speculative decoding for transformers.")
+    parser.add_argument("--version", action="version", version=f"hf-specdec {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
-    for add in SUBCOMMANDS:
+    for add in _subcommands():
         add(subparsers)
     return parser
 
@@ -27,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        exit status: 0 on success, 1 after an `OSError` or `ValueError`, whose message is printed on stderr as one line.
+        exit status: what a subcommand returns, 0 if it returns none, 1 after an `OSError` or `ValueError`, whose
+        message is printed on stderr as one line.
     """
     parser = build_parser()
     arguments, others = parser.parse_known_args(argv)
@@ -35,11 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.others = others
     try:
-        arguments.run(arguments)
+        return int(arguments.run(arguments) or 0)
     except (OSError, ValueError) as error:
         print(f"hf-specdec: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from .auto import AutoDrafter
 from .config import check_num_or_auto
 from .drafters import Drafter, NoDrafter
+from .host import serving as serving_parts
 from .host.generation import WorkloadHints
-from .host.serving import is_serve_available
+from .host.parts import about
 from .integration.manager import SpeculativeBatchingManager
 from .integration.manager_requests import SAMPLING_OPTIONS
 
@@ -139,21 +140,19 @@ def serving(settings: ServeSettings) -> Iterator[None]:
     Raises:
         ValueError: the server's dependencies are not installed, or this version of transformers has another server.
     """
-    if not is_serve_available():
+    if not serving_parts.is_serve_available():
         raise ValueError(
             "The server's dependencies are not installed; expected them: pip install 'transformers[serving]'."
         )
     try:
-        from transformers.cli.serving import server, utils
+        server, utils = serving_parts.server(), serving_parts.utils()
     except ImportError as error:
-        raise ValueError(f"This version of transformers has no server ({error}); expected 5.17 or newer.") from error
+        raise ValueError(f"{error}. Install a tested version of transformers.") from error
     places = {"server": server, "utils": utils}
     missing = [name for place, names in _NAMES.items() for name in names if not hasattr(places[place], name)]
     if missing:
-        raise ValueError(
-            f"transformers.cli.serving has no {', '.join(missing)}, through which requests get their drafter; expected "
-            "transformers 5.17 to 5.23."
-        )
+        fault = f"`transformers.cli.serving` has no {', '.join(missing)}, through which requests get their drafter"
+        raise ValueError(f"{about(fault)}. Install a tested version of transformers.")
     changed = {
         (utils, "CBGenerateManager"): _generate_manager(utils, settings),
         (utils, "set_torch_seed"): _SEED.set,
@@ -323,6 +322,6 @@ def run_serve(arguments: argparse.Namespace) -> None:
         load_drafter, arguments.max_requests, arguments.max_queue_size, arguments.longest, arguments.warmup
     )
     with serving(settings):
-        from transformers.cli.transformers import app
-
-        app(["serve", arguments.target, "--continuous-batching", *arguments.others], prog_name="hf-specdec")
+        serving_parts.command_line()(
+            ["serve", arguments.target, "--continuous-batching", *arguments.others], prog_name="hf-specdec"
+        )

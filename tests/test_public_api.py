@@ -14,6 +14,7 @@ PACKAGE = Path(hf_specdec.__file__).parent
 ORDER = [
     "kernels",
     "errors",
+    "host",
     "config",
     "stats",
     "device_policy",
@@ -34,9 +35,9 @@ ORDER = [
     "engine",
     "auto",
     "integration",
+    "loading",
     "inspection",
     "prompt_sources",
-    "loading",
     "bench",
     "serve",
     "cli",

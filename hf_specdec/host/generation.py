@@ -76,6 +76,18 @@ def makes_dynamic_cache(model: PreTrainedModel) -> bool:
     return model._supports_default_dynamic_cache()
 
 
+def make_cache(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any], *args: Any, **kw: Any) -> None:
+    """Put the cache that `generate()` makes for a call into its `inputs`."""
+    model._prepare_cache_for_generation(config, inputs, *args, **kw)
+
+
+def prepared_config(
+    model: PreTrainedModel, config: GenerationConfig | None, **settings: Any
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The configuration of a call of `generate()`, and those of `settings` that it does not have."""
+    return model._prepare_generation_config(config, **settings)
+
+
 @uses(_MIXIN, "_supports_logits_to_keep", why="computes the logits that are needed only")
 def keeps_logits(model: PreTrainedModel) -> bool:
     """Whether `forward` of `model` takes `logits_to_keep`."""

@@ -117,7 +117,10 @@ COMPRESSOR_INDEXER = (
     *COMPRESSOR,
     *in_modeling_files("q_b_proj", "scorer", "index_topk", why="attributes of indexers inside of compressors"),
 )
-(ROTATION,) = in_modeling_files("apply_rotary_pos_emb", why="function by which a modeling file rotates")
+ROTATIONS = in_modeling_files(
+    "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", why="functions by which modeling files rotate"
+)
+ROTATION = ROTATIONS[0]
 LAYER_TYPES = {
     "indexed": in_modeling_files(
         "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention", why="layers with an indexer"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,7 +26,7 @@ class Part(NamedTuple):
 
     Attributes:
         where: module, or module and class, `transformers.generation.utils:GenerationMixin`.
-        names: of the part there, the newest first; several where versions differ.
+        names: of the part there, the newest first; several where versions differ; none for a module itself.
         why: what it is touched for.
         since: which version renamed it.
         is_needed: whether nothing runs without it; else one feature does not.
@@ -40,7 +41,8 @@ class Part(NamedTuple):
     is_found: Callable[[], bool] = lambda: True
 
     def __str__(self) -> str:
-        return f"`{self.where.replace(':', '.')}` has no {any_of(self.names)}"
+        where = f"`{self.where.replace(':', '.')}`"
+        return f"{where} has no {any_of(self.names)}" if self.names else f"there is no {where}"
 
 
 PARTS: list[Part] = []
@@ -67,7 +69,7 @@ def _look_up(where: str, names: tuple[str, ...]) -> Any:
         owner = _owner(where)
     except (ImportError, AttributeError):
         return None
-    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None)
+    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None) if names else owner
 
 
 def part(where: str, *names: str, why: str, since: str = "", is_needed: bool = True) -> Any:
@@ -139,6 +141,12 @@ def in_modeling_files(*names: str, why: str, since: str = "") -> tuple[str, ...]
 def missing() -> tuple[Part, ...]:
     """The needed parts that the installed transformers lacks."""
     return tuple(one for one in PARTS if one.is_needed and not one.is_found())
+
+
+def is_tested() -> bool:
+    """Whether the installed transformers is none newer than those that are tested."""
+    installed, newest = (re.findall(r"\d+", one)[:3] for one in (transformers.__version__, TESTED[1]))
+    return [*map(int, installed)] <= [*map(int, newest)]
 
 
 def about(fault: str) -> str:

@@ -13,8 +13,8 @@ _TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
 is_serve_available = part(
     "transformers.utils.import_utils", "is_serve_available", why="tells whether the server's packages are installed"
 )
-server = lazy_part(f"{_SERVER}", "server", why="module of the server")
-utils = lazy_part(f"{_SERVER}", "utils", why="module of the server's managers")
+server = lazy_part(f"{_SERVER}.server", why="module of the server")
+utils = lazy_part(f"{_SERVER}.utils", why="module of the server's managers")
 command_line = lazy_part("transformers.cli.transformers", "app", why="starts the server")
 build_server = lazy_part(f"{_SERVER}.server", "build_server", why="replaced: the manager is made before requests come")
 generate_manager = lazy_part(

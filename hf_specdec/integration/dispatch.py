@@ -27,7 +27,7 @@ from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist
 from ..host.caches import given_cache, is_of_caller
-from ..host.generation import BaseStreamer, GenerateOutput, mask_length
+from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
 from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
@@ -279,7 +279,7 @@ def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: 
     config._has_drafter = False
     if config._cache_arguments is not None:
         args, kwargs = config._cache_arguments
-        model._prepare_cache_for_generation(config, model_kwargs, *args, **kwargs)
+        make_cache(model, config, model_kwargs, *args, **kwargs)
 
 
 def _run(

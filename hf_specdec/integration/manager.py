@@ -16,7 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from ..drafters.base import Drafter
-from ..host.generation import GenerationOutput
+from ..host.generation import GenerationOutput, prepared_config
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.patch import on_host
 from .continuous import check_config, check_length
@@ -76,7 +76,7 @@ class SpeculativeBatchingManager:
         self.model, self.drafter = model, drafter
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         check_config(self.continuous_batching_config)
-        self.generation_config, unknown = model._prepare_generation_config(generation_config, **kwargs)
+        self.generation_config, unknown = prepared_config(model, generation_config, **kwargs)
         if unknown:
             raise ValueError(
                 f"{', '.join(sorted(unknown))} is no setting of a manager; expected settings of a generation config."

@@ -38,7 +38,7 @@ def compressors_of(*models: nn.Module) -> list[nn.Module]:
         module
         for module in modules_of(*models)
         if _has(module, COMPRESSOR)
-        and not hasattr(module, "scorer")
+        and not _has(module, COMPRESSOR_INDEXER)
         and getattr(vars(module).get("forward"), "func", _forward) is _forward
         and hasattr(_file_of(module), ROTATION)
         and (not hasattr(module, "indexer") or _has(module.indexer, COMPRESSOR_INDEXER))

@@ -18,14 +18,12 @@ import torch
 from torch import nn
 
 from .. import layer_ops, ops
+from ..host.modeling import ROTATIONS
 from ..layer_ops import RotaryKind
 from .hidden_states import modules_of
 from .layer_kernels import DTYPES, any_has_layer_kernels, uses_layer_kernels
 from .patch import Replacements, original
 from .variants import Identity, files_of, functions_of
-
-# By the names that transformers' modeling files use.
-_NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 
 _ALL_KINDS = (RotaryKind(*flags) for flags in itertools.product((False, True), repeat=len(RotaryKind._fields)))
 ROTARY_KINDS = [kind for kind in _ALL_KINDS if kind.shared_angles or not kind.half_angles]
@@ -132,7 +130,7 @@ def rotary_functions(*models: nn.Module) -> Replacements:
     return Replacements(
         {
             name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-            for name in _NAMES
+            for name in ROTATIONS
         }
     )
 

@@ -27,7 +27,10 @@ SETTINGS = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 16,
 }
-OWN = {"inkling_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, "inkling2_text": {}}
+OWN = {
+    "inkling_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "inkling2_text": {"unpadded_vocab_size": 96},
+}
 KINDS = [name for name in OWN if name in CONFIG_MAPPING]
 
 

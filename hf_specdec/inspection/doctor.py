@@ -1,0 +1,140 @@
+"""`hf-specdec doctor`: what is installed, which parts of transformers were found, and which engine a target gets.
+
+It imports nothing that needs the parts it reports on, so that it runs where the package itself does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+from importlib import metadata
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from .. import __version__
+from ..errors import first_line
+from ..host.parts import PARTS, TESTED, Part, is_tested, missing, why_broken
+
+_PACKAGES = ("torch", "transformers", "triton", "accelerate", "safetensors", "huggingface-hub")
+_NO_TRITON = "triton is not installed; expected it beside a GPU: pip install triton"
+
+
+def add_doctor(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand to the command line."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show what is installed, whether this transformers has what is needed, and which engine a target gets",
+        description="Exit status 1 if the static engine cannot run: here, or for the target.",
+    )
+    parser.add_argument("target", nargs="?", help="folder or Hub repository of a target; its config.json is enough")
+    parser.add_argument(
+        "--load", action="store_true", help="load the target's weights, and compare a few tokens with plain generate()"
+    )
+    parser.add_argument("--parts", action="store_true", help="print the table of parts of transformers as Markdown")
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print the report.
+
+    Returns:
+        exit status: 1 if the static engine cannot run, else 0.
+
+    Raises:
+        OSError, ValueError: the target cannot be read.
+    """
+    if arguments.parts:
+        print(parts_table())
+        return 0
+    obstacles = [one for one in (why_broken(), _why_no_kernels()) if one is not None]
+    print("\n".join(_describe_installation()))
+    for obstacle in obstacles:
+        print(f"the static engine cannot run: {obstacle}")
+    if arguments.target is None or why_broken() is not None:
+        return bool(obstacles)
+    kind, reason = _why_not_target(arguments.target, arguments.load)
+    engine = "static" if reason is None else "stock"
+    print(f"target            {kind}: {engine} engine{f', since {reason}' if reason else ''}")
+    if reason is None and not arguments.load:
+        print("                  its first call compares a few tokens with plain generate(); --load does so now")
+    return bool(obstacles) or reason is not None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _describe_installation() -> list[str]:
+    lines = [f"hf_specdec        {__version__}", f"python            {platform.python_version()}"]
+    for package in _PACKAGES:
+        note = "" if package != "transformers" else f" (tested with {TESTED[0]} to {TESTED[1]})"
+        note += ", newer than tested" if package == "transformers" and not is_tested() else ""
+        lines.append(f"{package:<17} {_installed(package) or 'not installed'}{note}")
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    lines.append(f"GPU               {', '.join(gpus) or 'none: rounds run on the CPU, without CUDA graphs'}")
+    if gpus:
+        lines.append(f"cuda.bindings     {_describe_module('cuda.bindings', 'memory of rows follows their texts')}")
+    lines.append(f"server            {_describe_module('fastapi', 'hf-specdec serve')}")
+    found = len(PARTS) - len([one for one in PARTS if not one.is_found()])
+    lines.append(f"transformers      {found} of {len(PARTS)} parts found")
+    lines += [f"                  {_describe_missing(one)}" for one in PARTS if not one.is_found()]
+    return lines
+
+
+def _describe_module(name: str, purpose: str) -> str:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        package = {"cuda.bindings": "cuda-bindings", "fastapi": "'transformers[serving]'"}[name]
+        return f"not installed: pip install {package} for {purpose}"
+    return f"found, for {purpose}"
+
+
+def _describe_missing(part: Part) -> str:
+    return f"{part} ({part.why}){', nothing runs' if part in missing() else ''}"
+
+
+def _why_no_kernels() -> str | None:
+    return _NO_TRITON if torch.cuda.is_available() and _installed("triton") is None else None
+
+
+def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
+    """The class of the target called `name`, and the reason why the static engine does not run it; None if it does."""
+    from ..checkpoints.checkpoint import check_folder
+    from ..engine.equivalence import why_not_equivalent
+    from ..loading import load_target
+    from ..patching.support import why_not_supported
+
+    check_folder(name)
+    if is_loaded:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        target = load_target(name, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+        return type(target).__name__, why_not_supported(target) or why_not_equivalent(target, "static")
+    target = _without_weights(name)
+    return type(target).__name__, why_not_supported(target)
+
+
+def _without_weights(name: str) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(name)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a class may raise anything
+        raise ValueError(
+            f"transformers makes no causal language model of {name} ({type(error).__name__}: {first_line(error)}); "
+            "expected a decoder-only target."
+        ) from error
+
+
+def parts_table() -> str:
+    """The table of docs/transformers.md."""
+    lines = ["| part of transformers | why | versions |", "|---|---|---|"]
+    for part in sorted(PARTS, key=lambda one: (one.where, one.names)):
+        names = ", ".join(f"`{name}`" for name in part.names) or "the module"
+        lines.append(f"| `{part.where.replace(':', '.')}`: {names} | {part.why} | {part.since} |")
+    return "\n".join(lines)
