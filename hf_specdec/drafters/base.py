@@ -26,7 +26,6 @@ ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
 ALL = "all"
 # Of `Drafter.compile_rounds`.
-IN_BACKGROUND = "background"
 # The fewest tokens that drafting attends to: more than a round reads again or drafts.
 LEAST_WINDOW = 64
 
@@ -218,8 +217,7 @@ class Drafter(PreTrainedModel):
                 2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
                 the drafter's distributions once more. The stock engine supports `"token"` only.
             compile_rounds: whether rounds on a GPU are compiled before they first run, which takes some seconds for
-                every shape of call and makes rounds faster. `"background"`: meanwhile rounds run uncompiled, which may
-                change the rounding of logits; if `torch.use_deterministic_algorithms(True)` is set, as True.
+                every shape of call and makes rounds faster.
             batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
                 same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
                 prompts take longer. See docs/batch-invariance.md.
@@ -246,8 +244,8 @@ class Drafter(PreTrainedModel):
                 raise ValueError(f'verification is {verification!r}; expected "token" or "block".')
             self.verification = verification
         if compile_rounds is not None:
-            if not isinstance(compile_rounds, bool) and compile_rounds != IN_BACKGROUND:
-                raise ValueError(f'compile_rounds is {compile_rounds!r}; expected True, False or "{IN_BACKGROUND}".')
+            if not isinstance(compile_rounds, bool):
+                raise ValueError(f"compile_rounds is {compile_rounds!r}; expected True or False.")
             self.compile_rounds = compile_rounds
         if batch_invariant is not None:
             if not isinstance(batch_invariant, bool):
@@ -273,9 +271,9 @@ class Drafter(PreTrainedModel):
         """Let what is drafted attend to the last `window` tokens of each text only; to all of it if None."""
 
     @property
-    def compile_mode(self) -> bool | str:
+    def compiles_rounds(self) -> bool:
         """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows."""
-        return False if self.batch_invariant else self.compile_rounds
+        return self.compile_rounds and not self.batch_invariant
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """K of a call, or `"auto"`.

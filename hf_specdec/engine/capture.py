@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..device_policy import policy_of
-from ..drafters.base import IN_BACKGROUND, Drafter
+from ..drafters.base import Drafter
 from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
 from ..parallel.tensor_parallel import tensor_parallel_group
@@ -19,7 +19,6 @@ from ..patching.experts import capturable_experts, copies_experts
 from ..patching.hidden_states import ModuleTree
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
-from .background import compile_later, warn
 from .cuda_graphs import Capture
 from .fingerprint import behaviour_of
 from .prefill import prefill_chunk
@@ -38,7 +37,6 @@ class CapturedRound:
     Args:
         capture: makes graphs.
         state, target, drafter, process: of `run_round`.
-        is_compiled_later: whether to have a round of one graph compiled in the background, see `replace`.
 
     Attributes:
         execution: how rounds are run, for `SpeculationStats.execution`.
@@ -51,16 +49,13 @@ class CapturedRound:
         target: Target,
         drafter: Drafter,
         process: BlockProcessor,
-        is_compiled_later: bool = False,
     ):
-        self._state, self._compilation, self._kept = state, None, None
+        self._state = state
         # What a graph returns is never freed, so scores and logits are not returned. The result is a plain tuple:
         # torch 2.11 cannot compile functions that return named tuples.
         with state.idle():
             if process.key is not None:
-                self._round = capture(run := lambda: tuple(run_round(state, target, drafter, process)[0]))
-                if is_compiled_later:
-                    self._compilation = compile_later(run, state.tokens.device)
+                self._round = capture(lambda: tuple(run_round(state, target, drafter, process)[0]))
             else:
                 self._round = None
                 self._draft_and_forward = capture(lambda: _plain(draft_and_forward(state, target, drafter)))
@@ -71,33 +66,6 @@ class CapturedRound:
                 )
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'compiled' if capture.has_compiled else 'not compiled'}"
-        if self._compilation is not None:
-            self.execution += " yet"
-
-    @property
-    def is_to_be_replaced(self) -> bool:
-        """Whether compiling it in the background has come to an end, and `replace` has not been called."""
-        return self._compilation is not None and self._compilation.is_done
-
-    def replace(self, capture: Capture) -> None:
-        """Capture the compiled form, if there is one, and replay that from now on.
-
-        Args:
-            capture: makes graphs, without compiling.
-        """
-        compilation, self._compilation = self._compilation, None
-        self.execution = "captured in one graph, not compiled"
-        function = compilation.function()
-        if function is None:
-            return
-        try:
-            with self._state.idle():
-                self._round = capture(function)
-        except Exception as error:  # such as one of memory, without which the round goes on as it was
-            warn(error)
-        else:
-            self.execution = "captured in one graph, compiled"
-            self._kept = compilation.kept
 
     def __call__(self, process: BlockProcessor) -> tuple[VerificationResult, None, None]:
         if self._round is not None:
@@ -138,30 +106,11 @@ def _warn_once(message: str) -> None:
 
 def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
     """`run_round` as CUDA graphs; None, and a warning, if it does something that cannot be captured."""
-    device, is_first = target.model.device, is_compiled_first(target.model, drafter)
     is_shared = tensor_parallel_group(target.model) is not None
-    is_later = bool(drafter.compile_mode) and not is_first and policy_of(device).compiler is not None
-    capture = Capture(device, session.graph_pool, is_first, same_everywhere=is_shared)
+    capture = Capture(target.model.device, session.graph_pool, drafter.compiles_rounds, same_everywhere=is_shared)
     return _if_possible(
-        "A round", target, drafter, lambda: CapturedRound(capture, session.state, target, drafter, process, is_later)
+        "A round", target, drafter, lambda: CapturedRound(capture, session.state, target, drafter, process)
     )
-
-
-def is_compiled_first(model: PreTrainedModel, drafter: Drafter) -> bool:
-    """Whether rounds are compiled before they run, not in the background.
-
-    So are those of a target that several processes run together, which need the same bits in all rounds, and those of
-    callers who have asked for results that repeat: rounds are replaced after a time that differs from run to run.
-    """
-    mode = drafter.compile_mode
-    if mode == IN_BACKGROUND:
-        return torch.are_deterministic_algorithms_enabled() or tensor_parallel_group(model) is not None
-    return mode
-
-
-def replace_round(session: Session, captured: CapturedRound) -> None:
-    """Let a round that was compiled in the background take the place of the uncompiled one."""
-    captured.replace(Capture(session.state.tokens.device, session.graph_pool, is_compiled=False))
 
 
 def capture_catch_up(session: Session, target: Target, drafter: Drafter, width: int) -> Callable[[], None] | None:

@@ -203,15 +203,6 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
 
 
 @contextmanager
-def settings_of_compiler() -> Iterator[None]:
-    """Context for changes of the compiler's settings, which all threads share: no other thread compiles meanwhile."""
-    from torch._dynamo.convert_frame import compile_lock
-
-    with _COMPILING, compile_lock:
-        yield
-
-
-@contextmanager
 def without_autocast_cache() -> Iterator[None]:
     """Context in which autocast caches no casts of weights, which a graph would go on reading when outdated."""
     before = torch.is_autocast_cache_enabled()

@@ -15,7 +15,7 @@ from ..sampling.processors import BlockProcessor
 from ..state import Shape
 from .auto_drafts import Acceptance, AutoDrafts, first_drafts
 from .buckets import next_power_of_two, slots_for, useful_drafts
-from .capture import CapturedRound, capture_catch_up, capture_round, is_compiled_first, replace_round
+from .capture import CapturedRound, capture_catch_up, capture_round
 from .cuda_graphs import start_compiler
 from .lazy_target import LazyTarget
 from .prefix_reuse import PrefillWave
@@ -152,7 +152,7 @@ class SessionLease:
         self.session = self.prefill = None
 
     def _key(self) -> SessionKey:
-        return SessionKey(self.shape, self._grows, self._target.drafter.compile_mode, self._target.fingerprint)
+        return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.fingerprint)
 
     def _round_key(self, process: BlockProcessor, num_drafts: int) -> tuple[Hashable, int, int]:
         """What the next round of `num_drafts` drafts with `process` is captured under, see `Session.rounds`.
@@ -173,8 +173,8 @@ class SessionLease:
         return self._target.is_captured and self._round_key(process, num_drafts) not in self.session.rounds
 
     def start_compiler(self) -> None:
-        """Start what compiles rounds, where they are compiled before they run, beside the prefill that comes first."""
-        if is_compiled_first(self._target.model, self._target.drafter):
+        """Start what compiles rounds, where they are compiled, beside the prefill that comes first."""
+        if self._target.drafter.compiles_rounds:
             start_compiler(self._target.model.device)
 
     def capture_round(self, process: BlockProcessor, num_drafts: int) -> None:
@@ -237,10 +237,6 @@ class SessionLease:
                 if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
                     raise
                 return False
-        else:
-            captured = self.captured_round(process, num_drafts)
-            if captured is not None and captured.is_to_be_replaced:
-                replace_round(self.session, captured)
         return True
 
     def _run(self, process: BlockProcessor, num_drafts: int) -> tuple:

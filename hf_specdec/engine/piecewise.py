@@ -31,7 +31,7 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
     def compile_pieces(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         given = dict(zip((node.name for node in graph.graph.find_nodes(op="placeholder")), inputs, strict=True))
         nodes = list(graph.graph.nodes)
-        last = last_of_pieces([_operator_name(node) for node in nodes])
+        last = _last_of_pieces([_operator_name(node) for node in nodes])
         numbers, number = {}, 0
         for place, node in enumerate(nodes):
             numbers[node] = number
@@ -54,7 +54,7 @@ def _operator_name(node: fx.Node) -> str:
     return str(node.target).removesuffix(".default").replace(".", "::", 1)
 
 
-def last_of_pieces(names: Sequence[str]) -> set[int]:
+def _last_of_pieces(names: Sequence[str]) -> set[int]:
     """Places of the operators after which a sequence of them is split.
 
     Of a write of keys and values and attention that reads them, the last.

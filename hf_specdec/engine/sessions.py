@@ -39,13 +39,13 @@ class SessionKey(NamedTuple):
     Attributes:
         shape: of its buffers.
         grows: whether keys and values are in a `RowMemory`.
-        compile_mode: see `Drafter.compile_mode`.
+        compiles_rounds: see `Drafter.compiles_rounds`.
         fingerprint: of target and drafter.
     """
 
     shape: Shape
     grows: bool
-    compile_mode: bool | str
+    compiles_rounds: bool
     fingerprint: Fingerprint
 
 

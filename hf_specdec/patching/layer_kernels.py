@@ -14,7 +14,7 @@ from ..device_policy import policy_of
 from .hidden_states import modules_of
 from .layer_probes import GatedMlp, Norm, Probes
 from .module_hooks import has_hooks
-from .patch import Replacements, is_traced, runs_engine
+from .patch import Replacements, runs_engine
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,7 +24,7 @@ def uses_layer_kernels(states: torch.Tensor) -> bool:
 
     Not in code that is to be compiled: the compiler fuses small operations with their neighbours, residual sums, too.
     """
-    return not is_traced() and runs_engine() and has_layer_kernels(states.device)
+    return not torch.compiler.is_compiling() and runs_engine() and has_layer_kernels(states.device)
 
 
 def has_layer_kernels(device: torch.device) -> bool:

@@ -25,7 +25,6 @@ class _Thread(threading.local):
     engine: object | None = None
     is_inference = False
     default_device = _HOST
-    is_traced = False
 
 
 _thread = _Thread()
@@ -39,21 +38,6 @@ def current_engine() -> object | None:
 def runs_engine() -> bool:
     """Whether an engine runs the current code. True while torch.compile traces, since only engines compile patches."""
     return torch.compiler.is_compiling() or _thread.engine is not None
-
-
-def is_traced() -> bool:
-    """Whether what the current code does is written down to be compiled: by torch.compile, or in `traced`."""
-    return torch.compiler.is_compiling() or _thread.is_traced
-
-
-@contextmanager
-def traced() -> Iterator[None]:
-    """Context in which this thread runs code whose operations are recorded, in order to be compiled."""
-    before, _thread.is_traced = _thread.is_traced, True
-    try:
-        yield
-    finally:
-        _thread.is_traced = before
 
 
 @contextmanager
