@@ -114,7 +114,8 @@ def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Content
         values = [layout[2](one) for layout, one in zip(layouts, attributes, strict=True)]
         if any(layout[1] != names for layout in layouts):
             return [(layout[1], contents.of_column(one)) for layout, one in zip(layouts, values, strict=True)]
-    return [names, *map(contents.of_column, zip(*values, strict=True))]
+    columns = zip(*values, strict=True)
+    return [names, *[one if _PLAIN_VALUES.issuperset(map(type, one)) else contents.of_column(one) for one in columns]]
 
 
 def weights_of(tree: ModuleTree) -> tuple:
@@ -237,9 +238,7 @@ class _Contents:
         return number
 
     def of_column(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Stand-ins for the values that one attribute has in several modules."""
-        if _PLAIN_VALUES.issuperset(map(type, values)):
-            return values
+        """Stand-ins for the values that one attribute has in several modules, some of which are not plain."""
         if len(set(map(id, values))) == 1:  # such as a configuration
             return (self.of(values[0]),) * len(values)
         return tuple(self._of_all(values, 0))

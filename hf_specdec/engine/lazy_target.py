@@ -71,7 +71,8 @@ class LazyTarget:
 
     def __call__(self) -> Target:
         if self._patched is None:
-            self._patched = self._patch() if self.is_captured else self._enter(())
+            # Hooks are not in a fingerprint.
+            self._patched = self._enter(()) if self.has_hooks else self._patch()
         return self._patched
 
     def _enter(self, known: Sequence[Patch]) -> Target:

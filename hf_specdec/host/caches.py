@@ -113,6 +113,11 @@ def _is_own(parameter: inspect.Parameter) -> bool:
 
 def model_cache_name(kind: type) -> str | None:
     """The parameter by which models of class `kind` take a `Cache`; None if they do not."""
+    return _name_in(kind, kind.forward)
+
+
+@cached
+def _name_in(kind: type, forward: Callable) -> str | None:
     parameters = _parameters_of(kind)
     return next((name for name in CACHE_NAMES if name in parameters and not _is_own(parameters[name])), None)
 

@@ -238,7 +238,7 @@ class RaggedCache(Cache):
         num_again: int = 0,
     ):
         self.slots = slots
-        self.takes_mask = any(kind.takes_mask for kind in kinds)
+        self.takes_mask = any([kind.takes_mask for kind in kinds])
         self.span = slots - self.takes_mask
         self.kernel_span = slots
         self.row_memory: RowMemory | None = None
@@ -249,9 +249,9 @@ class RaggedCache(Cache):
         self._position_ids: torch.Tensor | None = None
         # Of tokens whose inputs are in rings.
         self._most_uncertain = num_draft_tokens + num_again
-        has_states = any(kind.num_states for kind in kinds)
+        has_states = any([kind.num_states for kind in kinds])
         self.recurrence = RecurrencePositions(lengths, num_again) if has_states else None
-        self._compresses = any(kind.compress_rate for kind in kinds)
+        self._compresses = any([kind.compress_rate for kind in kinds])
         self.block: Block | None = None
         super().__init__(layers=[self._new_layer(kind) for kind in kinds])
 
@@ -267,12 +267,12 @@ class RaggedCache(Cache):
     @property
     def is_allocated(self) -> bool:
         """Whether a forward pass has allocated the layers' buffers."""
-        return any(layer.is_allocated for layer in self.layers)
+        return any([layer.is_allocated for layer in self.layers])
 
     @property
     def has_keys(self) -> bool:
         """Whether layers store keys and values."""
-        return any(isinstance(layer, RaggedLayer) for layer in self.layers)
+        return any([isinstance(layer, RaggedLayer) for layer in self.layers])
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -297,7 +297,7 @@ class RaggedCache(Cache):
     @property
     def can_be_copied(self) -> bool:
         """Whether transformers' caches can be given what layers hold: not compressed windows, nor keys of indexers."""
-        has_indexers = any(getattr(layer, "indexer_keys", None) is not None for layer in self.layers)
+        has_indexers = any([getattr(layer, "indexer_keys", None) is not None for layer in self.layers])
         return not self._compresses and not has_indexers
 
     @property
@@ -307,7 +307,7 @@ class RaggedCache(Cache):
     @property
     def bounds_steps(self) -> bool:
         """Whether a pass has named bounds of time steps, which are those of tokens of prompts only."""
-        return any(layer.bounds_steps for layer in self.recurrent_layers)
+        return any([layer.bounds_steps for layer in self.recurrent_layers])
 
     @property
     def ring_slots(self) -> int:

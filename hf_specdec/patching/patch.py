@@ -113,10 +113,15 @@ def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
     try:
         with _lock:
             for owner, value in values:
-                own = vars(owner).get(name, ABSENT)
-                entry = _replaced.setdefault((id(owner), name), _Replaced(owner, own))
+                attributes = vars(owner)
+                entry = _replaced.get((id(owner), name))
+                if entry is None:
+                    entry = _replaced[id(owner), name] = _Replaced(owner, attributes.get(name, ABSENT))
                 entry.values[token] = value
-                _set(owner, name, value)
+                if value is ABSENT:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
         yield
     finally:
         with _lock:
@@ -176,7 +181,7 @@ class Replacements(Patch):
 
     def _enter(self, stack: ExitStack) -> None:
         for name, pairs in self._values.items():
-            owners = ((owner(), make) for owner, make in pairs)
+            owners = [(owner(), make) for owner, make in pairs]
             stack.enter_context(replaced(name, [(one, make(one)) for one, make in owners if one is not None]))
 
 

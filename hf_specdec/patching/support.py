@@ -48,8 +48,9 @@ _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
 
 
 class _Thread(threading.local):
-    # By the `id` of a configuration, with it: its number, see `settings_of`; None outside of `settings_read_once`.
-    settings: dict[int, tuple[PreTrainedConfig, int]] | None = None
+    # By the `id` of a model, with it: what results are cached by, see `cached_by_settings`; None outside of
+    # `settings_read_once`.
+    models: dict[int, tuple[PreTrainedModel, Hashable]] | None = None
 
 
 _thread = _Thread()
@@ -60,25 +61,19 @@ _next_number = itertools.count()
 
 @contextmanager
 def settings_read_once() -> Iterator[None]:
-    """Context in which this thread reads the entries of each configuration once. Nothing may change them meanwhile."""
-    before, _thread.settings = _thread.settings, {}
+    """Context in which this thread looks once at what each model is. Nothing may change it meanwhile."""
+    before, _thread.models = _thread.models, {}
     try:
         yield
     finally:
-        _thread.settings = before
+        _thread.models = before
 
 
 def settings_of(config: PreTrainedConfig) -> int:
     """A number for the entries of `config` that determine how its model computes, equal for equal ones."""
-    known = _thread.settings
-    if known is not None and id(config) in known:
-        return known[id(config)][1]
     settings = _read_settings(config)
     number = _numbers.get(settings)
-    number = keep(_numbers, settings, next(_next_number)) if number is None else number
-    if known is not None:
-        known[id(config)] = config, number
-    return number
+    return keep(_numbers, settings, next(_next_number)) if number is None else number
 
 
 def _read_settings(config: PreTrainedConfig) -> tuple[Hashable, ...]:
@@ -98,7 +93,13 @@ def cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[P
 
     @functools.wraps(function)
     def cached(model: PreTrainedModel) -> _T:
-        key = type(model), settings_of(model.config), variant_of(model)
+        known = _thread.models
+        if known is not None and id(model) in known:
+            _, key = known[id(model)]
+        else:
+            key = type(model), settings_of(model.config), variant_of(model)
+            if known is not None:
+                known[id(model)] = model, key
         if key in results:
             return results[key]
         return keep(results, key, function(model))

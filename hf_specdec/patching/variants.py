@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -58,7 +58,7 @@ class _Noted(NamedTuple):
 
     def is_of(self, identities: tuple[Hashable, ...]) -> bool:
         """Whether `identities` are those of the same objects, and of no others that came later."""
-        return self.identities == identities and all(part() is not None for part in self.parts)
+        return self.identities == identities and all([part() is not None for part in self.parts])
 
 
 class Identity(WeakIdRef):
@@ -90,12 +90,12 @@ def note_variant(model: PreTrainedModel, tree: ModuleTree) -> None:
     """
     classes = dict.fromkeys(map(type, tree.modules))
     kinds = [kind for kind in classes if not issubclass(kind, _OF_ONE_TOKEN)]
-    linear_forwards = list(dict.fromkeys(_forward_of(kind) for kind in classes if issubclass(kind, _OF_ONE_TOKEN)))
+    linear_forwards = list(dict.fromkeys([_forward_of(kind) for kind in classes if issubclass(kind, _OF_ONE_TOKEN)]))
     class_forwards = list(map(_forward_of, kinds))
     forwards = [original(module, "forward") for module in tree.having("forward")]
     forwards = [forward for forward in forwards if forward is not None]
-    functions = list(functions_of(files_of(kinds)))
-    names = list(dict.fromkeys(original(config, ATTENTION_ENTRY) for config in _configs_of(tree)))
+    functions = functions_of(files_of(kinds))
+    names = list(dict.fromkeys([original(config, ATTENTION_ENTRY) for config in _configs_of(tree)]))
     chosen = [ALL_ATTENTION_FUNCTIONS.get(name) for name in names]
     parts = [*kinds, *class_forwards, *linear_forwards, *forwards, *functions, *chosen]
     identities = (len(kinds), len(linear_forwards), len(forwards), len(functions), *names, *map(id, parts))
@@ -135,23 +135,26 @@ def _identity(value: Any) -> Identity | None:
 
 def _forward_of(kind: type[nn.Module]) -> Any:
     """`forward` as it is in a class: not bound, which would be another object each time."""
-    return next(vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one))
+    for one in kind.__mro__:
+        if "forward" in vars(one):
+            return vars(one)["forward"]
 
 
 def files_of(kinds: Iterable[type]) -> list[ModuleType]:
     """The files that define the classes `kinds`, but for torch's."""
-    names = dict.fromkeys(kind.__module__ for kind in kinds)
+    names = dict.fromkeys([kind.__module__ for kind in kinds])
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
 
 
-def functions_of(files: Iterable[ModuleType]) -> Iterator[types.FunctionType]:
+def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
     """The functions that `files` have as globals, without what engines replace."""
-    is_patched = is_anything_replaced()
+    is_patched, found = is_anything_replaced(), []
     for file in files:
         for name, value in list(vars(file).items()):
             value = original(file, name) if is_patched else value
             if type(value) is types.FunctionType:
-                yield value
+                found.append(value)
+    return found
 
 
 def why_not_known_attention(model: PreTrainedModel) -> str | None:
