@@ -265,7 +265,7 @@ def test_what_cannot_be_served(monkeypatch, folders, capsys):
 
 @pytest.mark.core
 def test_dependencies_of_the_server(monkeypatch, capsys):
-    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
+    monkeypatch.setattr(serve.serving_parts, "is_serve_available", lambda: False)
     assert cli.main(["serve", "somewhere"]) == 1
     assert "pip install 'transformers[serving]'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
