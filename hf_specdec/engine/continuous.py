@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from ..device_policy import policy_of
+from ..kernels.types import NO_TOKEN
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
-from ..row_buffers import NO_TOKEN, set_rows, upload, upload_all
+from ..row_buffers import set_rows, upload, upload_all
 from ..sampling.logits import RowSampling
 from ..state import DecodeState, Shape
 from ..stats import Counters

@@ -8,7 +8,8 @@ import torch
 
 from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME
-from ..row_buffers import NO_TOKEN, upload
+from ..kernels.types import NO_TOKEN
+from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from .request import Request
 from .row_request import ContinuousBatching, RowRequest

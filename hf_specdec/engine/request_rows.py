@@ -7,12 +7,14 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from ..kernels.types import NO_TOKEN
 from ..patching.patch import caller
 from ..stats import Counters
 from .prefix_reuse import Prefix
 from .rounds import RoundReport, Stage
 from .row_prefixes import Plan, RowPrefixes
 from .row_request import Arrivals, ContinuousBatching, Entered, RowRequest, end
+from .transcript import no_distribution
 
 # Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
 GROUP_SIZES = (1, 8, 32)
@@ -411,9 +413,13 @@ class RequestRows:
         """Add new tokens to the requests of rows; those that end by them leave their rows."""
         now, going_on, stopped = time.perf_counter(), [], []
         for row, request, new in found:
-            if request.add(new, now):
+            has_failed = new[-1:] == [NO_TOKEN]
+            if request.add(new[:-1] if has_failed else new, now):
                 if request.criteria is not None:  # the device knows of tokens only
                     stopped.append(row)
+                self._retire(row, request, now)
+            elif has_failed:
+                request.error = no_distribution("The request", len(request.tokens))
                 self._retire(row, request, now)
             elif len(request.tokens) >= request.remaining:
                 if request.is_cut:

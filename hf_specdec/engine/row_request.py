@@ -100,7 +100,7 @@ class RowRequest:
             self.tokens += tokens
             if self.records_timestamps:
                 self.timestamps += [now] * len(tokens)
-            return self.tokens[-1] in self.ends
+            return bool(tokens) and tokens[-1] in self.ends
         for token in tokens:
             self.tokens.append(token)
             if self.records_timestamps:

@@ -128,6 +128,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
         longest = length_limits(self._request.model).last_draft(length)
         if longest is not None:
             self._num_candidates = min(self._num_candidates, longest - length)
+        if proposal.probs is not None:
+            # A draft of logits that have no softmax is none.
+            are_laws = proposal.probs[0].isfinite().all(dim=-1)
+            self._num_candidates = min(self._num_candidates, int(are_laws.cumprod(dim=0).sum()))
         if self._num_candidates == 0:
             return input_ids, None
         if proposal.probs is not None:

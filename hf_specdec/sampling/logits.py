@@ -145,7 +145,9 @@ class RowSampling(LogitsProcessor):
             left_out = ordered.masked_fill(ordered < lowest, float("-inf")).softmax(-1).cumsum(-1) <= tail
             left_out[..., -1] = False
             scores = scores.masked_fill(torch.zeros_like(left_out).scatter(-1, order, left_out), float("-inf"))
-        return scores.masked_fill((top_k == 0) & ~is_best, float("-inf"))
+        # Greedy decoding says the largest score, also NaN, of which there is no softmax.
+        certain = torch.zeros_like(scores).masked_fill(~is_best, float("-inf"))
+        return torch.where(top_k == 0, certain, scores)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(

@@ -233,7 +233,10 @@ class BlockProcessor:
             scores[rows, at] = batch_scores[rows]
 
             draft = block[rows, (at + 1).clamp(max=width - 1)]
-            is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | scores[rows, at, draft].isneginf()
+            is_ruled_out = scores[rows, at, draft].isneginf()
+            if not state.is_sampling:  # where no token is possible, greedy decoding says one
+                is_ruled_out &= scores[rows, at].argmax(dim=1) != draft
+            is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | is_ruled_out
             is_over |= self._padding[rows] + state.limits[rows] <= length + 1
             for row in rows[is_over].tolist():
                 del lengths[row]
