@@ -26,7 +26,7 @@ from .host import serving as serving_parts
 from .host.generation import WorkloadHints
 from .host.parts import about
 from .integration.manager import SpeculativeBatchingManager
-from .integration.manager_requests import SAMPLING_OPTIONS
+from .integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
 
 # What the server's modules have, that is replaced or called.
 _NAMES = {
@@ -38,6 +38,7 @@ _NAMES = {
 _NOT_COMPARED = frozenset(
     {
         *SAMPLING_OPTIONS,
+        *PROCESSOR_OPTIONS,
         "bos_token_id",
         "cache_implementation",
         "compile_config",
@@ -229,7 +230,12 @@ def _options_of(config: GenerationConfig, base: GenerationConfig, processor: Any
             f"The request sets {', '.join(others)}, which requests cannot have of their own with a drafter; expected "
             "some of temperature, top_p, seed, stop and the numbers of tokens.",
         )
-    options = {name: getattr(config, name) for name in SAMPLING_OPTIONS if getattr(config, name) is not None}
+    asked = {name: getattr(config, name, None) for name in SAMPLING_OPTIONS + PROCESSOR_OPTIONS}
+    options = {
+        name: value
+        for name, value in asked.items()
+        if value is not None and (name in SAMPLING_OPTIONS or value != getattr(base, name, None))
+    }
     if config.stop_strings is not None:
         options |= {"stop_strings": config.stop_strings, "tokenizer": getattr(processor, "tokenizer", processor)}
     if _SEED.get() is not None:

@@ -11,6 +11,7 @@ from ..host.caches import OUTPUT_NAME
 from ..kernels.types import NO_TOKEN
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
+from ..sampling.row_processors import RowsProcessor
 from .request import Request
 from .row_request import ContinuousBatching, RowRequest
 from .transcript import DECIDED_BY_TOKENS
@@ -30,13 +31,6 @@ def check_continuous(request: Request) -> None:
             f"{drafter.__name__} has memory of a generation (new_memory) that cannot be copied row by row; expected a "
             "family that implements copy_rows(). Use generate() with a padded batch."
         )
-    if processor_of(request).key is None:
-        names = sorted({type(one).__name__ for one in request.processors})
-        raise ValueError(
-            f"Continuous batching runs logits processors that read the scores of one position only, but one of "
-            f"{', '.join(names)} reads the text; expected temperature, top_k, top_p and the like. Use generate() with "
-            "a padded batch."
-        )
     asked = {
         "a streamer": request.streamer,
         OUTPUT_NAME: request.cache,
@@ -48,9 +42,9 @@ def check_continuous(request: Request) -> None:
         raise ValueError(f"Continuous batching does not support {', '.join(found)}; expected a call without it.")
 
 
-def processor_of(request: Request) -> BlockProcessor:
+def processor_of(request: Request) -> RowsProcessor:
     blank = torch.empty(0, 0, dtype=torch.int64, device=request.model.device)
-    return BlockProcessor(request.processors, blank, [], request.temperature)
+    return RowsProcessor(BlockProcessor(request.processors, blank, [], request.temperature))
 
 
 def requests_of(request: Request, settings: ContinuousBatching) -> list[RowRequest]:

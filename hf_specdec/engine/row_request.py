@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..kernels.types import SamplingSettings
 from ..patching.patch import caller
+
+if TYPE_CHECKING:
+    from .request import Request
 
 
 @dataclass(eq=False)
@@ -26,6 +29,10 @@ class RowRequest:
         ends: tokens that end it.
         seed: key of its random numbers.
         sampling: how it is sampled, where requests have settings of their own.
+        config: settings of its logits processors, `max_new_tokens` among them, where these are none of all rows; None
+            where they are.
+        caller_processors: the caller's own among them.
+        processors: these, for its text alone, once it has been given a row, see `ContinuousBatching.processors_of`.
         criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
         records_timestamps: whether `timestamps` are recorded.
         tokens: generated so far.
@@ -42,6 +49,9 @@ class RowRequest:
     ends: frozenset[int] = frozenset()
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    config: GenerationConfig | None = None
+    caller_processors: LogitsProcessorList | None = None
+    processors: LogitsProcessorList | None = None
     criteria: StoppingCriteriaList | None = None
     records_timestamps: bool = False
     prompt_ids: list[int] = field(default_factory=list)
@@ -165,8 +175,8 @@ class ContinuousBatching:
             no requests then. None if the call's prompts are the requests.
         longest: tokens of the texts that the first buffers are made for, if requests arrive.
         reuses_prefixes: whether keys and values of beginnings that texts have in common are computed once.
-        drops_processors: whether logits processors that continuous batching does not run are left out, with a warning;
-            they are an error otherwise.
+        processors_of: the logits processors of a request of the call that are none of all rows, such as those that read
+            the text; None if it has no such.
     """
 
     max_rows: int | None = None
@@ -176,7 +186,7 @@ class ContinuousBatching:
     arrivals: Arrivals | None = None
     longest: int = 1
     reuses_prefixes: bool = True
-    drops_processors: bool = False
+    processors_of: Callable[[RowRequest, Request], LogitsProcessorList | None] | None = None
 
 
 def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
 from ..host.generation import GenerationOutput, RequestStatus
 from ..patching.patch import on_host
 from .dispatch import continuous_batching
 from .eligibility import REPLACED_INPUTS
+from .request_processors import are_of_all_rows, processors_of_prompt
 from .validation import TOKEN_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -74,16 +76,23 @@ def generate_batch(
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()
     total = len(prompts) * (_asked("num_return_sequences", model, generation_config, kwargs) or 1)
+    config, _ = model._prepare_generation_config(generation_config, **kwargs)
     with tqdm(total=total, disable=not progress_bar, unit="request") as bar:
 
         def on_finished(request: RowRequest) -> None:
             bar.update(1)
+
+        def processors_of(one: RowRequest, call: Request) -> LogitsProcessorList | None:
+            asked = _callers_processors(kwargs, one.index)
+            found = processors_of_prompt(model, config, one.prompt, call.max_new_tokens, one.ends, *asked)
+            return None if are_of_all_rows(found) else found
 
         run = ContinuousBatching(
             settings.max_requests_per_batch,
             record_timestamps,
             on_finished,
             reuses_prefixes=settings.allow_block_sharing,
+            processors_of=processors_of,
         )
         with continuous_batching(run):
             output = model.generate(
@@ -99,6 +108,13 @@ def generate_batch(
         if result.error is not None:
             logger.error("Request %s failed: %s", result.request_id, result.error)
     return {result.request_id: result for result in results}
+
+
+def _callers_processors(kwargs: dict[str, Any], index: int) -> tuple[LogitsProcessorList | None, Callable | None]:
+    """The `logits_processor` and the `prefix_allowed_tokens_fn` of a call, as of the request with this `index`."""
+    allowed = kwargs.get("prefix_allowed_tokens_fn")
+    own = None if allowed is None else lambda _, tokens: allowed(index, tokens)
+    return kwargs.get("logits_processor"), own
 
 
 def check_config(settings: ContinuousBatchingConfig) -> None:

@@ -302,21 +302,13 @@ def _run(
 
 
 def _usable(processors: LogitsProcessorList, continuous: ContinuousBatching | None) -> LogitsProcessorList:
-    """`processors` that the call runs, which are checked; a warning names those that continuous batching drops."""
-    if continuous is not None and continuous.drops_processors:
-        processors = _pointwise(processors)
+    """`processors` that the call runs for all rows, which are checked.
+
+    By continuous batching others are those of each request, see `ContinuousBatching.processors_of`.
+    """
     check_processors(processors)
-    return processors
-
-
-def _pointwise(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those of `processors` that continuous batching runs; a warning names the others."""
-    dropped = sorted({type(one).__name__ for one in processors if type(one) not in POINTWISE_PROCESSORS})
-    if dropped:
-        _warn(
-            f"{', '.join(dropped)} of the generation config reads the text and is dropped, as by transformers' own "
-            "continuous batching; ContinuousBatchingConfig(drop_unsupported_processors=False) makes it an error."
-        )
+    if continuous is None:
+        return processors
     return LogitsProcessorList(one for one in processors if type(one) in POINTWISE_PROCESSORS)
 
 

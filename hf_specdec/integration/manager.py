@@ -48,9 +48,8 @@ class SpeculativeBatchingManager:
         generation_config: of all requests; the model's own if None.
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round, `max_queue_size` the most
             requests that wait for one (0 for any number), `seed` that of requests without a seed. With
-            `per_request_processors` a request may have `do_sample`, `temperature`, `top_k` and `top_p` of its own.
-            `drop_unsupported_processors` is as of transformers; without `allow_block_sharing` every prompt is
-            prefilled whole. Other settings are transformers' own engine's.
+            `per_request_processors` a request may have settings of logits processors of its own. Without
+            `allow_block_sharing` every prompt is prefilled whole. Other settings are transformers' own engine's.
         workload_hints: `max_prompt_length` and `max_generated_length` are what the first buffers are made for; longer
             requests open larger ones.
         kwargs: settings of `generate()`, such as `num_assistant_tokens`.
@@ -188,7 +187,10 @@ class SpeculativeBatchingManager:
             streaming: whether a result is delivered after every round, with all tokens so far.
             record_timestamps: whether results have a time for each token.
             options: `seed`, of its random numbers; `stop_strings` with a `tokenizer`, which end it; with
-                `per_request_processors` also `do_sample`, `temperature` (0 for greedy decoding), `top_k`, `top_p`.
+                `per_request_processors` also `do_sample`, `temperature` (0 for greedy decoding), `top_k`, `top_p`,
+                other settings of a generation config for logits processors (`PROCESSOR_OPTIONS`), such as
+                `repetition_penalty` and `min_new_tokens`, and `logits_processor`, a list of functions of the request's
+                text `[1, n]` and scores `[1, V]`.
 
         Raises:
             ValueError: an argument is wrong, or an unfinished request has the id.

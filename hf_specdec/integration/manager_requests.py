@@ -30,10 +30,11 @@ from ..ops import row_seeds
 from ..patching.patch import on_host
 from ..patching.support import num_positions, stated_positions
 from .continuous import tokens_of
+from .request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
 from .validation import check_tokens
 
-# Sampling settings that a request may have of its own if `per_request_processors` is set.
-SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
+# Settings of a request that are none of a generation config.
+_OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor")
 
 # Sets of stop strings that are kept for further requests.
 MOST_STOP_STRINGS = 32
@@ -108,7 +109,7 @@ class RequestFactory:
         model: the target.
         generation_config: of all requests.
         settings: `seed` is that of requests without a seed, `per_request_processors` whether they may have
-            `SAMPLING_OPTIONS` of their own.
+            `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own.
         is_in_use: whether a request has an id, which is then given to no other.
     """
 
@@ -154,11 +155,14 @@ class RequestFactory:
         prompt = tokens_of(input_ids, index)
         check_tokens(self._model, prompt[None], None)
         options = dict(options)
-        seed, stop_strings, tokenizer = (options.pop(name, None) for name in ("seed", "stop_strings", "tokenizer"))
+        seed, stop_strings, tokenizer, processors = (options.pop(name, None) for name in _OWN_OPTIONS)
+        self._check_options(options, processors)
         limit = self._limit(max_new_tokens, len(prompt))
         remaining = fitting_tokens(len(prompt), limit, self._num_positions)
         count = self._config.num_return_sequences or 1
-        seeds, prompt_ids = self._seeds_of(seed, count), prompt.tolist()
+        seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), end_tokens(self._config, eos_token_id)
+        sampling = self._sampling(options)
+        config = own_config(self._model, self._config, options, prompt, limit, ends, self._samples_each, processors)
         if request_id is None:
             request_id = self._new_id()
         return [
@@ -167,9 +171,11 @@ class RequestFactory:
                 prompt=prompt,
                 remaining=remaining,
                 is_cut=remaining < limit,
-                ends=end_tokens(self._config, eos_token_id),
+                ends=ends,
                 seed=seeds[number],
-                sampling=self._sampling(options),
+                sampling=sampling,
+                config=config,
+                caller_processors=processors,
                 criteria=self._stop_strings(stop_strings, tokenizer),
                 records_timestamps=record_timestamps,
                 error=self.why_too_long(len(prompt)),
@@ -235,20 +241,27 @@ class RequestFactory:
             raise ValueError(f"seed is {seed!r}; expected an integer of 64 bits.")
         return [seed] if count == 1 else row_seeds(torch.tensor([seed]), count).tolist()
 
-    def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
-        """How a request with `options` is sampled, which must be those of `SAMPLING_OPTIONS`."""
-        unknown = sorted(set(options) - set(SAMPLING_OPTIONS))
+    def _check_options(self, options: dict[str, Any], processors: Any) -> None:
+        """Raise `ValueError` if a request cannot have `options` of its own, besides those of `_OWN_OPTIONS`."""
+        unknown = sorted(set(options) - set(SAMPLING_OPTIONS) - set(PROCESSOR_OPTIONS))
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)} cannot be set for a request; expected some of seed, stop_strings, "
-                f"{', '.join(SAMPLING_OPTIONS)}, or a setting of the manager's generation config."
+                f"{', '.join(SAMPLING_OPTIONS + PROCESSOR_OPTIONS)}, logits_processor, or a setting of the manager's "
+                "generation config."
             )
+        if processors is not None and not isinstance(processors, list):
+            raise ValueError(f"logits_processor is a {type(processors).__name__}; expected a LogitsProcessorList.")
+        asked = sorted(options) + ["logits_processor"] * (processors is not None)
+        if asked and not self._samples_each:
+            raise ValueError(
+                f"{', '.join(asked)} was set for a request, but the manager samples all requests alike; expected "
+                "ContinuousBatchingConfig(per_request_processors=True), or no such setting."
+            )
+
+    def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
+        """How a request with `options` is sampled."""
         if not self._samples_each:
-            if options:
-                raise ValueError(
-                    f"{', '.join(sorted(options))} was set for a request, but the manager samples all requests alike; "
-                    "expected ContinuousBatchingConfig(per_request_processors=True), or no such setting."
-                )
             return SamplingSettings()
         do_sample, temperature, top_k, top_p = (
             getattr(self._config, name) if options.get(name) is None else options[name] for name in SAMPLING_OPTIONS

@@ -21,6 +21,12 @@ def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return values * by.reciprocal() if values.is_cuda else values / by
 
 
+def certain(scores: torch.Tensor) -> torch.Tensor:
+    """Scores, as large as `scores` `[..., V]`, of which only greedy decoding's token can be drawn, NaN or not."""
+    is_best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
+    return torch.zeros_like(scores).masked_fill(~is_best, float("-inf"))
+
+
 class DraftVocabularyLogitsProcessor(LogitsProcessor):
     """Maps scores over a draft vocabulary to scores over the target's; tokens that are not in it get -inf.
 
@@ -135,7 +141,7 @@ class RowSampling(LogitsProcessor):
     ) -> torch.Tensor:
         """`scores` `[B, n, V]` float32 with the settings of each row, `[B]` each; `tail` is 1 - `top_p`."""
         temperatures, top_k, tail = (one[:, None, None] for one in (temperatures, top_k, tail))
-        is_best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
+        greedy = certain(scores)
         scores = divide(scores, temperatures)
         if self.filters:
             ordered, order = scores.sort(dim=-1)
@@ -145,9 +151,7 @@ class RowSampling(LogitsProcessor):
             left_out = ordered.masked_fill(ordered < lowest, float("-inf")).softmax(-1).cumsum(-1) <= tail
             left_out[..., -1] = False
             scores = scores.masked_fill(torch.zeros_like(left_out).scatter(-1, order, left_out), float("-inf"))
-        # Greedy decoding says the largest score, also NaN, of which there is no softmax.
-        certain = torch.zeros_like(scores).masked_fill(~is_best, float("-inf"))
-        return torch.where(top_k == 0, certain, scores)
+        return torch.where(top_k == 0, greedy, scores)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(

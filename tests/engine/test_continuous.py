@@ -265,7 +265,7 @@ class Never(StoppingCriteria):
     ("options", "words"),
     [
         ({"stopping_criteria": StoppingCriteriaList([Never()])}, "the call has Never; expected no other stopping"),
-        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor reads the text; expected temperature"),
+        ({"guidance_scale": 1.3}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
         ({"streamer": Silent()}, "does not support a streamer"),
         ({"return_dict_in_generate": True, "output_scores": True}, "does not support output_scores"),
         ({"num_beams": 2}, "works with greedy search and sampling"),

@@ -739,7 +739,7 @@ WRONG = [
     ({"eos_token_id": list(range(17))}, "eos_token_id has 17 tokens; expected at most 16"),
     ({"seed": 0.5}, "seed is 0.5; expected an integer of 64 bits"),
     ({"stop_strings": "x"}, "stop_strings is 'x', but tokenizer is not set"),
-    ({"typical_p": 0.3}, "typical_p cannot be set for a request; expected some of seed"),
+    ({"num_beams": 3}, "num_beams cannot be set for a request; expected some of seed"),
     ({"temperature": 0.3}, "temperature was set for a request, but the manager samples all requests alike"),
 ]
 WRONG_SAMPLING = [
@@ -781,7 +781,7 @@ def test_what_is_not_supported_is_refused_at_once():
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts"),
         ({"config": {"return_logprobs": True}}, "return_logprobs is set"),
         ({"config": {"max_requests_per_batch": 0}}, "max_requests_per_batch is 0"),
-        ({"repetition_penalty": 1.3, "config": {"drop_unsupported_processors": False}}, "reads the text; expected"),
+        ({"guidance_scale": 1.3}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
     ]
     for options, words in wrong:
         with pytest.raises(ValueError, match=words):
@@ -789,13 +789,6 @@ def test_what_is_not_supported_is_refused_at_once():
     stock = tiny_target(STOCK_FAMILY)
     with pytest.raises(ValueError, match=r"runs on the static engine, but PhimoeForCausalLM .* runs on the stock"):
         manager_of(stock, random_eagle3(stock))
-
-
-def test_processors_that_read_the_text_are_dropped(running):
-    """As by transformers' own manager, unless it is told not to."""
-    target = tiny_target("llama")
-    manager = running(target, random_eagle3(target), repetition_penalty=1.3)
-    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
 
 
 def test_a_full_queue(running, monkeypatch):
