@@ -91,6 +91,7 @@ class ServeSettings:
                 per_request_processors=True,
                 max_requests_per_batch=self.max_rows,
                 max_queue_size=self.max_queue_size,
+                seed=_SEED.get(),  # set by --default-seed, before there are requests
             ),
             workload_hints=WorkloadHints(max_prompt_length=self.longest),
             assistant_model=self.load_drafter(model),
@@ -103,6 +104,7 @@ class ServeSettings:
         gc.freeze()
         manager.start()
         self.managers.append(manager)
+        _SEED.set(None)
         return manager
 
 

@@ -21,7 +21,7 @@ from ..row_buffers import set_rows
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
-from .auto_drafts import RoundTimes
+from .auto_drafts import RoundTimes, no_memory
 from .cuda_graphs import RoundClock
 from .target import Target
 from .transcript import Transcript
@@ -239,7 +239,7 @@ class FixedDrafts:
         return self.num_drafts
 
     def refuse(self, num_drafts: int) -> None:
-        raise torch.OutOfMemoryError(f"There is no memory for rounds of {num_drafts} drafts.")
+        raise torch.OutOfMemoryError(no_memory(num_drafts))
 
     def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
         self.times.add(num_drafts, milliseconds, is_typical)

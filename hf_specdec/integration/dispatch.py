@@ -33,7 +33,7 @@ from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
 from ..patching.support import has_compressed_layers, has_only_states, has_recurrent_layers, settings_read_once
 from ..patching.variants import note_variant
-from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
+from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
 from .eligibility import empty_attentions, inputs_besides_tokens, ordinary_offsets, why_not_static
@@ -251,6 +251,8 @@ def generate_with_drafter(
         streamer=streamer,
         cache=cache if is_of_caller(cache) else None,
     )
+    if continuous is None:
+        check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = empty_attentions(model, generation_config)
     if attentions is not None:
         generation_config.output_attentions = False
@@ -272,6 +274,13 @@ def generate_with_drafter(
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def _vocabulary_of(model: PreTrainedModel) -> int:
+    """How many scores the target gives for a token."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    size = model.config.get_text_config().vocab_size
+    return size if weight is None or weight.dim() != 2 else len(weight)
 
 
 def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

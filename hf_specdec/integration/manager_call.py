@@ -17,6 +17,7 @@ from ..engine.request import Request
 from ..engine.request_rows import GROUP_SIZES
 from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..kernels.types import SamplingSettings
+from ..optimizer_steps import last_step
 from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
 from ..sampling.logits import RowSampling
@@ -103,7 +104,7 @@ class ManagedCall:
         To be asked for while no run has patched the target.
         """
         tree = ModuleTree.of(self.model).with_model(self._drafter)
-        return fingerprint(tree, self.model.device), hooks_of(tree.hooked), versions_of(tree)
+        return fingerprint(tree, self.model.device), hooks_of(tree.hooked), versions_of(tree), last_step()
 
     def check(self) -> None:
         """Make the call without a request.

@@ -883,3 +883,19 @@ def test_captured_rounds_and_warmup(monkeypatch, running):
     assert captures.count == count
     manager.stop()
     assert len(drafter.sessions) == 0, "stop() gives the memory back"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_steps_of_fused_optimizers_are_seen(running, optimizer):
+    """A prompt that is asked again after one is not answered from keys of before."""
+    target = build_target("llama")
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
+    prompt = torch.arange(3, 60).tolist()
+    manager = running(target, NoDrafter(target))
+    before = texts_of(manager, [manager.add_request(prompt)])[0]
+    for one in target.parameters():
+        one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(one.numel()))
+    optimizer(target.parameters(), lr=0.05, fused=True).step()
+    after = texts_of(manager, [manager.add_request(prompt)])[0]
+    assert after == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() != before
