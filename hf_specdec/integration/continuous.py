@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -124,6 +125,9 @@ def check_config(settings: ContinuousBatchingConfig) -> None:
         raise ValueError(
             f"{', '.join(asked)} is set, but continuous batching with a drafter returns texts only; drop it."
         )
+    most = settings.max_queue_size
+    if not isinstance(most, Integral) or most < 0:
+        raise ValueError(f"max_queue_size is {most!r}; expected an int of at least 0, which is any number.")
     rows = settings.max_requests_per_batch
     if rows is not None and rows < 1:
         raise ValueError(f"max_requests_per_batch is {rows}; expected at least 1, or None.")

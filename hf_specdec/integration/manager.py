@@ -219,15 +219,23 @@ class SpeculativeBatchingManager:
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Add several requests, none if one is wrong; see `add_request`. Returns their ids."""
+        """Add several requests; see `add_request`. Returns their ids.
+
+        If one is wrong none is added; if one cannot be added, for a full queue, those before it end without a result.
+        """
         with on_host():
             groups = [
                 self._factory.make(prompt, None, max_new_tokens, streaming, record_timestamps, None, options, index)
                 for index, prompt in enumerate(inputs)
             ]
-        for requests in groups:
-            self._rounds.add(requests)
-        return [requests[-1].request_id for requests in groups]
+        names = [requests[-1].request_id for requests in groups]
+        for number, requests in enumerate(groups):
+            try:
+                self._rounds.add(requests)
+            except BaseException:
+                self._queue.disown(names[:number])
+                raise
+        return names
 
     def check_room(self, num_tokens: int) -> None:
         """Check that a prompt of `num_tokens` tokens may be added.
@@ -246,7 +254,10 @@ class SpeculativeBatchingManager:
         return request_id in self._queue.active
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request; its result has failed, with the tokens so far. Nothing happens if it is over."""
+        """End a request; its result has failed, with the tokens so far. Nothing happens if it is over.
+
+        By the name that `add_request` has returned all sequences of the prompt end.
+        """
         if self._rounds.takes_requests:
             self._queue.cancel(request_id)
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any
 
@@ -49,11 +49,13 @@ class ManagedRequest(RowRequest):
 
     Attributes:
         request_id: its name.
+        prompt_id: the name of the last sequence of its prompt, by which all of them are cancelled.
         streaming: whether a result is delivered after every round.
         created_time: `time.perf_counter()` when it was added.
     """
 
     request_id: str = ""
+    prompt_id: str = ""
     streaming: bool = False
     created_time: float = field(default_factory=time.perf_counter)
 
@@ -180,6 +182,7 @@ class RequestFactory:
                 records_timestamps=record_timestamps,
                 error=self.why_too_long(len(prompt)),
                 request_id=request_id if number == count - 1 else f"{request_id}__child#{number}",
+                prompt_id=request_id,
                 prompt_ids=prompt_ids,
                 streaming=streaming,
             )
@@ -228,17 +231,18 @@ class RequestFactory:
                     "expected max_new_tokens of the request, or of the generation config."
                 )
             return max(positions + 1 - length, 1)
-        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        if not is_integer(asked) or asked < 1:
             raise ValueError(f"max_new_tokens is {asked!r}; expected an int of at least 1.")
-        return asked
+        return int(asked)
 
     def _seeds_of(self, seed: int | None, count: int) -> list[int]:
         """Keys of the random numbers of the sequences of a request."""
         if seed is None:
             with self._lock:
                 return torch.randint(0, 2**63 - 1, (count,), generator=self._seeds).tolist()
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        if not is_integer(seed) or not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed is {seed!r}; expected an integer of 64 bits.")
+        seed = int(seed)
         return [seed] if count == 1 else row_seeds(torch.tensor([seed]), count).tolist()
 
     def _check_options(self, options: dict[str, Any], processors: Any) -> None:
@@ -268,14 +272,14 @@ class RequestFactory:
         )
         for name, value, is_right, expected in (
             ("temperature", temperature, _is_number(temperature) and 0 <= temperature < inf, "a number of at least 0"),
-            ("top_k", top_k, isinstance(top_k, int) and top_k >= 0, "an int of at least 0"),
+            ("top_k", top_k, is_integer(top_k) and top_k >= 0, "an int of at least 0"),
             ("top_p", top_p, _is_number(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1"),
         ):
             if not is_right:
                 raise ValueError(f"{name} is {value!r}; expected {expected}.")
         if not do_sample or temperature == 0:
             return GREEDY
-        return SamplingSettings(float(temperature), min(top_k, NO_TOP_K) or NO_TOP_K, float(top_p))
+        return SamplingSettings(float(temperature), min(int(top_k), NO_TOP_K) or NO_TOP_K, float(top_p))
 
 
 def check_request_id(request_id: Any) -> None:
@@ -284,6 +288,11 @@ def check_request_id(request_id: Any) -> None:
         hash(request_id)
     except TypeError as error:
         raise ValueError(f"request_id is {request_id!r:.80}; expected a str, or None for a new one.") from error
+
+
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer, of Python or of NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
@@ -298,9 +307,9 @@ def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -
     """
     tokens = config.eos_token_id if eos_token_id is None else eos_token_id
     tokens = [] if tokens is None else tokens if isinstance(tokens, (list, tuple)) else [tokens]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one < 2**63 for one in tokens):
+    if not all(is_integer(one) and one < 2**63 for one in tokens):
         raise ValueError(f"eos_token_id is {eos_token_id!r}; expected a token id or a list of them.")
-    ends = frozenset(one for one in tokens if one >= 0)
+    ends = frozenset(int(one) for one in tokens if one >= 0)
     own = config.eos_token_id
     most = next_power_of_two(max(8, len(own) if isinstance(own, list) else 1))
     if len(ends) > most:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -85,6 +86,13 @@ def are_of_all_rows(processors: LogitsProcessorList) -> bool:
     return all(type(one) in POINTWISE_PROCESSORS for one in processors)
 
 
+def _of_python(value: Any) -> Any:
+    """`value`; a number of NumPy as one of Python, which transformers asks for."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
 def own_config(
     model: PreTrainedModel,
     config: GenerationConfig,
@@ -109,7 +117,7 @@ def own_config(
     config = copy.copy(config)
     for name, value in options.items():
         if value is not None:
-            setattr(config, name, value)
+            setattr(config, name, _of_python(value))
     if config.do_sample and config.temperature == 0:
         config.do_sample = False
     found = processors_of_prompt(model, config, prompt, max_new_tokens, ends, processors)

@@ -899,3 +899,55 @@ def test_steps_of_fused_optimizers_are_seen(running, optimizer):
     optimizer(target.parameters(), lr=0.05, fused=True).step()
     after = texts_of(manager, [manager.add_request(prompt)])[0]
     assert after == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() != before
+
+
+@pytest.mark.core
+def test_all_sequences_of_a_prompt_are_cancelled(running):
+    """By the name that `add_request` has returned; those that wait and those that run. One of them alone by its own."""
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target), rows=2, num_return_sequences=4, do_sample=True, eos_token_id=-1)
+    name = manager.add_request(prompts()[0], max_new_tokens=10_000)
+    assert name == "req_0" and len(manager._queue.active) == 4
+    while not any(one.tokens for one in manager._queue.active.values()):
+        time.sleep(0.005)
+    manager.cancel_request(f"{name}__child#1")
+    assert manager.get_result(f"{name}__child#1", timeout=20).status == RequestStatus.FAILED
+    assert len(manager._queue.active) == 3
+    manager.cancel_request(name)
+    for one in (name, f"{name}__child#0", f"{name}__child#2"):
+        assert "was cancelled" in manager.get_result(one, timeout=20).error
+    assert not manager._queue.active
+
+
+@pytest.mark.core
+def test_requests_that_do_not_fit_a_queue_leave_nothing_behind(running, monkeypatch):
+    """None of them has an id that its caller knows."""
+    monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 0.05)
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target), rows=1, config={"max_queue_size": 2})
+    first = manager.add_request([5, 6], max_new_tokens=10_000, eos_token_id=-1)
+    while not any(one.tokens for one in manager._queue.active.values()):
+        time.sleep(0.005)
+    with pytest.raises(queue.Full, match="2 requests wait"):
+        manager.add_requests(prompts()[:4], max_new_tokens=10_000, streaming=True)
+    manager.cancel_request(first)
+    assert manager.get_result(timeout=20).request_id == first
+    while manager._queue.active:
+        time.sleep(0.005)
+    assert manager.get_result(timeout=0.05) is None and manager._queue.results.is_empty
+    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
+
+
+@pytest.mark.core
+def test_integers_of_numpy(running):
+    import numpy
+
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target), config={"per_request_processors": True})
+    options = {"max_new_tokens": numpy.int64(NEW), "eos_token_id": list(map(numpy.int32, END))}
+    name = manager.add_request(prompts()[0], seed=numpy.int64(3), top_k=numpy.int32(1), do_sample=True, **options)
+    assert texts_of(manager, [name]) == [alone(0)]
+    with pytest.raises(ValueError, match="max_new_tokens is True; expected an int of at least 1"):
+        manager.add_request(prompts()[0], max_new_tokens=True)
+    with pytest.raises(ValueError, match="max_queue_size is -1; expected an int of at least 0"):
+        manager_of(target, NoDrafter(target), config={"max_queue_size": -1})
