@@ -419,7 +419,7 @@ class ContinuousRun(MemoryOfRows):
         state = self._lease.session.state
         set_rows(state.finished, upload(rows, state.lengths), True)
 
-    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> RoundReport | None:
+    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> None:
         rows, margin = [one.row for one in prefixes], self.prefix_margin or 0
         lease, state = self._lease, self._lease.session.state
         if self._row_sampling is not None:
@@ -432,7 +432,7 @@ class ContinuousRun(MemoryOfRows):
         self._known = upload(known, state.tokens) if any(one.tokens for one in requests) else None
         if self._groups is not None:
             self._groups.prefill(state, prefixes, margin, requests, self._fill)
-            return self._commit_first_tokens()
+            return
         with settled_on_error(lease.session):
             self._fill(requests, state, rows)
             wave = wave_after(prefixes, [one.num_prefilled for one in requests])
@@ -441,10 +441,11 @@ class ContinuousRun(MemoryOfRows):
             self.finish(rows)  # until they are prefilled
             copy_prefixes(state, self._request.drafter, prefixes, margin)
             lease.prefill.start_rows(wave.spans, self._entering)
-        return self.prefill_next()
 
     def prefill_next(self) -> RoundReport | None:
         lease = self._lease
+        if self._groups is not None:
+            return self._commit_first_tokens() if self._groups.prefill_next() else None
         with settled_on_error(lease.session):
             if not lease.prefill.run_next():
                 return None

@@ -951,3 +951,41 @@ def test_integers_of_numpy(running):
         manager.add_request(prompts()[0], max_new_tokens=True)
     with pytest.raises(ValueError, match="max_queue_size is -1; expected an int of at least 0"):
         manager_of(target, NoDrafter(target), config={"max_queue_size": -1})
+
+
+# Prompts are packed; they are not, since there is one row, or for recurrent layers.
+@pytest.mark.core
+@pytest.mark.parametrize(("family", "rows"), [("llama", 4), ("llama", 1), ("qwen3-next", 4)])
+def test_long_prompts_end_between_chunks(running, monkeypatch, family, rows):
+    """By `cancel_request` and by a hard stop; others that came with them, and later, say what they say alone."""
+    monkeypatch.setattr(session_prefill, "EAGER_COLUMNS", 8)
+    monkeypatch.setattr(buckets, "PACKED_TOKENS", (8,))
+    chunks, run_next = [], session_prefill.SessionPrefill.run_next
+
+    def slowly(self):
+        chunks.append(time.perf_counter())
+        time.sleep(0.02)
+        return run_next(self)
+
+    target = tiny_target(family)
+    manager = running(target, random_eagle3(target), rows=rows)
+    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0, family)]
+    monkeypatch.setattr(session_prefill.SessionPrefill, "run_next", slowly)
+    chunks.clear()
+    name = manager.add_request([5] * 200)
+    while not chunks:
+        time.sleep(0.001)
+    begin, before = time.perf_counter(), len(chunks)
+    manager.cancel_request(name)
+    assert "was cancelled" in manager.get_result(name, timeout=20).error
+    assert len(chunks) - before <= 2, f"it ended after {time.perf_counter() - begin:.2f} s"
+    others = [manager.add_request(prompts()[one]) for one in (0, 3)]
+    assert texts_of(manager, others) == [alone(0, family), alone(3, family)]
+    chunks.clear()
+    name = manager.add_request([5] * 200)
+    while not chunks:
+        time.sleep(0.001)
+    before = len(chunks)
+    manager.stop(hard_stop=True)
+    assert len(chunks) - before <= 2 and not manager.is_running()
+    assert "stopped" in manager.get_result(name, timeout=1).error
