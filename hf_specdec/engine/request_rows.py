@@ -418,6 +418,8 @@ class RequestRows:
             drafted = min(request.remaining - len(request.tokens), len(tokens[row]) - 1)
             self._counters.count(request.index, accepted[row], committed[row], drafted)
             request.num_settled = len(request.tokens)
+            request.num_drafted += drafted
+            request.num_accepted += min(accepted[row], drafted)
         self._add([(row, one, tokens[row][: committed[row]]) for row, one in running])
 
     def take_first(
@@ -432,6 +434,8 @@ class RequestRows:
         now, going_on, stopped = time.perf_counter(), [], []
         for row, request, new in found:
             has_failed = new[-1:] == [NO_TOKEN]
+            if not request.tokens:
+                request.first_token = now
             if request.add(new[:-1] if has_failed else new, now):
                 if request.criteria is not None:  # the device knows of tokens only
                     stopped.append(row)

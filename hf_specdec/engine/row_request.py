@@ -38,6 +38,8 @@ class RowRequest:
         tokens: generated so far.
         num_settled: how many of these there were before the last round, which the drafter has read.
         timestamps: `time.perf_counter()` when each of them reached the host.
+        num_drafted, num_accepted: draft tokens that were verified for it, and accepted.
+        first_token: `time.perf_counter()` when its first token reached the host; -1 before that.
         error: why it ended without an end-of-sequence token and before its limit; None if it did not.
         lifespan: when it was admitted first and when it ended.
     """
@@ -58,6 +60,9 @@ class RowRequest:
     tokens: list[int] = field(default_factory=list)
     num_settled: int = 0
     timestamps: list[float] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    first_token: float = -1.0
     error: str | None = None
     lifespan: tuple[float, float] = (-1.0, -1.0)
     # What `criteria` read: the text, with room after it, on the host. A token is written once.

@@ -253,6 +253,12 @@ class SpeculativeBatchingManager:
         """Whether a request of this id has been added and is not over."""
         return request_id in self._queue.active
 
+    def metrics(self) -> str:
+        """Counts and times of all requests so far, in the text format of Prometheus."""
+        with self._queue.changed:
+            started = [one.has_started for one in self._queue.active.values()]
+        return self._queue.metrics.text(sum(started), len(started) - sum(started))
+
     def cancel_request(self, request_id: str) -> None:
         """End a request; its result has failed, with the tokens so far. Nothing happens if it is over.
 

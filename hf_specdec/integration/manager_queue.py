@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from transformers import ContinuousBatchingConfig
 
 from ..engine.row_request import RowRequest
+from .manager_metrics import ManagerMetrics
 from .manager_requests import ManagedRequest
 from .manager_results import Results
 
@@ -24,6 +25,7 @@ class RequestQueue:
         changed: guards the queue and all that goes with it, and tells of changes. It is never held while waiting for
             the lock of the target.
         results: of its requests.
+        metrics: of those that are over.
         active: by id, requests that are not over.
         on_failed: called with every request that ends before a run has got it; None for nothing.
     """
@@ -32,6 +34,7 @@ class RequestQueue:
         self._settings = settings
         self.changed = threading.Condition()
         self.results = Results(self.changed)
+        self.metrics = ManagerMetrics()
         self.active: dict[str, ManagedRequest] = {}
         self.on_failed: Callable[[ManagedRequest], None] | None = None
         # Those of `active` that had no row when it was last looked.
@@ -152,6 +155,7 @@ class RequestQueue:
             if isinstance(request, ManagedRequest):
                 self.active.pop(request.request_id, None)
                 self._waiting.pop(request.request_id, None)
+                self.metrics.count(request, request.created_time)
                 if request.request_id in self._disowned:
                     self._disowned.remove(request.request_id)
                     self.changed.notify_all()

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor
 
 from ..ops import invert_draft_vocabulary, over_vocabulary
 
-__all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "RowTemperature"]
+__all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "PenaltyLogitsProcessor", "RowTemperature"]
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -86,6 +86,25 @@ class MaskTokenLogitsProcessor(LogitsProcessor):
         """`scores` `[..., V]` with -inf for the mask token; `input_ids` is not read."""
         is_mask = torch.arange(scores.shape[-1], device=scores.device) == self.mask_token_id
         return scores.masked_fill(is_mask, float("-inf"))
+
+
+class PenaltyLogitsProcessor(LogitsProcessor):
+    """Lowers the scores of tokens that a text has said since its prompt, by the penalties of OpenAI's API.
+
+    Args:
+        prompt_length: tokens before the new ones.
+        presence: subtracted once from the score of every new token.
+        frequency: subtracted as often as a token was said.
+    """
+
+    def __init__(self, prompt_length: int, presence: float = 0.0, frequency: float = 0.0):
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        """`scores` `[B, V]` after `input_ids` `[B, n]`."""
+        new = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
 class RowTemperature(LogitsProcessor):

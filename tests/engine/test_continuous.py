@@ -392,6 +392,8 @@ def test_admission():
 
         def prefill(self, prefixes, group):
             groups.append(([one.row for one in prefixes], group))
+
+        def prefill_next(self):
             return True
 
         def group_size(self, count):
