@@ -199,7 +199,7 @@ class ContinuousRun(MemoryOfRows):
         if self._settings.arrivals is not None:
             num_rows, longest = self._rows_for(len(first)), max(longest, self._settings.longest)
         else:
-            num_rows = min(next_power_of_two(request.batch), self._most)
+            num_rows = min(next_power_of_two(len(self.requests)), self._most)
         self._expected = longest
         if self._grows and self._settings.arrivals is not None:
             longest = max(longest, min(stated_positions(request.model) or MOST_RESERVED, MOST_RESERVED))

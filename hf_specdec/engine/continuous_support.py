@@ -9,6 +9,7 @@ import torch
 from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME
 from ..kernels.types import NO_TOKEN
+from ..parallel.tensor_parallel import from_first_rank
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
@@ -48,15 +49,15 @@ def processor_of(request: Request) -> RowsProcessor:
 
 
 def requests_of(request: Request, settings: ContinuousBatching) -> list[RowRequest]:
-    """A request for each prompt of `request`; those that are too long have an error."""
+    """A request for each of the prompts of `settings`; those that are too long have an error."""
     ends = request.eos_token_ids
     ends = frozenset() if ends is None else frozenset(ends.tolist())
-    prompts, prompt_ids = request.prompts.rows(request.model.device), request.prompts.token_ids()
+    seeds = from_first_rank(request.randomness.row_seeds(len(settings.prompts), request.temperature), request.model)
     found = []
-    for index, (prompt, seed) in enumerate(zip(prompts, request.seeds.tolist(), strict=True)):
+    for index, (prompt, seed) in enumerate(zip(settings.prompts, seeds.tolist(), strict=True)):
         remaining = request.remaining_after(len(prompt))
         one = RowRequest(index, prompt, remaining, remaining < request.max_new_tokens, ends, seed)
-        one.prompt_ids = prompt_ids[index]
+        one.prompt_ids = prompt.tolist()
         one.error = request.why_too_long(len(prompt))
         one.records_timestamps = settings.record_timestamps
         found.append(one)

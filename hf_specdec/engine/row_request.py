@@ -176,8 +176,9 @@ class ContinuousBatching:
         record_timestamps: whether to record when each token of the call's requests reached the host.
         on_finished: called with every request that has ended, in the order in which they end.
         on_tokens: called after a round with the requests that it has given tokens and not ended.
-        arrivals: requests that arrive while rounds run; the call's prompts, of which only the settings are taken, are
-            no requests then. None if the call's prompts are the requests.
+        prompts: `[length]` int64 each, on the host, of the requests; the call itself, of which only the settings are
+            taken, has a few of them, since a rectangle of all would take memory for the longest one each.
+        arrivals: requests that arrive while rounds run; there are no others then.
         longest: tokens of the texts that the first buffers are made for, if requests arrive.
         reuses_prefixes: whether keys and values of beginnings that texts have in common are computed once.
         processors_of: the logits processors of a request of the call that are none of all rows, such as those that read
@@ -188,6 +189,7 @@ class ContinuousBatching:
     record_timestamps: bool = False
     on_finished: Callable[[RowRequest], None] | None = None
     on_tokens: Callable[[list[RowRequest]], None] | None = None
+    prompts: Sequence[torch.Tensor] = ()
     arrivals: Arrivals | None = None
     longest: int = 1
     reuses_prefixes: bool = True

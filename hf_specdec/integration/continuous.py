@@ -20,7 +20,7 @@ from ..patching.patch import on_host
 from .dispatch import continuous_batching
 from .eligibility import REPLACED_INPUTS
 from .request_processors import are_of_all_rows, processors_of_prompt
-from .validation import TOKEN_DTYPES
+from .validation import TOKEN_DTYPES, check_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +71,11 @@ def generate_batch(
     check_length(model, generation_config, kwargs)
     settings = continuous_batching_config or ContinuousBatchingConfig()
     check_config(settings)
-    width = max(map(len, prompts))
-    input_ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     with on_host():
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()
-    total = len(prompts) * (_asked("num_return_sequences", model, generation_config, kwargs) or 1)
+        check_tokens(model, torch.cat(prompts)[None], None)
+        input_ids, attention_mask = _call_of(prompts)
+    sequences = _asked("num_return_sequences", model, generation_config, kwargs) or 1
+    total = len(prompts) * sequences
     config, _ = model._prepare_generation_config(generation_config, **kwargs)
     with tqdm(total=total, disable=not progress_bar, unit="request") as bar:
 
@@ -84,8 +83,8 @@ def generate_batch(
             bar.update(1)
 
         def processors_of(one: RowRequest, call: Request) -> LogitsProcessorList | None:
-            asked = _callers_processors(kwargs, one.index)
-            found = processors_of_prompt(model, config, one.prompt, call.max_new_tokens, one.ends, *asked)
+            asked, prompt = _callers_processors(kwargs, one.index), one.prompt.to(model.device)
+            found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, *asked)
             return None if are_of_all_rows(found) else found
 
         run = ContinuousBatching(
@@ -94,6 +93,7 @@ def generate_batch(
             on_finished,
             reuses_prefixes=settings.allow_block_sharing,
             processors_of=processors_of,
+            prompts=[prompt for prompt in prompts for _ in range(sequences)],
         )
         with continuous_batching(run):
             output = model.generate(
@@ -103,12 +103,24 @@ def generate_batch(
                 assistant_model=drafter,
                 **kwargs | {"use_cache": True},  # as with managers: trainers and servers leave it off
             )
-    sequences = len(output.requests) // len(prompts)
     results = [_result(request, prompts[request.index // sequences], sequences) for request in output.requests]
     for result in results:
         if result.error is not None:
             logger.error("Request %s failed: %s", result.request_id, result.error)
     return {result.request_id: result for result in results}
+
+
+def _call_of(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`input_ids` and `attention_mask` of the call that is made for `prompts`: the longest of them, and one other.
+
+    What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
+    """
+    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+    rows = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
+    width = len(rows[0])
+    padded = [torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows]
+    lengths = torch.tensor([len(row) for row in rows])
+    return torch.stack(padded), (torch.arange(width) >= width - lengths[:, None]).long()
 
 
 def _callers_processors(kwargs: dict[str, Any], index: int) -> tuple[LogitsProcessorList | None, Callable | None]:

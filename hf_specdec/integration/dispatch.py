@@ -72,7 +72,7 @@ _TRIED_REQUESTS = 2
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
 
-def _call_of(request: Request, engine: str) -> dict[str, Any]:
+def _call_of(request: Request, engine: str, continuous: ContinuousBatching | None) -> dict[str, Any]:
     """What processes that run one model together must agree on, by the name that the caller has for it.
 
     The names are the same on all of them, whatever was asked for.
@@ -88,6 +88,7 @@ def _call_of(request: Request, engine: str) -> dict[str, Any]:
     return {
         "prompts": prompts.input_ids,
         "attention_mask": (prompts.padding, prompts.width),
+        "requests": None if continuous is None else [one.tolist() for one in continuous.prompts],
         "cache": prompts.cached,
         "num_assistant_tokens": (request.num_draft_tokens, request.is_auto),
         "engine": engine,
@@ -268,7 +269,7 @@ def generate_with_drafter(
         check_tokens(model, input_ids.cpu(), mask)
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
-        check_same_call(model, stopping_criteria, _call_of(request, engine))
+        check_same_call(model, stopping_criteria, _call_of(request, engine, continuous))
     run_stock = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
     output = _run(request, engine, continuous, run_stock, tree)
     if attentions is not None:
