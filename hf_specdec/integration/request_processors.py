@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopHLogitsWarper
 
+from ..errors import first_line
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 
 # Sampling settings that a request may have of its own if `per_request_processors` is set.
@@ -75,8 +76,11 @@ def processors_of_prompt(
             logits_processor=processors,
             device=prompt.device,
         )
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"A setting of the logits processors is of a wrong type ({error}).") from error
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"transformers makes no logits processors of the settings ({first_line(error)}); expected settings of the "
+            "types that it documents, and end-of-sequence tokens where one of them is about these."
+        ) from error
     check_processors(found)
     return found
 

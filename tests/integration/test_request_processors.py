@@ -7,9 +7,9 @@ import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS, random_eagle3
+from processor_settings import SETTINGS, WARPERS
 from targets import build_target, tiny_target
 from transformers import ContinuousBatchingConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation import WatermarkingConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_specdec import NoDrafter
@@ -18,30 +18,6 @@ from hf_specdec.integration.request_processors import PROCESSOR_OPTIONS
 
 END, NEW = [7, 23, 12, 57, 83], 14
 PROMPTS = [[5, 6, 7], [9] * 8, [4], [33, 34, 33, 34, 33], list(range(40, 60)), [88, 5]]
-# Of each setting a value that changes texts.
-SETTINGS = {
-    "bad_words_ids": [[9], [41, 12], [43, 43], [76]],
-    "begin_suppress_tokens": list(range(0, 96, 2)),
-    "encoder_no_repeat_ngram_size": 1,
-    "encoder_repetition_penalty": 3.0,
-    "epsilon_cutoff": 0.2,
-    "eta_cutoff": 0.3,
-    "exponential_decay_length_penalty": (3, 2.5),
-    "forced_bos_token_id": 60,
-    "forced_eos_token_id": 7,
-    "min_length": 12,
-    "min_new_tokens": 9,
-    "min_p": 0.4,
-    "no_repeat_ngram_size": 1,
-    "remove_invalid_values": True,
-    "renormalize_logits": True,
-    "repetition_penalty": 1.8,
-    "sequence_bias": [[[9], 4.0], [[43, 52], 5.0], [[12], -6.0]],
-    "suppress_tokens": list(range(1, 96, 3)),
-    "top_h": 0.3,
-    "typical_p": 0.3,
-    "watermarking_config": WatermarkingConfig(greenlist_ratio=0.4, bias=4.0),
-}
 
 
 def test_every_setting_is_tried():
@@ -73,10 +49,6 @@ def texts_of(manager, names):
     results = [manager.get_result(name, timeout=60) for name in names]
     assert all(one.status == RequestStatus.FINISHED and one.error is None for one in results), results
     return [one.generated_tokens for one in results]
-
-
-# They change sampled texts only.
-WARPERS = {"epsilon_cutoff", "eta_cutoff", "min_p", "remove_invalid_values", "renormalize_logits", "top_h", "typical_p"}
 
 
 @functools.cache
