@@ -68,7 +68,11 @@ LONGEST = 2047
 SHUTDOWN_TIMEOUT = 10
 
 # Handlers of transformers' server, and the kinds of requests that they get.
-_HANDLERS = {"ChatCompletionHandler": CHAT, "CompletionHandler": COMPLETION, "ResponseHandler": RESPONSE}
+_HANDLERS = {
+    serving_parts.CHAT_HANDLER: CHAT,
+    serving_parts.COMPLETION_HANDLER: COMPLETION,
+    serving_parts.RESPONSE_HANDLER: RESPONSE,
+}
 
 # Of the request that the current task handles: its seed, what it asks for, and the keywords of `add_request`.
 _SEED: ContextVar[int | None] = ContextVar("seed", default=None)

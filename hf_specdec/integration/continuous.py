@@ -15,7 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from ..drafters.base import Drafter
 from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
-from ..host.generation import GenerationOutput, RequestStatus
+from ..host.generation import GenerationOutput, RequestStatus, prepared_config
 from ..patching.patch import on_host
 from .dispatch import continuous_batching
 from .eligibility import REPLACED_INPUTS
@@ -76,7 +76,7 @@ def generate_batch(
         input_ids, attention_mask = _call_of(prompts)
     sequences = _asked("num_return_sequences", model, generation_config, kwargs) or 1
     total = len(prompts) * sequences
-    config, _ = model._prepare_generation_config(generation_config, **kwargs)
+    config, _ = prepared_config(model, generation_config, **kwargs)
     with tqdm(total=total, disable=not progress_bar, unit="request") as bar:
 
         def on_finished(request: RowRequest) -> None:

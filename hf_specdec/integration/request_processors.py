@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopHLogitsWarper
 
 from ..errors import first_line
+from ..host.generation import logits_processors
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 
 # Sampling settings that a request may have of its own if `per_request_processors` is set.
@@ -64,18 +65,8 @@ def processors_of_prompt(
     Raises:
         ValueError: a setting is wrong, or a processor keeps state from one token to the next.
     """
-    config = copy.copy(config)
-    config.max_length = len(prompt) + max_new_tokens
-    config._eos_token_tensor = torch.tensor(sorted(ends), device=prompt.device) if ends else None
     try:
-        found = model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=len(prompt),
-            encoder_input_ids=prompt[None],
-            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-            logits_processor=processors,
-            device=prompt.device,
-        )
+        found = logits_processors(model, config, prompt, max_new_tokens, ends, processors, prefix_allowed_tokens_fn)
     except (TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"transformers makes no logits processors of the settings ({first_line(error)}); expected settings of the "
