@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .kernels.types import NO_TOP_K
-
-# Fills `DecodeState.eos` where a call has fewer end-of-sequence tokens than there are entries.
-NO_TOKEN = -1
+from .kernels.types import NO_TOKEN, NO_TOP_K
 
 # All of them but tokens and caches.
 OF_ROWS = (

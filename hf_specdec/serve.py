@@ -8,25 +8,34 @@ drafter, and gives every request its own settings.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import gc
+import json
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .auto import AutoDrafter
 from .config import check_num_or_auto
 from .drafters import Drafter, NoDrafter
+from .errors import first_line
 from .host import serving as serving_parts
 from .host.generation import WorkloadHints
 from .host.parts import about
 from .integration.manager import SpeculativeBatchingManager
-from .integration.manager_requests import SAMPLING_OPTIONS
+from .integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
+from .ops import row_seeds
+from .patching.support import num_positions, stated_positions
+from .sampling.logits import PenaltyLogitsProcessor
+from .serving.answers import CutText, join, join_streams, without_stops
+from .serving.bodies import CHAT, COMPLETION, RESPONSE, Asked, BadRequest, read_body
 
 # What the server's modules have, that is replaced or called.
 _NAMES = {
@@ -38,6 +47,7 @@ _NAMES = {
 _NOT_COMPARED = frozenset(
     {
         *SAMPLING_OPTIONS,
+        *PROCESSOR_OPTIONS,
         "bos_token_id",
         "cache_implementation",
         "compile_config",
@@ -54,8 +64,19 @@ _NOT_COMPARED = frozenset(
 # Tokens of a text that the first buffers are made for; with the dummy slot they have a power of two of slots.
 LONGEST = 2047
 
-# Of the request that the current task handles: its seed, and the keywords of `add_request`.
+# Seconds that streams may go on after the server was asked to stop.
+SHUTDOWN_TIMEOUT = 10
+
+# Handlers of transformers' server, and the kinds of requests that they get.
+_HANDLERS = {
+    serving_parts.CHAT_HANDLER: CHAT,
+    serving_parts.COMPLETION_HANDLER: COMPLETION,
+    serving_parts.RESPONSE_HANDLER: RESPONSE,
+}
+
+# Of the request that the current task handles: its seed, what it asks for, and the keywords of `add_request`.
 _SEED: ContextVar[int | None] = ContextVar("seed", default=None)
+_ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
 _OPTIONS: ContextVar[dict[str, Any] | None] = ContextVar("options", default=None)
 
 
@@ -69,7 +90,12 @@ class ServeSettings:
         max_queue_size: most requests that wait for a row; 0 for any number.
         longest: tokens of the texts that the first buffers are made for, prompt included.
         warmup: whether to capture all sizes of rounds before the server takes requests.
+        max_length: most tokens of a text, prompt and answer; None for the positions that the target states.
+        shutdown_timeout: seconds that streams may go on after the server was asked to stop.
         managers: that were made.
+
+    Raises:
+        ValueError: a number is too small.
     """
 
     load_drafter: Callable[[PreTrainedModel], Drafter]
@@ -77,7 +103,29 @@ class ServeSettings:
     max_queue_size: int = 0
     longest: int = LONGEST
     warmup: bool = True
+    max_length: int | None = None
+    shutdown_timeout: int = SHUTDOWN_TIMEOUT
     managers: list[SpeculativeBatchingManager] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        least = {"max_rows": 1, "max_queue_size": 0, "longest": 2, "max_length": 2, "shutdown_timeout": 0}
+        names = {"max_rows": "max_requests"}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                option = names.get(name, name).replace("_", "-")
+                raise ValueError(f"--{option} is {value}; expected at least {bound}.")
+
+    def room(self, model: PreTrainedModel, num_tokens: int) -> tuple[int | None, bool]:
+        """How many new tokens fit after a prompt of `num_tokens` tokens, None for any number, and whether the target
+        cannot have more, since it has position embeddings for so many only."""
+        positions = num_positions(model)
+        if positions is None:
+            limit = self.max_length or stated_positions(model)
+            return None if limit is None else limit - num_tokens, False
+        # The last token of a text is not embedded.
+        limit = min(positions + 1, self.max_length or positions + 1)
+        return limit - num_tokens, limit == positions + 1
 
     def manager_for(
         self, model: PreTrainedModel, config: GenerationConfig, settings: ContinuousBatchingConfig | None
@@ -90,6 +138,7 @@ class ServeSettings:
                 per_request_processors=True,
                 max_requests_per_batch=self.max_rows,
                 max_queue_size=self.max_queue_size,
+                seed=_SEED.get(),  # set by --default-seed, before there are requests
             ),
             workload_hints=WorkloadHints(max_prompt_length=self.longest),
             assistant_model=self.load_drafter(model),
@@ -102,6 +151,7 @@ class ServeSettings:
         gc.freeze()
         manager.start()
         self.managers.append(manager)
+        _SEED.set(None)
         return manager
 
 
@@ -128,7 +178,7 @@ class _WithOptions:
         return getattr(self._manager, name)
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
-        return self._manager.add_request(*args, **kwargs, **(_OPTIONS.get() or {}))
+        return self._manager.add_request(*args, **kwargs | (_OPTIONS.get() or {}))
 
 
 @contextmanager
@@ -148,6 +198,8 @@ def serving(settings: ServeSettings) -> Iterator[None]:
         server, utils = serving_parts.server(), serving_parts.utils()
     except ImportError as error:
         raise ValueError(f"{error}. Install a tested version of transformers.") from error
+    import uvicorn
+
     places = {"server": server, "utils": utils}
     missing = [name for place, names in _NAMES.items() for name in names if not hasattr(places[place], name)]
     if missing:
@@ -156,7 +208,9 @@ def serving(settings: ServeSettings) -> Iterator[None]:
     changed = {
         (utils, "CBGenerateManager"): _generate_manager(utils, settings),
         (utils, "set_torch_seed"): _SEED.set,
-        (server, "build_server"): functools.partial(_build_server, server.build_server, utils.split_model_id),
+        (server, "build_server"): functools.partial(_build_server, server.build_server, utils.split_model_id, settings),
+        # Which ends streams that still go on then.
+        (uvicorn, "Config"): functools.partial(uvicorn.Config, timeout_graceful_shutdown=settings.shutdown_timeout),
     }
     before = {(place, name): getattr(place, name) for place, name in changed}
     for (place, name), value in changed.items():
@@ -181,23 +235,26 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
                 self._cb = _WithOptions(settings.manager_for(model, model.generation_config, self._cb_config))
 
         def generate_streaming(self, model, processor, inputs, gen_config, request_id, **kwargs):
-            with self._request(processor, inputs, gen_config, request_id):
-                return super().generate_streaming(model, processor, inputs, gen_config, request_id, **kwargs)
+            with self._request(model, processor, inputs, gen_config, request_id) as asked:
+                texts, streamer = super().generate_streaming(model, processor, inputs, gen_config, request_id, **kwargs)
+                return CutText(texts, asked.stops), streamer
 
         async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-            with self._request(processor, inputs, gen_config, request_id):
+            with self._request(model, processor, inputs, gen_config, request_id):
                 return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
 
         @contextmanager
-        def _request(self, processor, inputs, gen_config, request_id) -> Iterator[None]:
+        def _request(self, model, processor, inputs, gen_config, request_id) -> Iterator[Asked]:
             """Context in which the request is added with its own options; errors are those of its client."""
+            asked, length = _ASKED.get() or Asked({}), len(inputs["input_ids"])
             self._check_alive(request_id)
             if self._cb.is_active(request_id):
                 raise RefusedRequest(400, f"The request {request_id} is not over; expected another X-Request-ID.")
-            before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor))
+            _fit(settings, model, gen_config, length, asked)
+            before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, asked, length))
             try:
-                self._cb.check_room(len(inputs["input_ids"]))
-                yield
+                self._cb.check_room(length)
+                yield asked
             except queue.Full as error:
                 raise RefusedRequest(429, str(error)) from error
             except utils.CBWorkerDeadError:
@@ -212,8 +269,40 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
     return SpeculativeGenerateManager
 
 
-def _options_of(config: GenerationConfig, base: GenerationConfig, processor: Any) -> dict[str, Any]:
+def _fit(settings: ServeSettings, model: PreTrainedModel, config: GenerationConfig, length: int, asked: Asked) -> None:
+    """Let the answer to a prompt of `length` tokens be no longer than there is room for it.
+
+    Raises:
+        RefusedRequest: there is none, or less than was asked for, where the target would have positions for more.
+    """
+    room, is_end = settings.room(model, length)
+    if room is None:
+        return
+    if room < 1:
+        raise RefusedRequest(
+            400,
+            f"The prompt has {length} tokens, but texts have at most {length + room} with their answers; shorten it.",
+        )
+    if config.max_new_tokens is not None and config.max_new_tokens <= room:
+        return
+    if asked.states_length and not is_end:
+        raise RefusedRequest(
+            400,
+            f"The prompt has {length} tokens and the answer may have {config.max_new_tokens}, but texts have at most "
+            f"{length + room}; expected at most {room} tokens for the answer.",
+        )
+    config.max_new_tokens = room  # the server's handler reads it, for the reason why an answer has ended
+
+
+def _options_of(
+    config: GenerationConfig, base: GenerationConfig, processor: Any, asked: Asked, length: int
+) -> dict[str, Any]:
     """Keywords of `add_request` for a request with the generation config `config`; all others have `base`.
+
+    Args:
+        config, base, processor: as named.
+        asked: what it asks for besides.
+        length: tokens of its prompt.
 
     Raises:
         RefusedRequest: it has settings that requests cannot have of their own.
@@ -229,32 +318,110 @@ def _options_of(config: GenerationConfig, base: GenerationConfig, processor: Any
             f"The request sets {', '.join(others)}, which requests cannot have of their own with a drafter; expected "
             "some of temperature, top_p, seed, stop and the numbers of tokens.",
         )
-    options = {name: getattr(config, name) for name in SAMPLING_OPTIONS if getattr(config, name) is not None}
+    own = {name: getattr(config, name, None) for name in SAMPLING_OPTIONS + PROCESSOR_OPTIONS}
+    options = {
+        name: value
+        for name, value in own.items()
+        if value is not None and (name in SAMPLING_OPTIONS or value != getattr(base, name, None))
+    }
     if config.stop_strings is not None:
         options |= {"stop_strings": config.stop_strings, "tokenizer": getattr(processor, "tokenizer", processor)}
+    options |= asked.options
+    number, count = options.pop("sequence", (0, 1))
     if _SEED.get() is not None:
-        options["seed"] = _SEED.get()
+        # Of several answers each has a seed of its own.
+        seeds = [_SEED.get()] if count == 1 else row_seeds(torch.tensor([_SEED.get()]), count).tolist()
+        options["seed"] = seeds[number]
+    if asked.presence_penalty or asked.frequency_penalty:
+        penalty = PenaltyLogitsProcessor(length, asked.presence_penalty, asked.frequency_penalty)
+        options["logits_processor"] = LogitsProcessorList([penalty])
     return options
+
+
+def _handling(handle: Callable[[dict, str], Awaitable[Any]], kind: str) -> Callable[[dict, str], Awaitable[Any]]:
+    """`handle_request` of a handler of transformers' server, for what requests of a `kind` ask for besides."""
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    async def answer(asked: Asked, request_id: str) -> Any:
+        _ASKED.set(asked)
+        _SEED.set(None)  # until this request sets it
+        response = await handle(asked.body, request_id)
+        if isinstance(response, JSONResponse):
+            return without_stops(json.loads(response.body), asked.stops)
+        return response
+
+    async def handle_request(body: dict, request_id: str) -> Any:
+        try:
+            asked = read_body(kind, body)
+        except BadRequest as error:
+            raise RefusedRequest(400, str(error)) from error
+        if asked.n == 1:
+            found = await answer(asked, request_id)
+            return JSONResponse(found) if isinstance(found, dict) else found
+        tasks = [
+            asyncio.ensure_future(answer(asked.alone(number), f"{request_id}-{number}")) for number in range(asked.n)
+        ]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        failed = next((one for one in found if isinstance(one, BaseException)), None)
+        streams = [one.body_iterator for one in found if isinstance(one, StreamingResponse)]
+        if failed is not None:
+            for one in streams:
+                await _leave(one)
+            raise failed
+        if streams:
+            return StreamingResponse(join_streams(streams), media_type="text/event-stream")
+        return JSONResponse(join(found))
+
+    return handle_request
+
+
+async def _leave(stream: Any) -> None:
+    """Let a stream that nobody reads end its request, as if its client had left."""
+    await anext(stream, None)
+    await stream.aclose()
 
 
 def _build_server(
     build_server: Callable,
     split_model_id: Callable,
+    settings: ServeSettings,
     model_manager: Any,
     *args: Any,
     generation_state: Any,
     **kwargs: Any,
 ) -> Any:
     """`build_server` of transformers; the manager is there before the server takes requests."""
-    from fastapi.responses import JSONResponse
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse, PlainTextResponse
+    from starlette.exceptions import HTTPException
 
+    for one in (*args, *kwargs.values()):
+        kind = _HANDLERS.get(type(one).__name__)
+        if kind is not None:
+            one.handle_request = _handling(one.handle_request, kind)
     app = build_server(model_manager, *args, generation_state=generation_state, **kwargs)
 
-    async def refuse(request: Any, error: RefusedRequest) -> JSONResponse:
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return JSONResponse({"error": {"message": str(error), "type": kind}}, status_code=error.status)
+    def refusal(status: int, message: str) -> JSONResponse:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return JSONResponse({"error": {"message": message, "type": kind}}, status_code=status)
 
-    app.add_exception_handler(RefusedRequest, refuse)
+    async def refuse(request: Any, error: Exception) -> JSONResponse:
+        if isinstance(error, RefusedRequest):
+            return refusal(error.status, str(error))
+        if isinstance(error, RequestValidationError):
+            return refusal(400, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
+        if isinstance(error, HTTPException):
+            return refusal(400 if error.status_code == 422 else error.status_code, str(error.detail))
+        return refusal(500, f"{type(error).__name__}: {first_line(error)}")
+
+    for one in (RefusedRequest, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(one, refuse)
+
+    @app.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        text = "".join(one.metrics() for one in settings.managers[-1:])
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
     if model_manager.force_model is None:
         raise ValueError("The server has no target; expected one, which the drafter is for.")
     timed = next(iter(model_manager.loaded_models.values()))
@@ -297,6 +464,13 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
         default=True,
         help="on a GPU, capture rounds of all sizes before the server takes requests",
     )
+    add("--max-length", type=int, help="most tokens of a text, prompt and answer; the target's positions by default")
+    add(
+        "--shutdown-timeout",
+        type=int,
+        default=SHUTDOWN_TIMEOUT,
+        help=f"seconds that streams may go on after the server was asked to stop; {SHUTDOWN_TIMEOUT} by default",
+    )
     parser.set_defaults(run=run_serve, passes_on=True)
 
 
@@ -319,7 +493,13 @@ def run_serve(arguments: argparse.Namespace) -> None:
         return drafter
 
     settings = ServeSettings(
-        load_drafter, arguments.max_requests, arguments.max_queue_size, arguments.longest, arguments.warmup
+        load_drafter,
+        arguments.max_requests,
+        arguments.max_queue_size,
+        arguments.longest,
+        arguments.warmup,
+        arguments.max_length,
+        arguments.shutdown_timeout,
     )
     with serving(settings):
         serving_parts.command_line()(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .kernels.types import NO_TOP_K, SamplingSettings, VerificationResult
+from .kernels.types import NO_TOKEN, NO_TOP_K, SamplingSettings, VerificationResult
 from .patching.cache import LayerKind, RaggedCache
 from .patching.packed_cache import PackedCache
-from .row_buffers import NEW_ROW, NO_TOKEN, OF_ROWS, fill_rows, set_rows, upload
+from .row_buffers import NEW_ROW, OF_ROWS, fill_rows, set_rows, upload
 
 
 class Shape(NamedTuple):
@@ -382,7 +382,7 @@ class DecodeState:
         width = result.tokens.shape[1]
         if aux_hidden_states is not None:
             self.aux_hidden_states[:, :width].copy_(aux_hidden_states)
-        self.result.tokens[:, :width].copy_(result.tokens)
+        self.result.tokens[:, :width].copy_(result.tokens.clamp(min=0))  # `NO_TOKEN`, of rows that have ended
         self.result.accepted.copy_(result.accepted)
         self.result.committed.copy_(result.committed)
 
@@ -399,19 +399,22 @@ class DecodeState:
     def commit(self, result: VerificationResult) -> VerificationResult:
         """Append the result's tokens to the rows, up to an end-of-sequence token or the length limit.
 
+        A row ends at `NO_TOKEN`, too, for which it gets token 0: it is the last one of what the result commits.
+
         Returns:
             the result with `committed` reduced accordingly.
         """
         steps = torch.arange(result.tokens.shape[1], device=result.tokens.device)
         remaining = torch.where(self.finished, 0, self.limits - self.lengths)
         committed = torch.minimum(result.committed, remaining)
-        ends = (result.tokens[..., None] == self.eos[:, None]).any(dim=-1) & (steps < committed[:, None])
+        ends = (result.tokens[..., None] == self.eos[:, None]).any(dim=-1) | (result.tokens == NO_TOKEN)
+        ends &= steps < committed[:, None]
         has_ended = ends.any(dim=1)
         if len(steps) > 1:  # else a row that has ended commits its one token
             committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
 
         slots = torch.where(steps < committed[:, None], self.lengths[:, None] + steps, self.dummy_slot)
-        self.tokens.scatter_(1, slots, result.tokens)
+        self.tokens.scatter_(1, slots, result.tokens.clamp(min=0))
         self.lengths += committed
         self.finished |= has_ended | (self.lengths >= self.limits)
         return VerificationResult(result.tokens, result.accepted, committed)

@@ -44,6 +44,7 @@ def draw_draft(
 
     Returns:
         Indices `[B, n]` int64 into the draft vocabulary, and the distributions, float32 in the shape of the logits.
+        Logits with NaN or +inf, or of -inf alone, have none: they are NaN, and the index is 0.
     """
     probs = (logits.float() / temperatures[:, None, None]).softmax(dim=-1)
     steps = torch.arange(first, first + logits.shape[1], device=logits.device)[:, None]

@@ -3,7 +3,8 @@
 Shapes: residual and probs `[B, V]`, keys `[2, B, blocks]`, tokens `[B, K + 1]`. With e = exponential numbers
 (`random.exponential`) of the row's seed, the token's position and each v:
 
-    next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] where the residual is 0 everywhere
+    next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] where the residual is 0 everywhere;
+    NO_TOKEN where probs are NaN
 
 Whether the residual is 0 everywhere is known only when all blocks of a row are done, so every program writes the keys
 (see `reduction`) of both maxima, and the merging kernel chooses.
@@ -16,10 +17,11 @@ import triton
 import triton.language as tl
 
 from .random import exponential
-from .reduction import LEAST_KEY, index_of_key, largest_key
-from .types import RandomStream, VerificationResult
+from .reduction import LEAST_KEY, index_of_key, is_key_of_nan, largest_key
+from .types import NO_TOKEN, RandomStream, VerificationResult
 
 _TARGET = tl.constexpr(int(RandomStream.TARGET))
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -29,6 +31,12 @@ def draft_prob(draft_probs_ptr, draft_ids_ptr, token, mask, draft_vocabulary, HA
     if HAS_IDS:
         index = tl.load(draft_ids_ptr + token, mask=mask, other=-1)
     return tl.load(draft_probs_ptr + index, mask=mask & (index >= 0) & (index < draft_vocabulary), other=0.0)
+
+
+@triton.jit
+def has_probs(draft_prob):
+    """Whether a draft was drawn from a distribution, by its probability q: not where the drafter's logits have none."""
+    return draft_prob < float("inf")
 
 
 @triton.jit
@@ -71,6 +79,7 @@ def _merge_recovered_kernel(
     from_probs = tl.max(tl.load(keys_ptr + num_cells + cell, mask=block < num_blocks, other=LEAST_KEY), axis=0)
     # The upper half of a key is 0 if no weight is positive.
     next_token = index_of_key(tl.where((from_residual >> 32) > 0, from_residual, from_probs))
+    next_token = tl.where(is_key_of_nan(from_probs), _NO_TOKEN, next_token)
     step = tl.arange(0, STEPS)
     draft = tl.load(drafts_ptr + row * drafts_stride_b + step * drafts_stride_n, mask=step < num_drafts, other=0)
     token = tl.where(step == tl.load(accepted_ptr + row), next_token, draft)

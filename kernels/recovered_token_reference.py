@@ -3,7 +3,8 @@
 Shapes: probs and residual `[B, V]`, drafts `[B, K]`, accepted `[B]`, tokens `[B, K + 1]`.
 
     tokens[b] = (drafts[b, 0], ..., drafts[b, accepted[b] - 1], next token, undefined ...)
-    next token ~ residual[b] / sum residual[b], or probs[b] after the last draft and where the residual is 0
+    next token ~ residual[b] / sum residual[b], or probs[b] after the last draft and where the residual is 0;
+    NO_TOKEN where probs[b] are NaN
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from . import random_reference
-from .types import RandomStream, VerificationResult
+from .types import NO_TOKEN, RandomStream, VerificationResult
 
 
 def append_recovered_or_bonus(
@@ -26,7 +27,7 @@ def append_recovered_or_bonus(
     """Sample the token after the accepted drafts, and return the result of the round.
 
     Args:
-        probs: `[B, V]` float32, the target's distribution of that token.
+        probs: `[B, V]` float32, the target's distribution of that token; NaN if there is none.
         residual: `[B, V]` float32, the weights of the recovered token.
         is_bonus: `[B]` bool, where it is the bonus token, sampled from `probs`. Where the residual sums to 0 it is as
             well.
@@ -39,5 +40,6 @@ def append_recovered_or_bonus(
     next_token = random_reference.exponential_sample(
         torch.where(is_from_probs, probs, residual), seeds, lengths + accepted, RandomStream.TARGET
     )
+    next_token = next_token.masked_fill(probs[:, 0].isnan(), NO_TOKEN)
     tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)
     return VerificationResult(tokens.scatter(1, accepted.unsqueeze(1), next_token.unsqueeze(1)), accepted, accepted + 1)

@@ -50,10 +50,16 @@ def index_of_key(key):
 
 
 @triton.jit
+def is_key_of_nan(key):
+    """Whether the value that a key stands for is NaN; of numbers the keys are smaller."""
+    return (key >> 32) == 0x7FFFFFFF
+
+
+@triton.jit
 def merge_softmax_stats(maxima, totals):
     """Base and normaliser of rows from the statistics of their blocks, `[rows, blocks]`.
 
-    softmax = exp(score - base) / normaliser.
+    softmax = exp(score - base) / normaliser, which is NaN everywhere if the normaliser is not above 0.
     """
     base = tl.max(maxima, axis=1)
     # The maximum of a block or a row of -inf alone is -inf; exp(-inf - -inf) would be NaN.

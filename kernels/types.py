@@ -55,6 +55,7 @@ class VerificationResult(NamedTuple):
 
     Attributes:
         tokens: `[B, K + 1]` int64: the accepted draft tokens, then the recovered or bonus token; the rest is undefined.
+            `NO_TOKEN` where tokens are drawn and the target's scores have no softmax: NaN, +inf, or -inf alone.
         accepted: `[B]` int64, number of accepted draft tokens, 0 to K.
         committed: `[B]` int64, number of leading `tokens` that the row commits: `accepted + 1`, less what lies after
             an end-of-sequence token or the length limit, and 0 for finished rows.
@@ -71,7 +72,8 @@ class Proposal(NamedTuple):
     Attributes:
         tokens: `[B, K]` int64, in the target's vocabulary.
         probs: `[B, K, V_d]` float32, the distributions q that the tokens were sampled from, over the draft vocabulary;
-            None for deterministic drafts, i.e. point masses.
+            None for deterministic drafts, i.e. point masses. A row of NaN, of logits without a softmax, is none: its
+            draft and those after it are not verified.
         draft_ids: `[vocab_size]` int64, index of each token in the draft vocabulary, -1 if it has none; None if the
             draft vocabulary is the first V_d tokens. It is the same in all rounds, and is never copied.
     """
@@ -94,6 +96,10 @@ class RecurrenceRing(NamedTuple):
     updates: torch.Tensor
     decays: torch.Tensor
 
+
+# In the place of a token: there is none. In `VerificationResult.tokens` it is what a row says whose target gives no
+# distribution to draw from.
+NO_TOKEN = -1
 
 # In `DecodeState.row_top_k`: more than any vocabulary has.
 NO_TOP_K = 2**31 - 1

@@ -8,6 +8,8 @@ p_0 ... p_{K-1}, u_i = uniform(ACCEPT), and c = clamp(remaining[b], 0, K):
     h_i = e_i / (e_i + 1 - w_i) for i < c,    h_c = w_c
     accepted[b] = a = largest i <= c with u_i < h_i, or 0,    committed[b] = a + 1
     tokens[b, a] ~ max(w_a p_a - q_a, 0) normalised, the recovered token; p_a if a = c, the bonus token
+
+c is smaller where p_i or q_i is no distribution, of scores or draft logits without a softmax: the first such i.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import triton.language as tl
 
 from . import reduction
 from .random import uniform
-from .recovered_token import check_sampling, draft_prob, merge_recovered, store_sample_keys
+from .recovered_token import check_sampling, draft_prob, has_probs, merge_recovered, store_sample_keys
 from .reduction import empty_result, merge_softmax_stats, softmax_stats
 from .types import RandomStream, VerificationResult
 
@@ -51,7 +53,8 @@ def _prefix_weights_kernel(
     """Softmax base and normaliser of every row of scores of a batch row, and the weights w_i.
 
     Grid: (B,). Reads `maxima` and `totals` `[B * (K + 1), stat blocks]`, and the target's and the draft probability of
-    each draft; writes `row_stats` `[B, K + 1, 3]` float32: base, normaliser, w_i.
+    each draft; writes `row_stats` `[B, K + 1, 3]` float32: base, normaliser, w_i, which is NaN after the first row
+    without a distribution.
     """
     row = tl.program_id(0).to(tl.int64)
     stat = tl.arange(0, STATS)[None, :]
@@ -74,8 +77,10 @@ def _prefix_weights_kernel(
         p_draft = tl.exp(tl.load(score_ptr + draft, mask=is_known, other=float("-inf")) - base) / total
         row_ptr = draft_probs_ptr + row * draft_probs_stride_b + step * draft_probs_stride_n
         q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary, HAS_IDS)
+        are_known = (weight == weight) & has_probs(q_draft) & (total > 0.0)
         is_possible = (weight > 0.0) & (p_draft > 0.0)
         weight = tl.where(is_possible, tl.minimum(weight * p_draft / q_draft, 1.0), 0.0)
+        weight = tl.where(are_known, weight, float("nan"))
 
 
 @triton.jit(do_not_specialize=["num_drafts"])
@@ -163,6 +168,7 @@ def _verify_block_kernel(
     excess = tl.sum(tl.load(excesses_ptr + at, mask=is_stat, other=0.0), axis=1)
     row_stats_ptr += row * (num_drafts + 1) * 3
     weight = tl.load(row_stats_ptr + prefix * 3 + 2, mask=prefix <= num_drafts, other=0.0)
+    count = tl.minimum(count, tl.min(tl.where(weight == weight, num_drafts, prefix - 1), axis=0))
     number = uniform(seed, length, prefix * 0, prefix - 1, _ACCEPT)
     passes = tl.where(prefix == count, number < weight, number * (excess + 1.0 - weight) < excess)
     accepted = tl.max(tl.where(passes & (prefix >= 1) & (prefix <= count), prefix, 0), axis=0)

@@ -8,6 +8,8 @@ p_0 ... p_{K-1}, u_i = uniform(ACCEPT), and c = clamp(remaining[b], 0, K):
     h_i = e_i / (e_i + 1 - w_i) for i < c,    h_c = w_c
     accepted[b] = a = largest i <= c with u_i < h_i, or 0,    committed[b] = a + 1
     tokens[b, a] ~ max(w_a p_a - q_a, 0) normalised, the recovered token; p_a if a = c, the bonus token
+
+c is smaller where p_i or q_i is no distribution, of scores or draft logits without a softmax: the first such i.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ def verify_block(
     `verify_sampling` accepts as many if the drafts are point masses or K is 1.
 
     The number of accepted drafts depends on all drafts, so two rounds must not share random numbers: these are a
-    function of the first position of the round and the index of the draft. Zero probabilities and rows without a
-    softmax are treated as in `verify_sampling`.
+    function of the first position of the round and the index of the draft. Zero probabilities are treated as in
+    `verify_sampling`. The first row of scores or of `draft_probs` without a softmax ends the drafts, which a shorter
+    block is lossless for, too; the token drawn from such scores is `NO_TOKEN`.
 
     Args:
         scores: `[B, K + 1, V]` float32 processed logits of the target; p is their softmax.
@@ -70,7 +73,8 @@ def verify_block(
     numbers = random_reference.uniform(
         seeds[:, None], lengths[:, None], torch.zeros_like(drafts), RandomStream.ACCEPT, steps
     )
-    count = remaining.clamp(0, num_drafts)
+    are_known = (q_draft < torch.inf) & ~p_draft.isnan()
+    count = torch.minimum(remaining.clamp(0, num_drafts), are_known.cumprod(dim=1).sum(dim=1))
     is_last = steps + 1 == count[:, None]
     passes = torch.where(is_last, numbers < weights_after, numbers * (excess + 1.0 - weights_after) < excess)
     passes &= steps < count[:, None]

@@ -6,7 +6,8 @@ Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, toke
     accepted[b] = a = number of leading i with u_i q_i(d_i) < p_i(d_i),    committed[b] = a + 1
     tokens[b, a] ~ max(p_a - q_a, 0) normalised, the recovered token; p_K if a = K, the bonus token
 
-Without draft_probs q_i is 1 on d_i and 0 elsewhere.
+Without draft_probs q_i is 1 on d_i and 0 elsewhere. Only the drafts before the first with q_i(d_i) = NaN or inf count
+as drafts; their number is then K.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 
 from . import reduction
 from .random import uniform
-from .recovered_token import check_sampling, draft_prob, merge_recovered, store_sample_keys
+from .recovered_token import check_sampling, draft_prob, has_probs, merge_recovered, store_sample_keys
 from .reduction import empty_result, merge_softmax_stats, softmax_stats
 from .types import RandomStream, VerificationResult
 
@@ -93,13 +94,15 @@ def _verify_sampling_kernel(
     score = tl.load(scores_ptr + wide_step * scores_stride_n + draft, mask=is_known, other=float("-inf"))
     p_draft = tl.exp(score - bases) / totals
     q_draft = tl.full([STEPS], 1.0, tl.float32)
+    count = num_drafts
     if HAS_PROBS:
         row_ptr = draft_probs_ptr + wide_step * draft_probs_stride_n
         q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary, HAS_IDS)
+        count = tl.min(tl.where(is_draft & (has_probs(q_draft) == 0), step, num_drafts), axis=0)
     number = uniform(seed, length, step * 0, step, _ACCEPT)
     is_accepted = is_draft & (number * q_draft < p_draft)
     accepted = tl.min(tl.where(is_accepted, num_drafts, tl.minimum(step, num_drafts)), axis=0)
-    is_bonus = accepted == num_drafts
+    is_bonus = accepted == count
 
     is_next = step == accepted
     base = tl.sum(tl.where(is_next, bases, 0.0), axis=0)

@@ -6,7 +6,8 @@ Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, toke
     accepted[b] = a = number of leading i with u_i q_i(d_i) < p_i(d_i),    committed[b] = a + 1
     tokens[b, a] ~ max(p_a - q_a, 0) normalised, the recovered token; p_K if a = K, the bonus token
 
-Without draft_probs q_i is 1 on d_i and 0 elsewhere.
+Without draft_probs q_i is 1 on d_i and 0 elsewhere. Only the drafts before the first with q_i(d_i) = NaN or inf count
+as drafts; their number is then K.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ def verify_sampling(
     The inequality is strict, so a token of probability 0 is never accepted. Where max(p - q, 0) is 0 everywhere the
     recovered token is sampled from p.
 
-    A row of scores with NaN or +inf, or of -inf alone, has no softmax: its draft is rejected, and the token after it is
-    some token of the vocabulary.
+    A row of `draft_probs` that is NaN, of draft logits without a softmax, is no distribution: its draft and those after
+    it are not verified, as if the row had fewer drafts: the law is the target's whatever the drafter says.
+    A row of scores with NaN or +inf, or of -inf alone, has no softmax: its draft is rejected, and the token there is
+    `NO_TOKEN`.
 
     Args:
         scores: `[B, K + 1, V]` float32 processed logits of the target; p is their softmax.
@@ -65,6 +68,7 @@ def verify_sampling(
         seeds[:, None], lengths[:, None], torch.zeros_like(drafts), RandomStream.ACCEPT, steps
     )
     accepted = (numbers * q_draft < p_draft).cumprod(dim=1).sum(dim=1)
+    count = (q_draft < torch.inf).cumprod(dim=1).sum(dim=1)
 
     p_next = probs[rows, accepted]
     if draft_probs is None or num_drafts == 0:
@@ -73,4 +77,4 @@ def verify_sampling(
     else:
         q_next = draft_probs[rows, accepted.clamp(max=num_drafts - 1)]
         residual = (p_next - over_vocabulary(q_next, draft_ids, scores.shape[-1])).clamp_(min=0.0)
-    return append_recovered_or_bonus(p_next, residual, accepted == num_drafts, drafts, accepted, seeds, lengths)
+    return append_recovered_or_bonus(p_next, residual, accepted == count, drafts, accepted, seeds, lengths)

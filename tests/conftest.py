@@ -35,6 +35,8 @@ LONGEST = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run all tests and cases, also those that take long")
+    parser.addoption("--fuzz-seconds", type=float, default=20.0, help="seconds of the tests in tests/fuzz")
+    parser.addoption("--fuzz-seed", type=int, default=None, help="what they draw from; random by default")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,6 +15,7 @@ ORDER = [
     "kernels",
     "errors",
     "host",
+    "optimizer_steps",
     "config",
     "stats",
     "device_policy",
@@ -39,6 +40,7 @@ ORDER = [
     "inspection",
     "prompt_sources",
     "bench",
+    "serving",
     "serve",
     "cli",
 ]

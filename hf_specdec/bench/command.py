@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product, starmap
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..checkpoints.checkpoint import read_config_file
 from ..config import AUTO, check_num_or_auto
 from ..drafters import Drafter
 from ..drafters.none import NoDrafter
@@ -132,8 +133,28 @@ def run_bench(arguments: argparse.Namespace) -> None:
             dist.destroy_process_group()
 
 
+def check_drafters(names: Sequence[str]) -> None:
+    """Say at once which drafters will fail, since they are measured after all baselines.
+
+    Raises:
+        ValueError: no drafter can be read.
+    """
+    missing = {}
+    for name in names:
+        try:
+            read_config_file(name)
+        except (OSError, ValueError) as error:
+            missing[name] = " ".join(str(error).split())
+    if missing and len(missing) == len(set(names)):
+        raise ValueError(f"No drafter could be read: {'; '.join(f'{name}: {why}' for name, why in missing.items())}")
+    for name, why in missing.items():
+        if is_first_process():
+            print(f"hf-specdec: {name} will not be measured: {why}", file=sys.stderr)
+
+
 def measure(arguments: argparse.Namespace) -> None:
     """`run_bench` on one rank; rank 0 alone writes files and prints."""
+    check_drafters(arguments.drafter)
     device = find_device(arguments.device, arguments.tensor_parallel)
     if not is_first_process():
         arguments.output = arguments.plots = None

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..checkpoints.tensors import is_plain, plain_weight
+from ..optimizer_steps import last_step
 from ..parallel.tensor_parallel import local_shard
 from ..patching.linear import linear
 
@@ -111,9 +112,12 @@ def _storage(weight: torch.Tensor) -> tuple[Any, ...]:
     return weight.shape, weight.dtype, weight.device, local_shard(weight).data_ptr() or id(weight)
 
 
-def _version(weight: torch.Tensor) -> int | None:
-    """How often `weight` was written to in place; None for tensors of inference mode, which do not count it."""
-    return None if weight.is_inference() else weight._version
+def _version(weight: torch.Tensor) -> tuple[int, int] | None:
+    """How often `weight` was written to in place, and the last step of an optimizer, which fused ones do not count.
+
+    None for tensors of inference mode, which do not count it.
+    """
+    return None if weight.is_inference() else (weight._version, last_step())
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:

@@ -11,6 +11,8 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 # The numbers of drafts that rounds are tried with.
 CANDIDATES = (0, 1, 2, 3, 5, 7)
 
@@ -40,6 +42,11 @@ _CONFIDENCE = 0.5
 _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
 # The share of all time that trying again may cost, and the fewest rounds between two tries.
 _BUDGET, _ROUNDS_BETWEEN = 0.01, 32
+
+
+def no_memory(num_drafts: int) -> str:
+    """The error of rounds of so many drafts that cannot be run."""
+    return f"There is no memory for rounds of {num_drafts} drafts."
 
 
 def first_drafts(asked: int, rows: int) -> int:
@@ -168,7 +175,13 @@ class AutoDrafts:
         return self._current
 
     def refuse(self, num_drafts: int) -> None:
-        """Take `num_drafts` from the candidates."""
+        """Take `num_drafts` from the candidates.
+
+        Raises:
+            torch.OutOfMemoryError: there is no other.
+        """
+        if self._candidates == [num_drafts]:
+            raise torch.OutOfMemoryError(no_memory(num_drafts))
         self._candidates.remove(num_drafts)
         self._plan.clear()
         if self._current == num_drafts:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from transformers import LogitsProcessorList
 
 from ..device_policy import policy_of
+from ..kernels.types import NO_TOKEN
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
+from ..patching.patch import caller
 from ..patching.support import stated_positions
-from ..row_buffers import NO_TOKEN, set_rows, upload, upload_all
+from ..row_buffers import set_rows, upload, upload_all
 from ..sampling.logits import RowSampling
 from ..state import DecodeState, Shape
 from ..stats import Counters
@@ -65,9 +68,13 @@ class ContinuousRun(MemoryOfRows):
     def __init__(self, request: Request, settings: ContinuousBatching, target: LazyTarget):
         self._request, self._settings, self._target = request, settings, target
         self._process = processor_of(request)
+        self._process.own = self._own_processors
         self._row_sampling = next((one for one in request.processors if type(one) is RowSampling), None)
         self._most = settings.max_rows or policy_of(request.model.device).max_rows
         self.requests = requests_of(request, settings) if settings.arrivals is None else []
+        self._rows: RequestRows | None = None
+        # Processors of requests whose first tokens are drawn, by row; None while others are.
+        self._first_processors: dict[int, LogitsProcessorList] | None = None
         # Where requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else PaddedGroups(request, target)
         if can_grow(target):
@@ -96,6 +103,7 @@ class ContinuousRun(MemoryOfRows):
                 return ContinuousOutput([], request.drafter.stats)
         if self._row_sampling is not None:
             self._row_sampling.filters = any(one.sampling.filters for one in first)
+        self._first_processors = self._processors_of(enumerate(first))  # what the first rounds are captured for
         if self._target.is_captured and self._groups is not None:
             self._groups.open(first)  # before the rows, which may take all memory that is left
         self._lease = lease = self._open_most(first)
@@ -104,8 +112,9 @@ class ContinuousRun(MemoryOfRows):
             request.num_draft_tokens,
             self._acceptance.observe if request.is_auto else None,
         )
-        self._rows = rows = RequestRows(self, first, counters, self._settings)
         execution = lease.execution(self._process, first_k(request, lease.shape))
+        self._rows, self._first_processors = RequestRows(self, first, counters, self._settings), None
+        rows = self._rows
         start = time.perf_counter()
         self._stage = lease.stage(self._process, request, self._acceptance, rows.tokens_left)
         try:
@@ -116,6 +125,7 @@ class ContinuousRun(MemoryOfRows):
         finally:
             # They refer to this run: a cycle, which would hold its buffers until the garbage collector comes.
             self._rows = self._stage = None
+            self._process.own = dict  # what is captured holds the processor
         seconds = time.perf_counter() - start
         if self._groups is not None:
             self._groups.keep()
@@ -132,6 +142,27 @@ class ContinuousRun(MemoryOfRows):
             seconds=seconds,
         )
         return ContinuousOutput(self.requests, request.drafter.stats)
+
+    def _processors_of(self, requests: Iterable[tuple[int, RowRequest]]) -> dict[int, LogitsProcessorList]:
+        """Processors of requests that have some of their own, by row; made when they are first asked for."""
+        make, found = self._settings.processors_of, {}
+        for row, one in requests:
+            if one.processors is None and make is not None:
+                with caller():
+                    one.processors = make(one, self._request)
+            if one.processors is not None:
+                found[row] = one.processors
+        return found
+
+    def _own_processors(self) -> dict[int, LogitsProcessorList]:
+        """Processors of the rows that have some of their own."""
+        if self._first_processors is not None or self._rows is None:
+            return self._first_processors or {}
+        return {
+            row: one.processors
+            for row, one in enumerate(self._rows.occupants())
+            if one is not None and one.processors is not None
+        }
 
     def _refuse_too_long(self) -> None:
         now = time.perf_counter()
@@ -168,7 +199,7 @@ class ContinuousRun(MemoryOfRows):
         if self._settings.arrivals is not None:
             num_rows, longest = self._rows_for(len(first)), max(longest, self._settings.longest)
         else:
-            num_rows = min(next_power_of_two(request.batch), self._most)
+            num_rows = min(next_power_of_two(len(self.requests)), self._most)
         self._expected = longest
         if self._grows and self._settings.arrivals is not None:
             longest = max(longest, min(stated_positions(request.model) or MOST_RESERVED, MOST_RESERVED))
@@ -388,19 +419,20 @@ class ContinuousRun(MemoryOfRows):
         state = self._lease.session.state
         set_rows(state.finished, upload(rows, state.lengths), True)
 
-    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> RoundReport | None:
+    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> None:
         rows, margin = [one.row for one in prefixes], self.prefix_margin or 0
         lease, state = self._lease, self._lease.session.state
         if self._row_sampling is not None:
             running = [one for one in self._rows.occupants() if one is not None]
             self._row_sampling.filters = any(one.sampling.filters for one in (*running, *requests))
         self._entering = upload(rows, state.lengths)
+        self._entering_processors = self._processors_of(zip(rows, requests, strict=True))
         # What comes after it is known of texts that have lost their rows.
         known = [one.tokens[-1] if one.tokens else NO_TOKEN for one in requests]
         self._known = upload(known, state.tokens) if any(one.tokens for one in requests) else None
         if self._groups is not None:
             self._groups.prefill(state, prefixes, margin, requests, self._fill)
-            return self._commit_first_tokens()
+            return
         with settled_on_error(lease.session):
             self._fill(requests, state, rows)
             wave = wave_after(prefixes, [one.num_prefilled for one in requests])
@@ -409,10 +441,11 @@ class ContinuousRun(MemoryOfRows):
             self.finish(rows)  # until they are prefilled
             copy_prefixes(state, self._request.drafter, prefixes, margin)
             lease.prefill.start_rows(wave.spans, self._entering)
-        return self.prefill_next()
 
     def prefill_next(self) -> RoundReport | None:
         lease = self._lease
+        if self._groups is not None:
+            return self._commit_first_tokens() if self._groups.prefill_next() else None
         with settled_on_error(lease.session):
             if not lease.prefill.run_next():
                 return None
@@ -421,7 +454,9 @@ class ContinuousRun(MemoryOfRows):
 
     def _commit_first_tokens(self) -> RoundReport:
         with settled_on_error(self._lease.session):
+            self._first_processors = self._entering_processors
             result, *_ = commit_first_token(self._lease.session.state, self._process, self._entering, self._known)
+            self._first_processors = None
             return RoundReport(result, self._entering)
 
     def _fill(self, requests: Sequence[RowRequest], state: DecodeState, rows: Sequence[int]) -> None:

@@ -8,8 +8,11 @@ import torch
 
 from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME
-from ..row_buffers import NO_TOKEN, upload
+from ..kernels.types import NO_TOKEN
+from ..parallel.tensor_parallel import from_first_rank
+from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
+from ..sampling.row_processors import RowsProcessor
 from .request import Request
 from .row_request import ContinuousBatching, RowRequest
 from .transcript import DECIDED_BY_TOKENS
@@ -29,13 +32,6 @@ def check_continuous(request: Request) -> None:
             f"{drafter.__name__} has memory of a generation (new_memory) that cannot be copied row by row; expected a "
             "family that implements copy_rows(). Use generate() with a padded batch."
         )
-    if processor_of(request).key is None:
-        names = sorted({type(one).__name__ for one in request.processors})
-        raise ValueError(
-            f"Continuous batching runs logits processors that read the scores of one position only, but one of "
-            f"{', '.join(names)} reads the text; expected temperature, top_k, top_p and the like. Use generate() with "
-            "a padded batch."
-        )
     asked = {
         "a streamer": request.streamer,
         OUTPUT_NAME: request.cache,
@@ -47,21 +43,21 @@ def check_continuous(request: Request) -> None:
         raise ValueError(f"Continuous batching does not support {', '.join(found)}; expected a call without it.")
 
 
-def processor_of(request: Request) -> BlockProcessor:
+def processor_of(request: Request) -> RowsProcessor:
     blank = torch.empty(0, 0, dtype=torch.int64, device=request.model.device)
-    return BlockProcessor(request.processors, blank, [], request.temperature)
+    return RowsProcessor(BlockProcessor(request.processors, blank, [], request.temperature))
 
 
 def requests_of(request: Request, settings: ContinuousBatching) -> list[RowRequest]:
-    """A request for each prompt of `request`; those that are too long have an error."""
+    """A request for each of the prompts of `settings`; those that are too long have an error."""
     ends = request.eos_token_ids
     ends = frozenset() if ends is None else frozenset(ends.tolist())
-    prompts, prompt_ids = request.prompts.rows(request.model.device), request.prompts.token_ids()
+    seeds = from_first_rank(request.randomness.row_seeds(len(settings.prompts), request.temperature), request.model)
     found = []
-    for index, (prompt, seed) in enumerate(zip(prompts, request.seeds.tolist(), strict=True)):
+    for index, (prompt, seed) in enumerate(zip(settings.prompts, seeds.tolist(), strict=True)):
         remaining = request.remaining_after(len(prompt))
         one = RowRequest(index, prompt, remaining, remaining < request.max_new_tokens, ends, seed)
-        one.prompt_ids = prompt_ids[index]
+        one.prompt_ids = prompt.tolist()
         one.error = request.why_too_long(len(prompt))
         one.records_timestamps = settings.record_timestamps
         found.append(one)

@@ -130,7 +130,8 @@ def weights_of(tree: ModuleTree) -> tuple:
 
 def versions_of(tree: ModuleTree) -> list[int | None]:
     """How often parameters and buffers of modules were written to in place; None for tensors of inference mode, which
-    do not count it. Writes through `.data` are not counted.
+    do not count it. Writes through `.data` are not counted, nor are those of fused optimizers, see
+    `optimizer_steps`.
     """
     pairs = map(itemgetter("_parameters", "_buffers"), tree.attributes)
     tensors = chain.from_iterable(owned.values() for owned in chain.from_iterable(pairs) if owned)

@@ -26,6 +26,9 @@ class PaddedGroups:
     def __init__(self, request: Request, target: LazyTarget):
         self._request, self._target = request, target
         self._leases: dict[int, SessionLease] = {}
+        # Where a group is being prefilled, and what is left to do then.
+        self._running: SessionLease | None = None
+        self._finish: Callable[[], None] | None = None
 
     def size(self, count: int) -> int:
         """Rows of the session in which `count` requests are prefilled: a few sizes, where sessions are kept."""
@@ -45,7 +48,7 @@ class PaddedGroups:
         group: list[RowRequest],
         fill: Callable[[Sequence[RowRequest], DecodeState, Sequence[int]], None],
     ) -> None:
-        """Prefill `group` and copy it into rows of `state`.
+        """Begin to prefill `group`; `prefill_next` goes on, and copies it into rows of `state`.
 
         Args:
             state: where rounds run.
@@ -58,7 +61,7 @@ class PaddedGroups:
         requests = [group[place] for place in run]
         own = [prefixes[place]._replace(row=row) for row, place in enumerate(run)]
         longest = max(one.num_prefilled for one in requests)
-        lease = self._lease(len(run), longest)
+        self._running = lease = self._lease(len(run), longest)
         source = lease.session.state
         with settled_on_error(lease.session):
             source.clear()
@@ -69,12 +72,25 @@ class PaddedGroups:
             wave = wave_after(own, [one.num_prefilled for one in requests])
             if lease.prefill.lacks([wave]):
                 lease.prefill.capture([wave])
-            lease.prefill.run([wave], lambda: copy_prefixes(source, drafter, own, margin, state))
+            lease.prefill.start(wave, lambda: copy_prefixes(source, drafter, own, margin, state))
+
+        def finish() -> None:
             at = {prefixes[place].row: row for row, place in enumerate(run)}
             rows = [(one.row, at[one.source if one.is_whole else one.row]) for one in prefixes]
             copy_texts(state, drafter, rows, source, longest)
             if len(run) < len(group):
                 fill(group, state, [one.row for one in prefixes])  # what they do not have in common
+
+        self._finish = finish
+
+    def prefill_next(self) -> bool:
+        """Run the next chunk of the group; returns whether it was the last, and the group is in its rows."""
+        with settled_on_error(self._running.session):
+            if not self._running.prefill.run_next():
+                return False
+            self._finish()
+        self._finish = None
+        return True
 
     def _lease(self, count: int, longest: int) -> SessionLease:
         """Where `count` requests are prefilled, whose texts have at most `longest` tokens."""

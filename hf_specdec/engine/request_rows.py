@@ -7,12 +7,14 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from ..kernels.types import NO_TOKEN
 from ..patching.patch import caller
 from ..stats import Counters
 from .prefix_reuse import Prefix
 from .rounds import RoundReport, Stage
 from .row_prefixes import Plan, RowPrefixes
 from .row_request import Arrivals, ContinuousBatching, Entered, RowRequest, end
+from .transcript import no_distribution
 
 # Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
 GROUP_SIZES = (1, 8, 32)
@@ -46,12 +48,14 @@ class Place(Protocol):
     def merges_equal(self) -> bool:
         """Whether requests with the same prompt that are prefilled together are prefilled as one."""
 
-    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> RoundReport | None:
-        """Begin to let each of `requests` occupy a row, with what is reused of its beginning; returns their first
-        tokens if they do, else `prefill_next` goes on."""
+    def prefill(self, prefixes: list[Prefix], requests: list[RowRequest]) -> None:
+        """Begin to let each of `requests` occupy a row, with what is reused of its beginning."""
 
     def prefill_next(self) -> RoundReport | None:
-        """Go on with the prefill that was begun, for a limited time; returns the first tokens if it has ended."""
+        """Go on with the prefill that was begun, for a limited time; returns the first tokens if it has ended.
+
+        A prefill may be given up: the next one begins anew.
+        """
 
     def group_size(self, count: int) -> int | None:
         """Rows of the buffers in which so many requests are prefilled, padded; None if prompts are packed."""
@@ -174,7 +178,7 @@ class RequestRows:
         """
         has_waited = self._settings.arrivals is not None and self._receive(self._settings.arrivals)
         if self._entering:
-            self._enter(self._place.prefill_next())
+            self._enter()
             return True
         num_admitted = min(len(self._free), len(self._waiting))
         enough = max(1, round(len(self._occupants) * SHARE_TO_ADMIT))
@@ -188,7 +192,8 @@ class RequestRows:
                 self._withdraw(self._waiting[0], _no_memory(self._waiting[0]))
                 self._waiting.popleft()
                 continue
-            self._enter(self._place.prefill(prefixes, group))
+            self._place.prefill(prefixes, group)
+            self._enter()
             has_waited = True
         return has_waited
 
@@ -228,15 +233,20 @@ class RequestRows:
         held_up = {row for row, length in kept.items() if self._place.shares(row, length)}
         return self._prefixes.hold_up(plan, held_up) if held_up else plan
 
-    def _enter(self, first: RoundReport | None) -> None:
-        """Let requests occupy the rows that are being prefilled, when they are; at once if no other row is occupied.
+    def _enter(self) -> None:
+        """Run a chunk of the prefill, or all if no other row is occupied; then let requests occupy the rows.
 
         Requests that arrive while rounds run are prefilled chunk by chunk, one before each round, so that a long prompt
-        does not hold up the others. Where all are there from the start, no one waits for a single text.
+        does not hold up the others. Where all are there from the start, no one waits for a single text. Between two
+        chunks requests may be withdrawn; a prefill of such alone is given up.
         """
         is_alone = all(one is None for one in self._occupants)
-        while first is None and (is_alone or self._settings.arrivals is None):
-            first = self._place.prefill_next()
+        arrivals = self._settings.arrivals
+        while (first := self._place.prefill_next()) is None and (is_alone or arrivals is None):
+            if arrivals is not None:
+                self._receive(arrivals)
+                if not self._entering:
+                    return
         if first is None:
             return
         now = time.perf_counter()
@@ -273,9 +283,19 @@ class RequestRows:
                 self._withdraw(request, error)
             if arrived.withdrawn:
                 self._waiting = deque(one for one in self._waiting if not one.is_over)
+                self._give_up()
             self._refuse()
             if self._waiting or not self._is_empty or not self._is_open:
                 return has_waited
+
+    def _give_up(self) -> None:
+        """Give up the prefill of requests that are all withdrawn."""
+        if self._entering and all(one.is_over for _, one in self._entering):
+            rows = [row for row, _ in self._entering]
+            self._place.finish(rows)
+            self._free += rows
+            self._empty(rows)
+            self._entering = []
 
     def _leave_all(self) -> None:
         """Let the run be complete, as if it had never had its requests."""
@@ -398,6 +418,8 @@ class RequestRows:
             drafted = min(request.remaining - len(request.tokens), len(tokens[row]) - 1)
             self._counters.count(request.index, accepted[row], committed[row], drafted)
             request.num_settled = len(request.tokens)
+            request.num_drafted += drafted
+            request.num_accepted += min(accepted[row], drafted)
         self._add([(row, one, tokens[row][: committed[row]]) for row, one in running])
 
     def take_first(
@@ -411,9 +433,15 @@ class RequestRows:
         """Add new tokens to the requests of rows; those that end by them leave their rows."""
         now, going_on, stopped = time.perf_counter(), [], []
         for row, request, new in found:
-            if request.add(new, now):
+            has_failed = new[-1:] == [NO_TOKEN]
+            if not request.tokens:
+                request.first_token = now
+            if request.add(new[:-1] if has_failed else new, now):
                 if request.criteria is not None:  # the device knows of tokens only
                     stopped.append(row)
+                self._retire(row, request, now)
+            elif has_failed:
+                request.error = no_distribution("The request", len(request.tokens))
                 self._retire(row, request, now)
             elif len(request.tokens) >= request.remaining:
                 if request.is_cut:

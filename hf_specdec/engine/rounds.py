@@ -15,13 +15,13 @@ import torch
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..drafters.none import no_drafts
-from ..kernels.types import Proposal, VerificationResult
+from ..kernels.types import NO_TOKEN, Proposal, VerificationResult
 from ..ops import verify_block, verify_greedy, verify_sampling
 from ..row_buffers import set_rows
 from ..sampling.processors import BlockProcessor
-from ..state import NO_TOKEN, DecodeState
+from ..state import DecodeState
 from ..stats import Counters
-from .auto_drafts import RoundTimes
+from .auto_drafts import RoundTimes, no_memory
 from .cuda_graphs import RoundClock
 from .target import Target
 from .transcript import Transcript
@@ -69,7 +69,7 @@ def commit_first_token(
         result = result._replace(committed=committed)
     result, kept = state.commit(result), state.result
     width = state.first_block_width
-    kept.tokens[rows, :width] = torch.cat([block, result.tokens], dim=1)[rows, -width:]
+    kept.tokens[rows, :width] = torch.cat([block, result.tokens.clamp(min=0)], dim=1)[rows, -width:]
     set_rows(kept.accepted, rows, width - 1)
     kept.committed[rows] = result.committed[rows] * width
     state.block_width = max(state.block_width, width)
@@ -239,7 +239,7 @@ class FixedDrafts:
         return self.num_drafts
 
     def refuse(self, num_drafts: int) -> None:
-        raise torch.OutOfMemoryError(f"There is no memory for rounds of {num_drafts} drafts.")
+        raise torch.OutOfMemoryError(no_memory(num_drafts))
 
     def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
         self.times.add(num_drafts, milliseconds, is_typical)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..kernels.types import SamplingSettings
 from ..patching.patch import caller
+
+if TYPE_CHECKING:
+    from .request import Request
 
 
 @dataclass(eq=False)
@@ -26,11 +29,17 @@ class RowRequest:
         ends: tokens that end it.
         seed: key of its random numbers.
         sampling: how it is sampled, where requests have settings of their own.
+        config: settings of its logits processors, `max_new_tokens` among them, where these are none of all rows; None
+            where they are.
+        caller_processors: the caller's own among them.
+        processors: these, for its text alone, once it has been given a row, see `ContinuousBatching.processors_of`.
         criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
         records_timestamps: whether `timestamps` are recorded.
         tokens: generated so far.
         num_settled: how many of these there were before the last round, which the drafter has read.
         timestamps: `time.perf_counter()` when each of them reached the host.
+        num_drafted, num_accepted: draft tokens that were verified for it, and accepted.
+        first_token: `time.perf_counter()` when its first token reached the host; -1 before that.
         error: why it ended without an end-of-sequence token and before its limit; None if it did not.
         lifespan: when it was admitted first and when it ended.
     """
@@ -42,12 +51,18 @@ class RowRequest:
     ends: frozenset[int] = frozenset()
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    config: GenerationConfig | None = None
+    caller_processors: LogitsProcessorList | None = None
+    processors: LogitsProcessorList | None = None
     criteria: StoppingCriteriaList | None = None
     records_timestamps: bool = False
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     num_settled: int = 0
     timestamps: list[float] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    first_token: float = -1.0
     error: str | None = None
     lifespan: tuple[float, float] = (-1.0, -1.0)
     # What `criteria` read: the text, with room after it, on the host. A token is written once.
@@ -100,7 +115,7 @@ class RowRequest:
             self.tokens += tokens
             if self.records_timestamps:
                 self.timestamps += [now] * len(tokens)
-            return self.tokens[-1] in self.ends
+            return bool(tokens) and tokens[-1] in self.ends
         for token in tokens:
             self.tokens.append(token)
             if self.records_timestamps:
@@ -161,22 +176,24 @@ class ContinuousBatching:
         record_timestamps: whether to record when each token of the call's requests reached the host.
         on_finished: called with every request that has ended, in the order in which they end.
         on_tokens: called after a round with the requests that it has given tokens and not ended.
-        arrivals: requests that arrive while rounds run; the call's prompts, of which only the settings are taken, are
-            no requests then. None if the call's prompts are the requests.
+        prompts: `[length]` int64 each, on the host, of the requests; the call itself, of which only the settings are
+            taken, has a few of them, since a rectangle of all would take memory for the longest one each.
+        arrivals: requests that arrive while rounds run; there are no others then.
         longest: tokens of the texts that the first buffers are made for, if requests arrive.
         reuses_prefixes: whether keys and values of beginnings that texts have in common are computed once.
-        drops_processors: whether logits processors that continuous batching does not run are left out, with a warning;
-            they are an error otherwise.
+        processors_of: the logits processors of a request of the call that are none of all rows, such as those that read
+            the text; None if it has no such.
     """
 
     max_rows: int | None = None
     record_timestamps: bool = False
     on_finished: Callable[[RowRequest], None] | None = None
     on_tokens: Callable[[list[RowRequest]], None] | None = None
+    prompts: Sequence[torch.Tensor] = ()
     arrivals: Arrivals | None = None
     longest: int = 1
     reuses_prefixes: bool = True
-    drops_processors: bool = False
+    processors_of: Callable[[RowRequest, Request], LogitsProcessorList | None] | None = None
 
 
 def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:

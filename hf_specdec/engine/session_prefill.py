@@ -18,8 +18,8 @@ from .prefill import finish_prefill, prefill_chunk, start_prefill
 from .prefix_reuse import PrefillWave, copy_prefixes, margin_of
 from .sessions import Session
 
-# Tokens of a forward pass that is not captured: of a single row, which plain `generate()` runs at once; of rows packed
-# in one; and columns of padded rows.
+# Tokens of a forward pass that is not captured: of the single row of a call, which plain `generate()` runs at once; of
+# rows packed in one; and columns of padded rows, or of one between two rounds.
 EAGER_ROW_TOKENS, EAGER_PACKED_TOKENS, EAGER_COLUMNS = 32768, 8192, 2048
 # Recurrent layers run the first pass over a text as one over several tokens, as transformers does.
 FEWEST_PADDED_COLUMNS = 2
@@ -55,7 +55,8 @@ class SessionPrefill:
             most = buckets.PACKED_TOKENS[0] if is_continuous else EAGER_PACKED_TOKENS
             self.chunk_size = most if chunk_size is None else self._batch * chunk_size
         else:
-            self.chunk_size = chunk_size or (EAGER_ROW_TOKENS if self._batch == 1 else EAGER_COLUMNS)
+            is_call = self._batch == 1 and not is_continuous
+            self.chunk_size = chunk_size or (EAGER_ROW_TOKENS if is_call else EAGER_COLUMNS)
 
     def run(
         self,
@@ -85,6 +86,12 @@ class SessionPrefill:
             self._start(wave.spans, rows)
             while not self.run_next():
                 pass
+
+    def start(self, wave: PrefillWave, bring_cached: Callable[[], None]) -> None:
+        """Begin a prefill of all rows, see `run`, of one wave; `run_next` runs it."""
+        start_prefill(self._session.state, self._target.drafter)
+        bring_cached()
+        self._start(wave.spans, slice(None))
 
     def _run_first_pass(self, spans: Sequence[PromptSpan], first_pass: FirstPass) -> None:
         state, drafter = self._session.state, self._target.drafter

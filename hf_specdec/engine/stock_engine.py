@@ -128,6 +128,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
         longest = length_limits(self._request.model).last_draft(length)
         if longest is not None:
             self._num_candidates = min(self._num_candidates, longest - length)
+        if proposal.probs is not None:
+            # A draft of logits that have no softmax is none.
+            are_laws = proposal.probs[0].isfinite().all(dim=-1)
+            self._num_candidates = min(self._num_candidates, int(are_laws.cumprod(dim=0).sum()))
         if self._num_candidates == 0:
             return input_ids, None
         if proposal.probs is not None:
@@ -217,7 +221,10 @@ class ReachableProcessors(LogitsProcessorList):
         length = input_ids.shape[1]
         # Every block begins with an allowed token, so only text that extends the previous one can be ruled out.
         if self._length == length - 1:
-            self._is_ruled_out |= bool(self._scores[0, input_ids[0, -1]].isneginf())
+            before, token = self._scores[0], input_ids[0, -1]
+            # Where no token is possible, greedy decoding says one.
+            is_said = self._row.request.temperature is None and bool(before.argmax() == token)
+            self._is_ruled_out |= bool(before[token].isneginf()) and not is_said
         else:
             self._is_ruled_out = False
         if not self._is_ruled_out:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from ..kernels.types import NO_TOKEN
 from ..patching.patch import caller
 from .prompts import Prompts
 
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
 DECIDED_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)
 # transformers' own criteria that work on any device; with the text on the host they need no synchronisation with a GPU.
 _JUDGE_ANYWHERE = (MaxTimeCriteria, StopStringCriteria)
+
+
+def no_distribution(text: str, step: int) -> str:
+    """Why `text` has no token at `step`, from 0, of its new ones: the error of a `NO_TOKEN`."""
+    return (
+        f"{text} has no token {step} after its prompt: the target's processed scores are NaN, infinite, or -inf for "
+        "all tokens, so that none can be drawn; expected a distribution over the vocabulary. Look for NaN in the "
+        "target's weights and for a logits processor that rules out every token (a grammar without a way to go on), or "
+        "decode greedily (do_sample=False)."
+    )
 
 
 class Transcript:
@@ -144,6 +155,7 @@ class Transcript:
 
     def _finalise(self) -> None:
         step = self.steps
+        self._check_scores(step)
         column = [self._pad_token if self.is_done(row) else new[step] for row, new in enumerate(self._rows)]
         for name, record in self._records.items():
             present = next(row for row in range(len(column)) if not self.is_done(row))
@@ -166,6 +178,12 @@ class Transcript:
         if self._streamer is not None:
             with caller():
                 self._streamer.put(tokens)
+
+    def _check_scores(self, step: int) -> None:
+        """Raise `RuntimeError`, as plain `generate()` does, if the target gave no distribution for a token of a row."""
+        failed = [row for row, new in enumerate(self._rows) if not self.is_done(row) and new[step] == NO_TOKEN]
+        if failed:
+            raise RuntimeError(no_distribution(f"Row {failed[0]} of the batch", step))
 
     def _stops_by_criteria(self) -> list[list[bool]]:
         """Whether each row stops, by each group of criteria that is called."""

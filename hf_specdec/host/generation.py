@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor, PreTrainedModel
 
 from .parts import part, uses
 
@@ -86,6 +87,38 @@ def prepared_config(
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     """The configuration of a call of `generate()`, and those of `settings` that it does not have."""
     return model._prepare_generation_config(config, **settings)
+
+
+@uses(_MIXIN, "_get_logits_processor", why="logits processors of one request, as generate() has them")
+@uses(_MIXIN, "_eos_token_tensor", why="tokens that end its text, which some of them read")
+def logits_processors(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    prompt: torch.Tensor,
+    max_new_tokens: int,
+    ends: Collection[int],
+    processors: LogitsProcessorList | None,
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None,
+) -> LogitsProcessorList:
+    """The logits processors of `generate()` for one prompt, in its order, on the device of the prompt.
+
+    Args:
+        config: with all defaults filled in; it is not changed.
+        prompt: `[length]` int64.
+        ends: tokens that end the text.
+        processors, prefix_allowed_tokens_fn: as of `generate()`.
+    """
+    config = copy.copy(config)
+    config.max_length = len(prompt) + max_new_tokens
+    config._eos_token_tensor = torch.tensor(sorted(ends), device=prompt.device) if ends else None
+    return model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=prompt[None],
+        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        logits_processor=processors,
+        device=prompt.device,
+    )
 
 
 @uses(_MIXIN, "_supports_logits_to_keep", why="computes the logits that are needed only")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from .parts import lazy_part, part, uses
+from .parts import lazy_part, named_in, part, uses
 
 _SERVER = "transformers.cli.serving"
 _TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
+
+_HANDLER = "requests of the server are checked before its handle_request reads them"
 
 is_serve_available = part(
     "transformers.utils.import_utils", "is_serve_available", why="tells whether the server's packages are installed"
@@ -23,6 +25,11 @@ generate_manager = lazy_part(
 worker_dead_error = lazy_part(f"{_SERVER}.utils", "CBWorkerDeadError", why="error of a manager that has ended")
 set_seed = lazy_part(f"{_SERVER}.utils", "set_torch_seed", why="replaced: a seed is the request's own")
 split_model_id = lazy_part(f"{_SERVER}.utils", "split_model_id", why="name of the target")
+
+# Their requests are checked first; by the names of what they read.
+CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", why=_HANDLER, is_needed=False)
+COMPLETION_HANDLER = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
+RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
 
 TensorParallelLayer = lazy_part(_TENSOR_PARALLEL, "TensorParallelLayer", why="wrapper of a sharded layer")
 ColwiseParallel = lazy_part(_TENSOR_PARALLEL, "ColwiseParallel", why="wrapper that is removed where it does nothing")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
-from ..host.generation import GenerationOutput, RequestStatus
+from ..host.generation import GenerationOutput, RequestStatus, prepared_config
 from ..patching.patch import on_host
 from .dispatch import continuous_batching
 from .eligibility import REPLACED_INPUTS
-from .validation import TOKEN_DTYPES
+from .request_processors import are_of_all_rows, processors_of_prompt
+from .validation import TOKEN_DTYPES, check_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -68,22 +71,29 @@ def generate_batch(
     check_length(model, generation_config, kwargs)
     settings = continuous_batching_config or ContinuousBatchingConfig()
     check_config(settings)
-    width = max(map(len, prompts))
-    input_ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     with on_host():
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()
-    total = len(prompts) * (_asked("num_return_sequences", model, generation_config, kwargs) or 1)
+        check_tokens(model, torch.cat(prompts)[None], None)
+        input_ids, attention_mask = _call_of(prompts)
+    sequences = _asked("num_return_sequences", model, generation_config, kwargs) or 1
+    total = len(prompts) * sequences
+    config, _ = prepared_config(model, generation_config, **kwargs)
     with tqdm(total=total, disable=not progress_bar, unit="request") as bar:
 
         def on_finished(request: RowRequest) -> None:
             bar.update(1)
+
+        def processors_of(one: RowRequest, call: Request) -> LogitsProcessorList | None:
+            asked, prompt = _callers_processors(kwargs, one.index), one.prompt.to(model.device)
+            found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, *asked)
+            return None if are_of_all_rows(found) else found
 
         run = ContinuousBatching(
             settings.max_requests_per_batch,
             record_timestamps,
             on_finished,
             reuses_prefixes=settings.allow_block_sharing,
+            processors_of=processors_of,
+            prompts=[prompt for prompt in prompts for _ in range(sequences)],
         )
         with continuous_batching(run):
             output = model.generate(
@@ -93,12 +103,31 @@ def generate_batch(
                 assistant_model=drafter,
                 **kwargs | {"use_cache": True},  # as with managers: trainers and servers leave it off
             )
-    sequences = len(output.requests) // len(prompts)
     results = [_result(request, prompts[request.index // sequences], sequences) for request in output.requests]
     for result in results:
         if result.error is not None:
             logger.error("Request %s failed: %s", result.request_id, result.error)
     return {result.request_id: result for result in results}
+
+
+def _call_of(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`input_ids` and `attention_mask` of the call that is made for `prompts`: the longest of them, and one other.
+
+    What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
+    """
+    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+    rows = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
+    width = len(rows[0])
+    padded = [torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows]
+    lengths = torch.tensor([len(row) for row in rows])
+    return torch.stack(padded), (torch.arange(width) >= width - lengths[:, None]).long()
+
+
+def _callers_processors(kwargs: dict[str, Any], index: int) -> tuple[LogitsProcessorList | None, Callable | None]:
+    """The `logits_processor` and the `prefix_allowed_tokens_fn` of a call, as of the request with this `index`."""
+    allowed = kwargs.get("prefix_allowed_tokens_fn")
+    own = None if allowed is None else lambda _, tokens: allowed(index, tokens)
+    return kwargs.get("logits_processor"), own
 
 
 def check_config(settings: ContinuousBatchingConfig) -> None:
@@ -108,6 +137,9 @@ def check_config(settings: ContinuousBatchingConfig) -> None:
         raise ValueError(
             f"{', '.join(asked)} is set, but continuous batching with a drafter returns texts only; drop it."
         )
+    most = settings.max_queue_size
+    if not isinstance(most, Integral) or most < 0:
+        raise ValueError(f"max_queue_size is {most!r}; expected an int of at least 0, which is any number.")
     rows = settings.max_requests_per_batch
     if rows is not None and rows < 1:
         raise ValueError(f"max_requests_per_batch is {rows}; expected at least 1, or None.")

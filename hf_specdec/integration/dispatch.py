@@ -33,7 +33,7 @@ from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
 from ..patching.support import has_compressed_layers, has_only_states, has_recurrent_layers, settings_read_once
 from ..patching.variants import note_variant
-from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
+from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
 from .eligibility import empty_attentions, inputs_besides_tokens, ordinary_offsets, why_not_static
@@ -72,7 +72,7 @@ _TRIED_REQUESTS = 2
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
 
-def _call_of(request: Request, engine: str) -> dict[str, Any]:
+def _call_of(request: Request, engine: str, continuous: ContinuousBatching | None) -> dict[str, Any]:
     """What processes that run one model together must agree on, by the name that the caller has for it.
 
     The names are the same on all of them, whatever was asked for.
@@ -88,6 +88,7 @@ def _call_of(request: Request, engine: str) -> dict[str, Any]:
     return {
         "prompts": prompts.input_ids,
         "attention_mask": (prompts.padding, prompts.width),
+        "requests": None if continuous is None else [one.tolist() for one in continuous.prompts],
         "cache": prompts.cached,
         "num_assistant_tokens": (request.num_draft_tokens, request.is_auto),
         "engine": engine,
@@ -251,6 +252,8 @@ def generate_with_drafter(
         streamer=streamer,
         cache=cache if is_of_caller(cache) else None,
     )
+    if continuous is None:
+        check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = empty_attentions(model, generation_config)
     if attentions is not None:
         generation_config.output_attentions = False
@@ -266,12 +269,19 @@ def generate_with_drafter(
         check_tokens(model, input_ids.cpu(), mask)
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
-        check_same_call(model, stopping_criteria, _call_of(request, engine))
+        check_same_call(model, stopping_criteria, _call_of(request, engine, continuous))
     run_stock = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
     output = _run(request, engine, continuous, run_stock, tree)
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def _vocabulary_of(model: PreTrainedModel) -> int:
+    """How many scores the target gives for a token."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    size = model.config.get_text_config().vocab_size
+    return size if weight is None or weight.dim() != 2 else len(weight)
 
 
 def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -302,21 +312,13 @@ def _run(
 
 
 def _usable(processors: LogitsProcessorList, continuous: ContinuousBatching | None) -> LogitsProcessorList:
-    """`processors` that the call runs, which are checked; a warning names those that continuous batching drops."""
-    if continuous is not None and continuous.drops_processors:
-        processors = _pointwise(processors)
+    """`processors` that the call runs for all rows, which are checked.
+
+    By continuous batching others are those of each request, see `ContinuousBatching.processors_of`.
+    """
     check_processors(processors)
-    return processors
-
-
-def _pointwise(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those of `processors` that continuous batching runs; a warning names the others."""
-    dropped = sorted({type(one).__name__ for one in processors if type(one) not in POINTWISE_PROCESSORS})
-    if dropped:
-        _warn(
-            f"{', '.join(dropped)} of the generation config reads the text and is dropped, as by transformers' own "
-            "continuous batching; ContinuousBatchingConfig(drop_unsupported_processors=False) makes it an error."
-        )
+    if continuous is None:
+        return processors
     return LogitsProcessorList(one for one in processors if type(one) in POINTWISE_PROCESSORS)
 
 

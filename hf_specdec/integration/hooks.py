@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from .. import optimizer_steps
 from ..auto import AutoDrafter
 from ..drafters.base import Drafter
 from ..engine.cuda_graphs import on_device
@@ -248,9 +249,11 @@ def install() -> None:
     """
     for (owner, name), ours in _METHODS.items():
         setattr(owner, name, ours)
+    optimizer_steps.watch()
 
 
 def uninstall() -> None:
     """Give transformers back exactly the methods it had before `install`."""
     for owner, name in _METHODS:
         setattr(owner, name, REPLACED_METHODS[owner, name])
+    optimizer_steps.unwatch()

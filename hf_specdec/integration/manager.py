@@ -48,9 +48,8 @@ class SpeculativeBatchingManager:
         generation_config: of all requests; the model's own if None.
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round, `max_queue_size` the most
             requests that wait for one (0 for any number), `seed` that of requests without a seed. With
-            `per_request_processors` a request may have `do_sample`, `temperature`, `top_k` and `top_p` of its own.
-            `drop_unsupported_processors` is as of transformers; without `allow_block_sharing` every prompt is
-            prefilled whole. Other settings are transformers' own engine's.
+            `per_request_processors` a request may have settings of logits processors of its own. Without
+            `allow_block_sharing` every prompt is prefilled whole. Other settings are transformers' own engine's.
         workload_hints: `max_prompt_length` and `max_generated_length` are what the first buffers are made for; longer
             requests open larger ones.
         kwargs: settings of `generate()`, such as `num_assistant_tokens`.
@@ -188,7 +187,10 @@ class SpeculativeBatchingManager:
             streaming: whether a result is delivered after every round, with all tokens so far.
             record_timestamps: whether results have a time for each token.
             options: `seed`, of its random numbers; `stop_strings` with a `tokenizer`, which end it; with
-                `per_request_processors` also `do_sample`, `temperature` (0 for greedy decoding), `top_k`, `top_p`.
+                `per_request_processors` also `do_sample`, `temperature` (0 for greedy decoding), `top_k`, `top_p`,
+                other settings of a generation config for logits processors (`PROCESSOR_OPTIONS`), such as
+                `repetition_penalty` and `min_new_tokens`, and `logits_processor`, a list of functions of the request's
+                text `[1, n]` and scores `[1, V]`.
 
         Raises:
             ValueError: an argument is wrong, or an unfinished request has the id.
@@ -217,15 +219,23 @@ class SpeculativeBatchingManager:
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Add several requests, none if one is wrong; see `add_request`. Returns their ids."""
+        """Add several requests; see `add_request`. Returns their ids.
+
+        If one is wrong none is added; if one cannot be added, for a full queue, those before it end without a result.
+        """
         with on_host():
             groups = [
                 self._factory.make(prompt, None, max_new_tokens, streaming, record_timestamps, None, options, index)
                 for index, prompt in enumerate(inputs)
             ]
-        for requests in groups:
-            self._rounds.add(requests)
-        return [requests[-1].request_id for requests in groups]
+        names = [requests[-1].request_id for requests in groups]
+        for number, requests in enumerate(groups):
+            try:
+                self._rounds.add(requests)
+            except BaseException:
+                self._queue.disown(names[:number])
+                raise
+        return names
 
     def check_room(self, num_tokens: int) -> None:
         """Check that a prompt of `num_tokens` tokens may be added.
@@ -243,8 +253,17 @@ class SpeculativeBatchingManager:
         """Whether a request of this id has been added and is not over."""
         return request_id in self._queue.active
 
+    def metrics(self) -> str:
+        """Counts and times of all requests so far, in the text format of Prometheus."""
+        with self._queue.changed:
+            started = [one.has_started for one in self._queue.active.values()]
+        return self._queue.metrics.text(sum(started), len(started) - sum(started))
+
     def cancel_request(self, request_id: str) -> None:
-        """End a request; its result has failed, with the tokens so far. Nothing happens if it is over."""
+        """End a request; its result has failed, with the tokens so far. Nothing happens if it is over.
+
+        By the name that `add_request` has returned all sequences of the prompt end.
+        """
         if self._rounds.takes_requests:
             self._queue.cancel(request_id)
 

@@ -13,15 +13,18 @@ from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.buckets import PACKED_TOKENS, row_sizes
 from ..engine.fingerprint import fingerprint, versions_of
+from ..engine.request import Request
 from ..engine.request_rows import GROUP_SIZES
 from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..kernels.types import SamplingSettings
+from ..optimizer_steps import last_step
 from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
 from ..sampling.logits import RowSampling
 from .dispatch import continuous_batching
 from .manager_queue import RequestQueue
 from .manager_requests import GREEDY, end_tokens
+from .request_processors import own_config, processors_of_prompt
 
 # Tokens of the prompts and of the answers that `warm_up` generates: more than a chunk of a prefill that is captured.
 _WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2
@@ -76,7 +79,7 @@ class ManagedCall:
             arrivals=arrivals,
             longest=self._longest,
             reuses_prefixes=self._settings.allow_block_sharing,
-            drops_processors=bool(self._settings.drop_unsupported_processors),
+            processors_of=self._processors_of,
         )
         blank = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
         with continuous_batching(settings):
@@ -88,13 +91,20 @@ class ManagedCall:
                 logits_processor=processors,
             )
 
+    def _processors_of(self, request: RowRequest, call: Request) -> LogitsProcessorList | None:
+        """The processors of a request that has settings of its own."""
+        if request.config is None:
+            return None
+        prompt, limit = request.prompt.to(self.model.device), request.config.max_new_tokens
+        return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.caller_processors)
+
     def seen(self) -> tuple:
         """What can be seen of how target and drafter compute: equal later unless they were changed.
 
         To be asked for while no run has patched the target.
         """
         tree = ModuleTree.of(self.model).with_model(self._drafter)
-        return fingerprint(tree, self.model.device), hooks_of(tree.hooked), versions_of(tree)
+        return fingerprint(tree, self.model.device), hooks_of(tree.hooked), versions_of(tree), last_step()
 
     def check(self) -> None:
         """Make the call without a request.
@@ -110,14 +120,24 @@ class ManagedCall:
         if policy.cuda_graphs:
             most = self._settings.max_requests_per_batch or policy.max_rows
             counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
+            prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self._config, None)
+            config = own_config(self.model, self._config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
+            samplings = (GREEDY, _FILTERED) if self._samples_each and config is None else (SamplingSettings(),)
             self.run(
                 _Script(
                     [
                         [
-                            RowRequest(0, torch.zeros(length, dtype=torch.int64), _WARMUP_ANSWER, sampling=sampling)
+                            RowRequest(
+                                0,
+                                torch.zeros(length, dtype=torch.int64),
+                                _WARMUP_ANSWER,
+                                ends=ends,
+                                sampling=sampling,
+                                config=config,
+                            )
                             for length in lengths
                         ]
-                        for sampling in ((GREEDY, _FILTERED) if self._samples_each else (SamplingSettings(),))
+                        for sampling in samplings
                         for count in sorted(counts)
                         for lengths in self._warmup_lengths(count)
                     ]

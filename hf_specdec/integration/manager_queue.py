@@ -5,11 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from transformers import ContinuousBatchingConfig
 
 from ..engine.row_request import RowRequest
+from .manager_metrics import ManagerMetrics
 from .manager_requests import ManagedRequest
 from .manager_results import Results
 
@@ -24,6 +25,7 @@ class RequestQueue:
         changed: guards the queue and all that goes with it, and tells of changes. It is never held while waiting for
             the lock of the target.
         results: of its requests.
+        metrics: of those that are over.
         active: by id, requests that are not over.
         on_failed: called with every request that ends before a run has got it; None for nothing.
     """
@@ -32,12 +34,15 @@ class RequestQueue:
         self._settings = settings
         self.changed = threading.Condition()
         self.results = Results(self.changed)
+        self.metrics = ManagerMetrics()
         self.active: dict[str, ManagedRequest] = {}
         self.on_failed: Callable[[ManagedRequest], None] | None = None
         # Those of `active` that had no row when it was last looked.
         self._waiting: dict[str, ManagedRequest] = {}
         self._arrived: deque[ManagedRequest] = deque()
         self._withdrawn: list[tuple[ManagedRequest, str]] = []
+        # Of `active`, whose results nobody expects.
+        self._disowned: set[str] = set()
 
     @property
     def has_arrivals(self) -> bool:
@@ -90,18 +95,26 @@ class RequestQueue:
             self.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """End a request, if it is not over."""
+        """End a request and all further sequences of its prompt, or one of these, as far as they are not over."""
         with self.changed:
-            request = self.active.get(request_id)
-            if request is None:
-                return
-            error = f"The request {request_id} was cancelled."
-            if request in self._arrived:
-                self._arrived.remove(request)
-                self.fail(request, error)
-            else:
-                self._withdrawn.append((request, error))
+            for request in [one for one in self.active.values() if request_id in (one.request_id, one.prompt_id)]:
+                error = f"The request {request.request_id} was cancelled."
+                if request in self._arrived:
+                    self._arrived.remove(request)
+                    self.fail(request, error)
+                else:
+                    self._withdrawn.append((request, error))
             self.changed.notify_all()
+
+    def disown(self, request_ids: Sequence[str]) -> None:
+        """End requests whose caller never learns of them, and forget what they have said."""
+        with self.changed:
+            for name in request_ids:
+                prompt = {one.request_id for one in self.active.values() if one.prompt_id == name} | {name}
+                self._disowned |= prompt & self.active.keys()
+                self.cancel(name)
+                for one in prompt:
+                    self.results.drop(one)
 
     def take(self) -> tuple[list[ManagedRequest], list[tuple[ManagedRequest, str]]]:
         """Requests that have arrived, and those that were withdrawn with an error for each, since the last call."""
@@ -142,11 +155,17 @@ class RequestQueue:
             if isinstance(request, ManagedRequest):
                 self.active.pop(request.request_id, None)
                 self._waiting.pop(request.request_id, None)
-                self.results.deliver([request.result()])
+                self.metrics.count(request, request.created_time)
+                if request.request_id in self._disowned:
+                    self._disowned.remove(request.request_id)
+                    self.changed.notify_all()
+                else:
+                    self.results.deliver([request.result()])
 
     def on_tokens(self, requests: list[RowRequest]) -> None:
         """Deliver what requests say so far, if they are streamed."""
-        results = [one.result() for one in requests if isinstance(one, ManagedRequest) and one.streaming]
+        streamed = [one for one in requests if isinstance(one, ManagedRequest) and one.streaming]
+        results = [one.result() for one in streamed if one.request_id not in self._disowned]
         if results:
             with self.changed:
                 self.results.deliver(results)

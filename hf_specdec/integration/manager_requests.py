@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any
 
@@ -30,10 +30,11 @@ from ..ops import row_seeds
 from ..patching.patch import on_host
 from ..patching.support import num_positions, stated_positions
 from .continuous import tokens_of
+from .request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
 from .validation import check_tokens
 
-# Sampling settings that a request may have of its own if `per_request_processors` is set.
-SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
+# Settings of a request that are none of a generation config.
+_OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor")
 
 # Sets of stop strings that are kept for further requests.
 MOST_STOP_STRINGS = 32
@@ -48,11 +49,13 @@ class ManagedRequest(RowRequest):
 
     Attributes:
         request_id: its name.
+        prompt_id: the name of the last sequence of its prompt, by which all of them are cancelled.
         streaming: whether a result is delivered after every round.
         created_time: `time.perf_counter()` when it was added.
     """
 
     request_id: str = ""
+    prompt_id: str = ""
     streaming: bool = False
     created_time: float = field(default_factory=time.perf_counter)
 
@@ -108,7 +111,7 @@ class RequestFactory:
         model: the target.
         generation_config: of all requests.
         settings: `seed` is that of requests without a seed, `per_request_processors` whether they may have
-            `SAMPLING_OPTIONS` of their own.
+            `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own.
         is_in_use: whether a request has an id, which is then given to no other.
     """
 
@@ -154,11 +157,14 @@ class RequestFactory:
         prompt = tokens_of(input_ids, index)
         check_tokens(self._model, prompt[None], None)
         options = dict(options)
-        seed, stop_strings, tokenizer = (options.pop(name, None) for name in ("seed", "stop_strings", "tokenizer"))
+        seed, stop_strings, tokenizer, processors = (options.pop(name, None) for name in _OWN_OPTIONS)
+        self._check_options(options, processors)
         limit = self._limit(max_new_tokens, len(prompt))
         remaining = fitting_tokens(len(prompt), limit, self._num_positions)
         count = self._config.num_return_sequences or 1
-        seeds, prompt_ids = self._seeds_of(seed, count), prompt.tolist()
+        seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), end_tokens(self._config, eos_token_id)
+        sampling = self._sampling(options)
+        config = own_config(self._model, self._config, options, prompt, limit, ends, self._samples_each, processors)
         if request_id is None:
             request_id = self._new_id()
         return [
@@ -167,13 +173,16 @@ class RequestFactory:
                 prompt=prompt,
                 remaining=remaining,
                 is_cut=remaining < limit,
-                ends=end_tokens(self._config, eos_token_id),
+                ends=ends,
                 seed=seeds[number],
-                sampling=self._sampling(options),
+                sampling=sampling,
+                config=config,
+                caller_processors=processors,
                 criteria=self._stop_strings(stop_strings, tokenizer),
                 records_timestamps=record_timestamps,
                 error=self.why_too_long(len(prompt)),
                 request_id=request_id if number == count - 1 else f"{request_id}__child#{number}",
+                prompt_id=request_id,
                 prompt_ids=prompt_ids,
                 streaming=streaming,
             )
@@ -222,47 +231,55 @@ class RequestFactory:
                     "expected max_new_tokens of the request, or of the generation config."
                 )
             return max(positions + 1 - length, 1)
-        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        if not is_integer(asked) or asked < 1:
             raise ValueError(f"max_new_tokens is {asked!r}; expected an int of at least 1.")
-        return asked
+        return int(asked)
 
     def _seeds_of(self, seed: int | None, count: int) -> list[int]:
         """Keys of the random numbers of the sequences of a request."""
         if seed is None:
             with self._lock:
                 return torch.randint(0, 2**63 - 1, (count,), generator=self._seeds).tolist()
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        if not is_integer(seed) or not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed is {seed!r}; expected an integer of 64 bits.")
+        seed = int(seed)
         return [seed] if count == 1 else row_seeds(torch.tensor([seed]), count).tolist()
 
-    def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
-        """How a request with `options` is sampled, which must be those of `SAMPLING_OPTIONS`."""
-        unknown = sorted(set(options) - set(SAMPLING_OPTIONS))
+    def _check_options(self, options: dict[str, Any], processors: Any) -> None:
+        """Raise `ValueError` if a request cannot have `options` of its own, besides those of `_OWN_OPTIONS`."""
+        unknown = sorted(set(options) - set(SAMPLING_OPTIONS) - set(PROCESSOR_OPTIONS))
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)} cannot be set for a request; expected some of seed, stop_strings, "
-                f"{', '.join(SAMPLING_OPTIONS)}, or a setting of the manager's generation config."
+                f"{', '.join(SAMPLING_OPTIONS + PROCESSOR_OPTIONS)}, logits_processor, or a setting of the manager's "
+                "generation config."
             )
+        if processors is not None and not isinstance(processors, list):
+            raise ValueError(f"logits_processor is a {type(processors).__name__}; expected a LogitsProcessorList.")
+        asked = sorted(options) + ["logits_processor"] * (processors is not None)
+        if asked and not self._samples_each:
+            raise ValueError(
+                f"{', '.join(asked)} was set for a request, but the manager samples all requests alike; expected "
+                "ContinuousBatchingConfig(per_request_processors=True), or no such setting."
+            )
+
+    def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
+        """How a request with `options` is sampled."""
         if not self._samples_each:
-            if options:
-                raise ValueError(
-                    f"{', '.join(sorted(options))} was set for a request, but the manager samples all requests alike; "
-                    "expected ContinuousBatchingConfig(per_request_processors=True), or no such setting."
-                )
             return SamplingSettings()
         do_sample, temperature, top_k, top_p = (
             getattr(self._config, name) if options.get(name) is None else options[name] for name in SAMPLING_OPTIONS
         )
         for name, value, is_right, expected in (
             ("temperature", temperature, _is_number(temperature) and 0 <= temperature < inf, "a number of at least 0"),
-            ("top_k", top_k, isinstance(top_k, int) and top_k >= 0, "an int of at least 0"),
+            ("top_k", top_k, is_integer(top_k) and top_k >= 0, "an int of at least 0"),
             ("top_p", top_p, _is_number(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1"),
         ):
             if not is_right:
                 raise ValueError(f"{name} is {value!r}; expected {expected}.")
         if not do_sample or temperature == 0:
             return GREEDY
-        return SamplingSettings(float(temperature), min(top_k, NO_TOP_K) or NO_TOP_K, float(top_p))
+        return SamplingSettings(float(temperature), min(int(top_k), NO_TOP_K) or NO_TOP_K, float(top_p))
 
 
 def check_request_id(request_id: Any) -> None:
@@ -271,6 +288,11 @@ def check_request_id(request_id: Any) -> None:
         hash(request_id)
     except TypeError as error:
         raise ValueError(f"request_id is {request_id!r:.80}; expected a str, or None for a new one.") from error
+
+
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer, of Python or of NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
@@ -285,9 +307,9 @@ def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -
     """
     tokens = config.eos_token_id if eos_token_id is None else eos_token_id
     tokens = [] if tokens is None else tokens if isinstance(tokens, (list, tuple)) else [tokens]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one < 2**63 for one in tokens):
+    if not all(is_integer(one) and one < 2**63 for one in tokens):
         raise ValueError(f"eos_token_id is {eos_token_id!r}; expected a token id or a list of them.")
-    ends = frozenset(one for one in tokens if one >= 0)
+    ends = frozenset(int(one) for one in tokens if one >= 0)
     own = config.eos_token_id
     most = next_power_of_two(max(8, len(own) if isinstance(own, list) else 1))
     if len(ends) > most:

@@ -58,6 +58,12 @@ class Results:
             del self._numbers[result.request_id]
         return result
 
+    def drop(self, request_id: str) -> None:
+        """Forget the results of a request that are kept."""
+        with self._changed:
+            for _ in tuple(self._numbers.get(request_id, ())):
+                self._next(request_id)
+
     def _keep(self, result: GenerationOutput) -> None:
         self._kept[self._num_kept] = result
         self._numbers.setdefault(result.request_id, deque()).append(self._num_kept)

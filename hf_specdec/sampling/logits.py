@@ -9,7 +9,7 @@ from transformers import LogitsProcessor
 
 from ..ops import invert_draft_vocabulary, over_vocabulary
 
-__all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "RowTemperature"]
+__all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "PenaltyLogitsProcessor", "RowTemperature"]
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -19,6 +19,12 @@ def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     (`div_true_kernel_cuda`).
     """
     return values * by.reciprocal() if values.is_cuda else values / by
+
+
+def certain(scores: torch.Tensor) -> torch.Tensor:
+    """Scores, as large as `scores` `[..., V]`, of which only greedy decoding's token can be drawn, NaN or not."""
+    is_best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
+    return torch.zeros_like(scores).masked_fill(~is_best, float("-inf"))
 
 
 class DraftVocabularyLogitsProcessor(LogitsProcessor):
@@ -82,6 +88,25 @@ class MaskTokenLogitsProcessor(LogitsProcessor):
         return scores.masked_fill(is_mask, float("-inf"))
 
 
+class PenaltyLogitsProcessor(LogitsProcessor):
+    """Lowers the scores of tokens that a text has said since its prompt, by the penalties of OpenAI's API.
+
+    Args:
+        prompt_length: tokens before the new ones.
+        presence: subtracted once from the score of every new token.
+        frequency: subtracted as often as a token was said.
+    """
+
+    def __init__(self, prompt_length: int, presence: float = 0.0, frequency: float = 0.0):
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        """`scores` `[B, V]` after `input_ids` `[B, n]`."""
+        new = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
 class RowTemperature(LogitsProcessor):
     """Divides the scores of each row of the batch by the row's own temperature, on top of `generate(temperature=)`.
 
@@ -135,7 +160,7 @@ class RowSampling(LogitsProcessor):
     ) -> torch.Tensor:
         """`scores` `[B, n, V]` float32 with the settings of each row, `[B]` each; `tail` is 1 - `top_p`."""
         temperatures, top_k, tail = (one[:, None, None] for one in (temperatures, top_k, tail))
-        is_best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
+        greedy = certain(scores)
         scores = divide(scores, temperatures)
         if self.filters:
             ordered, order = scores.sort(dim=-1)
@@ -145,7 +170,7 @@ class RowSampling(LogitsProcessor):
             left_out = ordered.masked_fill(ordered < lowest, float("-inf")).softmax(-1).cumsum(-1) <= tail
             left_out[..., -1] = False
             scores = scores.masked_fill(torch.zeros_like(left_out).scatter(-1, order, left_out), float("-inf"))
-        return scores.masked_fill((top_k == 0) & ~is_best, float("-inf"))
+        return torch.where(top_k == 0, greedy, scores)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(

@@ -55,6 +55,10 @@ POINTWISE_PROCESSORS = frozenset(
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
+# Their processors are known not to mix rows.
+_OWN_PACKAGES = frozenset({"transformers", __name__.partition(".")[0]})
+
+
 def check_processors(processors: LogitsProcessorList) -> None:
     """Raise `ValueError` if a processor is one of `STATEFUL_PROCESSORS`."""
     for processor in processors:
@@ -64,6 +68,45 @@ def check_processors(processors: LogitsProcessorList) -> None:
                 "expected processors that are functions of their arguments. Generate without a drafter, or "
                 "without the option that adds it."
             )
+
+
+def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tensor, vocabulary: int) -> None:
+    """Check that processors of the caller give a row scores that do not depend on other rows.
+
+    Rows of a batch have different lengths while drafts are verified, so that a processor cannot be shown all of them as
+    plain `generate()` does. Each is tried on the prompts with random scores: those of a row, the first and the last,
+    are processed twice, beside the other rows and beside others with its own text.
+
+    Args:
+        processors: of the call.
+        input_ids: `[B, P]` int64, the prompts.
+        vocabulary: V.
+
+    Raises:
+        ValueError: a processor mixes rows, or says something else of the same arguments.
+    """
+    generator = torch.Generator(input_ids.device).manual_seed(0)
+    batch = len(input_ids)
+    for processor in processors:
+        if type(processor).__module__.partition(".")[0] in _OWN_PACKAGES or batch == 1:
+            continue
+        scores = torch.randn(2, batch, vocabulary, generator=generator, device=input_ids.device)
+        for row in (0, batch - 1):
+            others = scores[1].clone()
+            others[row] = scores[0, row]
+            texts = input_ids[row].repeat(batch, 1)
+            try:
+                with caller():
+                    beside = processor(input_ids.clone(), scores[0].clone())[row]
+                    apart = processor(texts, others)[row]
+            except Exception:  # of a text that this row does not have, such as one outside of its grammar
+                continue
+            if not torch.allclose(beside, apart, rtol=1e-4, atol=1e-5, equal_nan=True):
+                raise ValueError(
+                    f"{type(processor).__name__} gives row {row} of the batch scores that depend on other rows, which "
+                    "are at other lengths while drafts are verified; expected a function of each row's own text and "
+                    "scores. Generate row by row, or without assistant_model."
+                )
 
 
 def row_temperatures(processors: LogitsProcessorList, batch: int) -> torch.Tensor | None:
@@ -230,10 +273,13 @@ class BlockProcessor:
             for processor in self._processors:
                 with nullcontext() if type(processor) in POINTWISE_PROCESSORS else caller():
                     batch_scores = LogitsProcessorList([processor])(texts[:, :length], batch_scores)
-            scores[rows, at] = batch_scores[rows]
+            scores[rows, at] = batch_scores[rows].to(scores.dtype)
 
             draft = block[rows, (at + 1).clamp(max=width - 1)]
-            is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | scores[rows, at, draft].isneginf()
+            is_ruled_out = scores[rows, at, draft].isneginf()
+            if not state.is_sampling:  # where no token is possible, greedy decoding says one
+                is_ruled_out &= scores[rows, at].argmax(dim=1) != draft
+            is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | is_ruled_out
             is_over |= self._padding[rows] + state.limits[rows] <= length + 1
             for row in rows[is_over].tolist():
                 del lengths[row]

@@ -591,13 +591,21 @@ def test_failed_cases_are_reported_and_others_run(folders, capsys, monkeypatch, 
     assert lines[6].startswith("failed: missing (batch 1, K = 1; batch 1, K = 2): ") and len(lines) == 8
     cases = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert [bool(case["error"]) for case in cases] == [False, True, False, False, False, True, True]
-    assert bench(folders, "--drafter", folders / "missing", "--baselines", "static", *options) == 1
-    captured = capsys.readouterr()
-    assert captured.err.endswith("No case could be measured.\n") and captured.out.count("failed: ") == 2
-    # The baselines alone are not what was asked about.
+    # The baselines alone are not what was asked about: nothing is measured.
     assert bench(folders, "--drafter", folders / "missing", "--baselines", "dynamic", *options) == 1
     captured = capsys.readouterr()
-    assert captured.err.endswith("No drafter could be measured.\n") and captured.out.count("failed: ") == 1
+    assert "No drafter could be read" in captured.err and str(folders / "missing") in captured.err
+    assert captured.out == ""
+
+
+def test_missing_drafters_are_said_before_anything_is_measured(folders, capsys, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        "hf_specdec.bench.command.load_target", lambda *_: said.append(capsys.readouterr().err) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        bench(folders, "--drafter", folders / "eagle3", folders / "missing", "--prompts", folders / "prompts.jsonl")
+    assert f"hf-specdec: {folders / 'missing'} will not be measured: " in said[0]
 
 
 def test_errors_are_one_line(folders, capsys, monkeypatch, tmp_path):

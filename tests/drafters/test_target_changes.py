@@ -273,3 +273,23 @@ def test_description_of_a_device_or_dtype_change():
     assert shared.how_changed(module.to("meta")) == (
         "its embedding was [6, 4] in float32 on cpu and is [6, 4] in float32 on meta"
     )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_steps_of_fused_optimizers_are_seen(optimizer):
+    """They are not counted by the versions of weights. A write to few rows of a head is seen, too."""
+    target = own_target()
+    drafter = BORROWERS["eagle3"](target)
+    drafts(target, drafter)
+    weight = target.get_output_embeddings().weight
+    rows = drafter._shared_weights["head"]._rows
+    versions = weight._version
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[rows[7]] = 1.0
+    optimizer([weight], lr=0.5, fused=True).step()
+    assert weight._version == versions
+    drafts(target, drafter)
+    fresh = BORROWERS["eagle3"](target)
+    assert torch.equal(drafter._shared_weights["head"].weight, fresh._shared_weights["head"].weight)
+    weight.grad = None

@@ -276,3 +276,13 @@ def test_graphs_are_captured_as_they_are_tried(monkeypatch):
     assert tried[0] == 5 and 7 in tried, "all drafts are right"
     ((_, session),) = drafter.sessions._idle
     assert {count for _, count, _ in session.rounds._captured} == set(tried) - {7}
+
+
+@pytest.mark.core
+def test_no_memory_for_any_number_of_drafts():
+    """The last candidate that is refused is an error of memory."""
+    drafts = AutoDrafts(1, 1, Acceptance(1), RoundTimes(1), lambda: 9.0)
+    drafts.refuse(1)
+    assert drafts.next() == 0
+    with pytest.raises(torch.OutOfMemoryError, match="There is no memory for rounds of 0 drafts"):
+        drafts.refuse(0)

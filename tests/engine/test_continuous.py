@@ -265,7 +265,7 @@ class Never(StoppingCriteria):
     ("options", "words"),
     [
         ({"stopping_criteria": StoppingCriteriaList([Never()])}, "the call has Never; expected no other stopping"),
-        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor reads the text; expected temperature"),
+        ({"guidance_scale": 1.3}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
         ({"streamer": Silent()}, "does not support a streamer"),
         ({"return_dict_in_generate": True, "output_scores": True}, "does not support output_scores"),
         ({"num_beams": 2}, "works with greedy search and sampling"),
@@ -392,6 +392,8 @@ def test_admission():
 
         def prefill(self, prefixes, group):
             groups.append(([one.row for one in prefixes], group))
+
+        def prefill_next(self):
             return True
 
         def group_size(self, count):
@@ -436,3 +438,28 @@ def test_admission():
         for row in range(4):
             finish(row)
         assert rows.is_complete and all(one.is_over for one in requests)
+
+
+@pytest.mark.core
+def test_memory_is_linear_in_the_tokens(monkeypatch):
+    """Many short prompts beside a long one are not padded to its length."""
+    target, given = tiny_target("llama"), []
+    generate = type(target).generate
+
+    def noted(self, *args, **kwargs):
+        given.append(kwargs["input_ids"].numel() + kwargs["attention_mask"].numel())
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "generate", noted)
+    prompts = [*prompts_of([4] * 60), *prompts_of([200])]
+    out = target.generate_batch(
+        prompts, assistant_model=NoDrafter(target), max_new_tokens=4, do_sample=False, eos_token_id=None
+    )
+    assert given == [4 * 200]
+    monkeypatch.undo()
+    for prompt, result in zip(prompts[-2:], list(out.values())[-2:], strict=True):
+        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        expected = target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        assert result.generated_tokens == expected
+    with pytest.raises(ValueError, match="input_ids holds the token 96, but LlamaForCausalLM has tokens 0 to 95"):
+        target.generate_batch([*prompts, [96]], assistant_model=NoDrafter(target), max_new_tokens=4)

@@ -739,7 +739,7 @@ WRONG = [
     ({"eos_token_id": list(range(17))}, "eos_token_id has 17 tokens; expected at most 16"),
     ({"seed": 0.5}, "seed is 0.5; expected an integer of 64 bits"),
     ({"stop_strings": "x"}, "stop_strings is 'x', but tokenizer is not set"),
-    ({"typical_p": 0.3}, "typical_p cannot be set for a request; expected some of seed"),
+    ({"num_beams": 3}, "num_beams cannot be set for a request; expected some of seed"),
     ({"temperature": 0.3}, "temperature was set for a request, but the manager samples all requests alike"),
 ]
 WRONG_SAMPLING = [
@@ -781,7 +781,7 @@ def test_what_is_not_supported_is_refused_at_once():
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts"),
         ({"config": {"return_logprobs": True}}, "return_logprobs is set"),
         ({"config": {"max_requests_per_batch": 0}}, "max_requests_per_batch is 0"),
-        ({"repetition_penalty": 1.3, "config": {"drop_unsupported_processors": False}}, "reads the text; expected"),
+        ({"guidance_scale": 1.3}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
     ]
     for options, words in wrong:
         with pytest.raises(ValueError, match=words):
@@ -789,13 +789,6 @@ def test_what_is_not_supported_is_refused_at_once():
     stock = tiny_target(STOCK_FAMILY)
     with pytest.raises(ValueError, match=r"runs on the static engine, but PhimoeForCausalLM .* runs on the stock"):
         manager_of(stock, random_eagle3(stock))
-
-
-def test_processors_that_read_the_text_are_dropped(running):
-    """As by transformers' own manager, unless it is told not to."""
-    target = tiny_target("llama")
-    manager = running(target, random_eagle3(target), repetition_penalty=1.3)
-    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
 
 
 def test_a_full_queue(running, monkeypatch):
@@ -890,3 +883,109 @@ def test_captured_rounds_and_warmup(monkeypatch, running):
     assert captures.count == count
     manager.stop()
     assert len(drafter.sessions) == 0, "stop() gives the memory back"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_steps_of_fused_optimizers_are_seen(running, optimizer):
+    """A prompt that is asked again after one is not answered from keys of before."""
+    target = build_target("llama")
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
+    prompt = torch.arange(3, 60).tolist()
+    manager = running(target, NoDrafter(target))
+    before = texts_of(manager, [manager.add_request(prompt)])[0]
+    for one in target.parameters():
+        one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(one.numel()))
+    optimizer(target.parameters(), lr=0.05, fused=True).step()
+    after = texts_of(manager, [manager.add_request(prompt)])[0]
+    assert after == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() != before
+
+
+@pytest.mark.core
+def test_all_sequences_of_a_prompt_are_cancelled(running):
+    """By the name that `add_request` has returned; those that wait and those that run. One of them alone by its own."""
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target), rows=2, num_return_sequences=4, do_sample=True, eos_token_id=-1)
+    name = manager.add_request(prompts()[0], max_new_tokens=10_000)
+    assert name == "req_0" and len(manager._queue.active) == 4
+    while not any(one.tokens for one in manager._queue.active.values()):
+        time.sleep(0.005)
+    manager.cancel_request(f"{name}__child#1")
+    assert manager.get_result(f"{name}__child#1", timeout=20).status == RequestStatus.FAILED
+    assert len(manager._queue.active) == 3
+    manager.cancel_request(name)
+    for one in (name, f"{name}__child#0", f"{name}__child#2"):
+        assert "was cancelled" in manager.get_result(one, timeout=20).error
+    assert not manager._queue.active
+
+
+@pytest.mark.core
+def test_requests_that_do_not_fit_a_queue_leave_nothing_behind(running, monkeypatch):
+    """None of them has an id that its caller knows."""
+    monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 0.05)
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target), rows=1, config={"max_queue_size": 2})
+    first = manager.add_request([5, 6], max_new_tokens=10_000, eos_token_id=-1)
+    while not any(one.tokens for one in manager._queue.active.values()):
+        time.sleep(0.005)
+    with pytest.raises(queue.Full, match="2 requests wait"):
+        manager.add_requests(prompts()[:4], max_new_tokens=10_000, streaming=True)
+    manager.cancel_request(first)
+    assert manager.get_result(timeout=20).request_id == first
+    while manager._queue.active:
+        time.sleep(0.005)
+    assert manager.get_result(timeout=0.05) is None and manager._queue.results.is_empty
+    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
+
+
+@pytest.mark.core
+def test_integers_of_numpy(running):
+    import numpy
+
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target), config={"per_request_processors": True})
+    options = {"max_new_tokens": numpy.int64(NEW), "eos_token_id": list(map(numpy.int32, END))}
+    name = manager.add_request(prompts()[0], seed=numpy.int64(3), top_k=numpy.int32(1), do_sample=True, **options)
+    assert texts_of(manager, [name]) == [alone(0)]
+    with pytest.raises(ValueError, match="max_new_tokens is True; expected an int of at least 1"):
+        manager.add_request(prompts()[0], max_new_tokens=True)
+    with pytest.raises(ValueError, match="max_queue_size is -1; expected an int of at least 0"):
+        manager_of(target, NoDrafter(target), config={"max_queue_size": -1})
+
+
+# Prompts are packed; they are not, since there is one row, or for recurrent layers.
+@pytest.mark.core
+@pytest.mark.parametrize(("family", "rows"), [("llama", 4), ("llama", 1), ("qwen3-next", 4)])
+def test_long_prompts_end_between_chunks(running, monkeypatch, family, rows):
+    """By `cancel_request` and by a hard stop; others that came with them, and later, say what they say alone."""
+    monkeypatch.setattr(session_prefill, "EAGER_COLUMNS", 8)
+    monkeypatch.setattr(buckets, "PACKED_TOKENS", (8,))
+    chunks, run_next = [], session_prefill.SessionPrefill.run_next
+
+    def slowly(self):
+        chunks.append(time.perf_counter())
+        time.sleep(0.02)
+        return run_next(self)
+
+    target = tiny_target(family)
+    manager = running(target, random_eagle3(target), rows=rows)
+    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0, family)]
+    monkeypatch.setattr(session_prefill.SessionPrefill, "run_next", slowly)
+    chunks.clear()
+    name = manager.add_request([5] * 200)
+    while not chunks:
+        time.sleep(0.001)
+    begin, before = time.perf_counter(), len(chunks)
+    manager.cancel_request(name)
+    assert "was cancelled" in manager.get_result(name, timeout=20).error
+    assert len(chunks) - before <= 2, f"it ended after {time.perf_counter() - begin:.2f} s"
+    others = [manager.add_request(prompts()[one]) for one in (0, 3)]
+    assert texts_of(manager, others) == [alone(0, family), alone(3, family)]
+    chunks.clear()
+    name = manager.add_request([5] * 200)
+    while not chunks:
+        time.sleep(0.001)
+    before = len(chunks)
+    manager.stop(hard_stop=True)
+    assert len(chunks) - before <= 2 and not manager.is_running()
+    assert "stopped" in manager.get_result(name, timeout=1).error

@@ -1,20 +1,32 @@
 """`hf-specdec serve`: transformers' server with a drafter, asked over HTTP."""
 
+import contextlib
+import copy
+import functools
 import gc
+import itertools
+import json
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from oracle import random_eagle3
 from targets import build_target
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList
 from transformers.utils.import_utils import is_serve_available
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import cli, serve
 from hf_specdec.engine.rounds import RoundLoop
 from hf_specdec.integration.manager import SpeculativeBatchingManager
+from hf_specdec.sampling.logits import PenaltyLogitsProcessor
 
 needs_server = pytest.mark.skipif(
     not is_serve_available(), reason="the dependencies of transformers' server are not installed"
@@ -59,7 +71,7 @@ class Client:
         return self.tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
 
 
-def served(monkeypatch, folders, work, *options):
+def served(monkeypatch, folders, work, *options, drafter="drafter"):
     """Run `work(client)` beside the server; returns the managers that it made."""
     import uvicorn
 
@@ -89,12 +101,14 @@ def served(monkeypatch, folders, work, *options):
         run(self)
         thread.join()
 
-    monkeypatch.setattr(uvicorn.Server, "run", beside)
-    monkeypatch.setattr(SpeculativeBatchingManager, "__init__", noted)
     folder = folders[2]
-    arguments = ["serve", str(folder / "target"), "--drafter", str(folder / "drafter"), "--port", str(port)]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*arguments, "--device", "cpu", "--dtype", "float32", *options])
+    drafting = ["--drafter", str(folder / drafter)] if drafter else []
+    arguments = ["serve", str(folder / "target"), *drafting, "--port", str(port)]
+    with monkeypatch.context() as patch:
+        patch.setattr(uvicorn.Server, "run", beside)
+        patch.setattr(SpeculativeBatchingManager, "__init__", noted)
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*arguments, "--device", "cpu", "--dtype", "float32", *options])
     if failures:
         raise failures[0]
     assert ended.value.code in (0, None)
@@ -124,10 +138,9 @@ def test_chats(monkeypatch, folders):
         assert gc.get_freeze_count() > 0
         whole = client.target.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=30)[0, 3:]
         word = client.tokenizer.decode(whole[8:9])
-        stopped = client.ask([5, 6, 7], max_tokens=30, stop=[word]).choices[0].message.content
-        assert stopped == client.alone([5, 6, 7], 30, stop_strings=[word]) and len(stopped) < len(
-            client.alone([5, 6, 7], 30)
-        )
+        stopped = client.ask([5, 6, 7], max_tokens=30, stop=[word]).choices[0]
+        text = client.alone([5, 6, 7], 30)
+        assert stopped.message.content == text[: text.index(word)] and stopped.finish_reason == "stop"
 
     (manager,) = served(monkeypatch, folders, work)
     assert gc.get_freeze_count() == 0
@@ -137,7 +150,6 @@ def test_chats(monkeypatch, folders):
 @needs_server
 def test_requests_have_their_own_settings(monkeypatch, folders):
     """Also those that come after one with others."""
-    import json
 
     def work(client):
         sampled = json.dumps({"do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 12})
@@ -162,8 +174,8 @@ def test_errors_are_those_of_their_clients(monkeypatch, folders):
         first = next(one for one in going_on if one.choices[0].delta.content)
         for options, words in (
             ({"temperature": -0.5}, "temperature is -0.5; expected a number of at least 0"),
-            ({"frequency_penalty": 0.5}, "sets repetition_penalty, which requests cannot have of their own"),
-            ({"max_tokens": 0}, "max_new_tokens is 0; expected an int of at least 1"),
+            ({"frequency_penalty": 3}, "frequency_penalty is 3; expected a number from -2 to 2"),
+            ({"max_tokens": 0}, "max_tokens is 0; expected an int of at least 1"),
             ({"seed": 2**70}, "seed is .*; expected an integer of 64 bits"),
             ({"extra_headers": {"X-Request-ID": "mine"}}, "The request mine is not over"),
         ):
@@ -203,7 +215,7 @@ def test_a_full_queue_and_clients_that_leave(monkeypatch, folders):
         assert answer.choices[0].message.content == client.alone([7, 7, 7], 5)
         assert time.perf_counter() - begin < 10, "those that have left take no rows"
 
-    served(monkeypatch, folders, work, "--max-requests", "1", "--max-queue-size", "1")
+    served(monkeypatch, folders, work, "--max-requests", "1", "--max-queue-size", "1", "--max-length", "4000")
 
 
 @needs_server
@@ -229,18 +241,10 @@ def test_a_round_that_fails(monkeypatch, folders):
 
 @needs_server
 def test_without_drafter(monkeypatch, folders):
-    main, arguments = cli.main, []
-
     def work(client):
         assert client.ask([5, 6], max_tokens=9).choices[0].message.content == client.alone([5, 6], 9)
 
-    def without(argv):
-        place = argv.index("--drafter")
-        arguments.append(argv)
-        return main([*argv[:place], *argv[place + 2 :]])
-
-    monkeypatch.setattr(cli, "main", without)
-    (manager,) = served(monkeypatch, folders, work)
+    (manager,) = served(monkeypatch, folders, work, drafter=None)
     assert type(manager.drafter).__name__ == "NoDrafter"
 
 
@@ -252,6 +256,11 @@ def test_what_cannot_be_served(monkeypatch, folders, capsys):
         (["--drafter", str(folder / "none")], "none"),
         (["--no-continuous-batching"], "and the option --continuous-batching"),
         (["-k", "0"], "num_assistant_tokens is 0"),
+        (["--max-queue-size", "-1"], "--max-queue-size is -1; expected at least 0"),
+        (["--longest", "-5"], "--longest is -5; expected at least 2"),
+        (["--max-requests", "0"], "--max-requests is 0; expected at least 1"),
+        (["--max-length", "1"], "--max-length is 1; expected at least 2"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout is -1; expected at least 0"),
     ):
         assert cli.main([*begin, *options]) == 1
         assert words in capsys.readouterr().err
@@ -261,6 +270,309 @@ def test_what_cannot_be_served(monkeypatch, folders, capsys):
     monkeypatch.delattr(utils, "set_torch_seed")
     assert cli.main(begin) == 1
     assert "has no set_torch_seed, through which" in capsys.readouterr().err
+
+
+def content(answer, number=0):
+    return answer.choices[number].message.content
+
+
+def streamed(chunks):
+    """Texts of all choices, by index, and the reasons why they ended."""
+    texts, reasons = {}, {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    return texts, reasons
+
+
+@needs_server
+def test_settings_of_openai_and_of_vllm(monkeypatch, folders):
+    """Each changes the answer as it does that of plain `generate()`."""
+    prompt, new = [5, 6, 7], 24
+
+    def work(client):
+        plain = client.alone(prompt, new)
+        first = client.target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=1)[0, -1]
+        bias = {str(int(first)): -100, "9": 4.5}
+        penalties = LogitsProcessorList([PenaltyLogitsProcessor(len(prompt), 1.5, 0.7)])
+        for options, expected in (
+            ({"extra_body": {"repetition_penalty": 1.7}}, {"repetition_penalty": 1.7}),
+            ({"logit_bias": bias}, {"sequence_bias": [[[int(token)], float(one)] for token, one in bias.items()]}),
+            ({"presence_penalty": 1.5, "frequency_penalty": 0.7}, {"logits_processor": penalties}),
+            ({"extra_body": {"generation_config": '{"no_repeat_ngram_size": 1}'}}, {"no_repeat_ngram_size": 1}),
+        ):
+            for stream in (False, True):
+                answer = client.ask(prompt, max_tokens=new, stream=stream, temperature=0.0, **options)
+                text = streamed(answer)[0][0] if stream else content(answer)
+                assert text == client.alone(prompt, new, **expected) != plain, options
+        for options in ({"n": 1}, {"tool_choice": "none"}, {"user": "me"}, {"response_format": {"type": "text"}}):
+            assert content(client.ask(prompt, max_tokens=new, **options)) == plain
+        sampled = {"seed": 4, "temperature": 1.2, "max_tokens": new}
+        bodies = ({}, {"top_k": 1}, {"min_p": 1.0}, {"top_k": 0, "min_p": 0.0})
+        with_sampling = json.dumps({"do_sample": True, "max_new_tokens": new})
+        texts = [
+            content(client.ask(prompt, **sampled, extra_body={"generation_config": with_sampling, **body}))
+            for body in bodies
+        ]
+        assert texts[1] == texts[2] == plain != texts[0]
+
+    served(monkeypatch, folders, work, "-k", "2")
+
+
+@needs_server
+def test_ends_of_answers(monkeypatch, folders, tmp_path):
+    """Stop strings are no part of an answer, also where they come in parts; `min_tokens` and `ignore_eos`."""
+    target, tokenizer, _ = folders
+    prompt, new = [5, 6, 7], 24
+    said = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new)[0, len(prompt) :].tolist()
+    end = said[6]
+    ending = copy.deepcopy(target)
+    ending.generation_config.eos_token_id = ending.generation_config.pad_token_id = end
+    ending.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+
+    def work(client):
+        whole = tokenizer.decode(said)
+        other = next(one for one in map("".join, itertools.product("abcdef", repeat=3)) if one not in whole)
+        for stop in (whole[5:9], [whole[12:15], whole[9:11]], [whole[3:5], other], [other]):
+            stops = [stop] if isinstance(stop, str) else stop
+            place = min((whole.find(one) for one in stops if one in whole), default=-1)
+            expected = whole if place < 0 else whole[:place]
+            options = {"max_tokens": new, "stop": stop, "extra_body": {"ignore_eos": True}}
+            answer = client.ask(prompt, **options)
+            texts, reasons = streamed(client.ask(prompt, stream=True, **options))
+            assert content(answer) == texts[0] == expected
+            assert answer.choices[0].finish_reason == reasons[0] == ("length" if place < 0 else "stop")
+        until_end = said[: said.index(end) + 1]
+        answer = client.ask(prompt, max_tokens=new)
+        assert content(answer) == tokenizer.decode(until_end) and answer.choices[0].finish_reason == "stop"
+        answer = client.ask(prompt, max_tokens=new, extra_body={"ignore_eos": True})
+        assert content(answer) == whole and answer.choices[0].finish_reason == "length"
+        answer = client.ask(prompt, max_tokens=new, extra_body={"min_tokens": 12})
+        options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": 12}
+        expected = ending.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        assert content(answer) == tokenizer.decode(expected) and answer.usage.completion_tokens == len(expected) > 7
+
+    served(monkeypatch, (target, tokenizer, tmp_path), work, drafter=None)
+
+
+@needs_server
+def test_several_answers(monkeypatch, folders):
+    """Each has a seed of its own; one stream has all of them."""
+
+    def work(client):
+        settings = {"do_sample": True, "max_new_tokens": 9, "temperature": 1.5, "top_k": 0}
+        body = {"generation_config": json.dumps(settings)}
+        answer = client.ask([5, 6], n=3, seed=5, extra_body=body)
+        texts = [content(answer, number) for number in range(3)]
+        assert [one.index for one in answer.choices] == [0, 1, 2] and len(set(texts)) == 3
+        assert answer.usage.prompt_tokens == 2 and answer.usage.completion_tokens == 27
+        found, reasons = streamed(chunks := list(client.ask([5, 6], n=3, seed=5, stream=True, extra_body=body)))
+        assert [found[number] for number in range(3)] == texts and set(reasons.values()) == {"length"}
+        usages = [one.usage for one in chunks if one.usage]
+        assert len(usages) == 1 and usages[0].completion_tokens == 27
+
+    served(monkeypatch, folders, work, "-k", "2")
+
+
+# What is malformed, or not there: a 400 that names it.
+REFUSED = [
+    ({"messages": None}, "messages is None; expected a list of messages"),
+    ({"messages": []}, r"messages is \[\]; expected a list of messages"),
+    ({"messages": "hello"}, "messages is 'hello'; expected a list of messages"),
+    ({"messages": [{"content": "a"}]}, r"messages\[0\] is .*; expected an object with a role"),
+    ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\] has the content 5"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "expected parts of type text only"),
+    ({"messages": [{"role": "user", "content": "a\ud800b"}]}, "a lone surrogate"),
+    ({"max_tokens": "abc"}, "max_tokens is 'abc'; expected an int of at least 1"),
+    ({"temperature": "hot"}, "temperature is 'hot'; expected a number of at least 0"),
+    ({"top_p": 0}, "top_p is 0; expected a number above 0"),
+    ({"seed": "x"}, "seed is 'x'; expected an integer of 64 bits"),
+    ({"stop": [""]}, r"stop is \[''\]; expected a string or a list of strings"),
+    ({"n": 0}, "n is 0; expected an int from 1"),
+    ({"logprobs": True}, "logprobs is True, which this server does not have"),
+    ({"top_logprobs": 3}, "top_logprobs is 3, which this server does not have"),
+    ({"response_format": {"type": "json_object"}}, "response_format is .*, which this server does not have"),
+    ({"tool_choice": "required"}, "tool_choice is 'required', which this server cannot enforce"),
+    ({"logit_bias": {"a": 1}}, "logit_bias is .*; expected an object of numbers"),
+    ({"presence_penalty": 9}, "presence_penalty is 9; expected a number from -2 to 2"),
+    ({"min_tokens": -1}, "min_tokens is -1; expected an int of at least 0"),
+    ({"min_p": 2}, "min_p is 2; expected a number from 0 to 1"),
+    ({"top_k": 0.5}, "top_k is 0.5; expected an int"),
+    ({"ignore_eos": "yes"}, "ignore_eos is 'yes'; expected true or false"),
+    ({"repetition_penalty": 0}, "repetition_penalty is 0; expected a number above 0"),
+    ({"generation_config": "{"}, "generation_config is '{'; expected a string with a JSON object"),
+    ({"generation_config": '{"guidance_scale": 2.0}'}, "sets guidance_scale, which requests cannot have of their own"),
+    ({"generation_config": '{"num_beams": 4}'}, "sets num_beams, which requests cannot have of their own"),
+    ({"nonsense": 1}, "Unexpected fields in the request: {'nonsense'}"),
+    ({"messages": [{"role": "user", "content": "a" * 300}]}, "The prompt has 300 tokens, but texts have at most 256"),
+    ({"max_tokens": 300}, "the answer may have 300, but texts have at most 256"),
+]
+
+
+@needs_server
+def test_what_is_wrong_is_said_with_400(monkeypatch, folders):
+    """As JSON, also where the body is none; other requests go on."""
+    import urllib.error
+    import urllib.request
+
+    def post(port, data):
+        request = urllib.request.Request(
+            f"http://localhost:{port}/v1/chat/completions", data, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def work(client):
+        right = {"model": client.model, "messages": [{"role": "user", "content": "fg"}]}
+        for wrong, words in REFUSED:
+            for stream in (False, True):
+                body = {**right, **wrong, "stream": stream}
+                body = {name: value for name, value in body.items() if value is not None}
+                status, answer = post(client.port, json.dumps(body).encode())
+                assert status == 400 and re.search(words, answer["error"]["message"]), (wrong, status, answer)
+        for data in (b"{", b"[]", b'"x"', b"", b"\xff"):
+            status, answer = post(client.port, data)
+            assert status == 400 and answer["error"]["type"] == "invalid_request_error", (data, status, answer)
+        assert content(client.ask([5, 6], max_tokens=5)) == client.alone([5, 6], 5)
+        # Without a length answers go on as far as texts do.
+        answer = client.ask([5, 6])
+        assert answer.choices[0].finish_reason == "length" and answer.usage.total_tokens == 256
+
+    served(monkeypatch, folders, work, "-k", "2")
+
+
+@needs_server
+def test_positions_that_run_out_end_an_answer(monkeypatch, folders, tmp_path):
+    """With learned positions there are no more; it is an answer all the same."""
+    _, tokenizer, _ = folders
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "n_positions": 40, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**sizes, bos_token_id=1, eos_token_id=None)
+    target = GPT2LMHeadModel(config).eval()
+    target.generation_config.eos_token_id = None
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+
+    def work(client):
+        for options in ({}, {"max_tokens": 500}, {"max_tokens": 38}):
+            for stream in (False, True):
+                answer = client.ask([5, 6, 7], stream=stream, **options)
+                if stream:
+                    (text,), (reason,) = (one.values() for one in streamed(answer))
+                else:
+                    text, reason = content(answer), answer.choices[0].finish_reason
+                assert text == client.alone([5, 6, 7], 38) and reason == "length"
+        with pytest.raises(client.openai.BadRequestError, match="The prompt has 41 tokens, but texts have at most 41"):
+            client.ask([5] * 41)
+
+    served(monkeypatch, (target, tokenizer, tmp_path), work, drafter=None)
+
+
+@needs_server
+def test_default_seed_is_none_of_every_request(monkeypatch, folders):
+    """Requests without a seed differ from each other, and repeat with the server."""
+    texts = []
+
+    def work(client):
+        settings = {"do_sample": True, "max_new_tokens": 12, "temperature": 2.0, "top_k": 0}
+        body = {"generation_config": json.dumps(settings)}
+        texts.append([content(client.ask([5, 6], extra_body=body)) for _ in range(4)])
+
+    for _ in range(2):
+        served(monkeypatch, folders, work, "-k", "2", "--default-seed", "7")
+    assert texts[0] == texts[1] and len(set(texts[0])) == 4
+
+
+@needs_server
+def test_many_clients_some_of_which_leave(monkeypatch, folders):
+    """32 at once; then the server's metrics."""
+    import urllib.request
+
+    def work(client):
+        answers, errors = {}, []
+
+        def ask(number):
+            try:
+                prompt, new = [5 + number % 7, 3, 1 + number % 11], 10 + number
+                if number % 4 == 3:  # leaves in the middle
+                    with client.ask(prompt, max_tokens=200, stream=True) as stream:
+                        next(chunk for chunk in stream if chunk.choices[0].delta.content)
+                    return
+                options = ({}, {"extra_body": {"repetition_penalty": 1.5}})[number % 2]
+                expected = ({}, {"repetition_penalty": 1.5})[number % 2]
+                answer = client.ask(prompt, max_tokens=new, stream=number % 3 == 0, **options)
+                text = streamed(answer)[0][0] if number % 3 == 0 else content(answer)
+                answers[number] = text, prompt, new, expected
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        assert not errors and len(answers) == 24
+        for text, prompt, new, expected in answers.values():
+            assert text == client.alone(prompt, new, **expected)
+        text = urllib.request.urlopen(f"http://localhost:{client.port}/metrics").read().decode()
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(values['hf_specdec_requests_total{outcome="finished"}']) == 24
+        # Those that have left may be over by now.
+        assert float(values["hf_specdec_time_to_first_token_seconds_count"]) >= 24
+        assert float(values["hf_specdec_generated_tokens_total"]) >= sum(new for _, _, new, _ in answers.values())
+        drafted, accepted = (float(values[f"hf_specdec_{name}_tokens_total"]) for name in ("drafted", "accepted"))
+        assert 0 <= accepted <= drafted and drafted > 0
+        assert {"hf_specdec_requests_running", "hf_specdec_requests_waiting"} <= values.keys()
+
+    served(monkeypatch, folders, work, "-k", "2", "--max-requests", "8")
+
+
+@needs_server
+def test_sigterm_ends_streams(folders, tmp_path):
+    """In time, while clients read answers that would go on for long, and a long prompt is prefilled."""
+    import openai
+
+    with socket.socket() as place:
+        place.bind(("localhost", 0))
+        port = place.getsockname()[1]
+    folder, tokenizer = folders[2], folders[1]
+    command = [sys.executable, "-m", "hf_specdec.cli", "serve", str(folder / "target"), "--port", str(port), "-k", "1"]
+    options = ["--device", "cpu", "--dtype", "float32", "--max-length", "60000", "--shutdown-timeout", "1"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*command, *options], stdout=log, stderr=log, cwd=Path(__file__).parents[2])
+    try:
+        api = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        deadline = time.perf_counter() + 120
+        while True:
+            try:
+                with socket.create_connection(("localhost", port), timeout=1):
+                    break
+            except OSError:
+                assert process.poll() is None and time.perf_counter() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+        messages = [{"role": "user", "content": tokenizer.decode([5, 6, 7])}]
+        ask = functools.partial(api.chat.completions.create, model=str(folder / "target"), stream=True)
+        streams = [iter(ask(messages=messages, max_tokens=50_000)) for _ in range(3)]
+        for one in streams:
+            next(chunk for chunk in one if chunk.choices[0].delta.content)
+        long = [{"role": "user", "content": tokenizer.decode([5] * 40_000)}]
+        streams.append(iter(ask(messages=long, max_tokens=5)))
+        process.send_signal(signal.SIGTERM)
+        begin = time.perf_counter()
+        assert process.wait(timeout=30) is not None
+        assert time.perf_counter() - begin < 20
+        for one in streams:
+            with contextlib.suppress(Exception):
+                list(one)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.core

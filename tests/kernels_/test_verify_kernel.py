@@ -32,7 +32,7 @@ from hf_specdec.kernels import (
     verify_sampling_reference,
 )
 from hf_specdec.kernels.random import exponential, uniform
-from hf_specdec.kernels.types import RandomStream, VerificationResult
+from hf_specdec.kernels.types import NO_TOKEN, RandomStream, VerificationResult
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -513,7 +513,8 @@ def test_only_token_of_the_residual_is_recovered(module, is_soft):
 @both
 @pytest.mark.parametrize("is_soft", [False, True])
 @pytest.mark.parametrize("scores", [[-INF] * 20, [NAN] * 20, [INF] + [0.0] * 19, [0.0] * 19 + [NAN]])
-def test_rows_without_a_softmax_reject_and_stay_in_the_vocabulary(module, is_soft, scores):
+def test_rows_without_a_softmax_have_no_token(module, is_soft, scores):
+    """The token after the accepted drafts is `NO_TOKEN` there, and only there."""
     broken, sound = torch.tensor(scores), torch.linspace(-1.0, 1.0, 20)
     probs = sound.softmax(0).expand(2, 2, 20) if is_soft else None
     block = torch.stack([torch.stack([broken, sound, sound]), torch.stack([sound, sound, broken])])
@@ -521,8 +522,48 @@ def test_rows_without_a_softmax_reject_and_stay_in_the_vocabulary(module, is_sof
     case = Case(block, drafts, probs, seeds, lengths)
     with blocks(16, 16):
         result = module.verify_sampling(*case.buried(1))
-    assert result.accepted[0] == 0 and ((result.tokens >= 0) & (result.tokens < 20)).all()
+    assert result.accepted[0] == 0 and result.tokens[0, 0] == NO_TOKEN
+    drawn = int(result.tokens[1, result.accepted[1]])
+    assert drawn == NO_TOKEN if result.accepted[1] == 2 else 0 <= drawn < 20
     assert_same(result, reference.verify_sampling(*case.arguments))
+
+
+def without_laws(random, module):
+    """A case of two drafts where the first row has no law of the first draft, the second of the second, as drawn."""
+    scores = torch.randn(3, 3, 40, generator=torch.Generator().manual_seed(random.randint(0, 99)))
+    logits = torch.randn(3, 2, 40, generator=torch.Generator().manual_seed(random.randint(0, 99)))
+    logits[0, 0, 17], logits[1, 1] = NAN, random.choice([-INF, INF, NAN])
+    seeds, lengths = torch.randint(0, 2**40, (3,)), torch.tensor([9, 12, 300])
+    settings = (torch.ones(3), seeds, lengths)
+    with blocks(16, 16):
+        index, laws = module.draw_draft(logits.to(DEVICE), *(one.to(DEVICE) for one in settings), 0)
+    assert laws.isnan().all(-1).tolist() == [[True, False], [False, True], [False, False]]
+    return Case(scores, index.cpu(), laws.cpu(), seeds, lengths)
+
+
+@both
+@pytest.mark.parametrize("name", ["verify_sampling", "verify_block"])
+def test_drafts_without_a_law_are_none(module, name):
+    """What is accepted, and said after it, is what a row with fewer drafts has."""
+    random, numbers = Random(0), []
+    for _ in range(20):
+        case = without_laws(random, module)
+        more = (torch.full((3,), 99),) if name == "verify_block" else ()
+        with blocks(16, 16):
+            result = getattr(module, name)(*case.buried(1), *(buried(one, 0) for one in more))
+        for row, count in enumerate((0, 1, 2)):
+            part = Case(*(None if one is None else one[row : row + 1] for one in case))
+            part = part._replace(
+                scores=part.scores[:, : count + 1],
+                drafts=part.drafts[:, :count],
+                draft_probs=part.draft_probs[:, :count],
+            )
+            fewer = getattr(reference, name)(*part.arguments, *(one[:1] for one in more))
+            accepted = int(result.accepted[row])
+            assert accepted == int(fewer.accepted)
+            assert result.tokens[row, : accepted + 1].tolist() == fewer.tokens[0, : accepted + 1].tolist()
+            numbers.append(accepted)
+    assert set(numbers) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("token", [-1, 20, 2**40, -(2**63)])
@@ -674,14 +715,14 @@ def test_block_never_accepts_what_the_target_rules_out(module):
 
 @both
 @pytest.mark.parametrize("scores", [[-INF] * 20, [NAN] * 20, [INF] + [0.0] * 19, [0.0] * 19 + [NAN]])
-def test_blocks_without_a_softmax_reject_and_stay_in_the_vocabulary(module, scores):
+def test_blocks_without_a_softmax_have_no_token(module, scores):
     broken, sound = torch.tensor(scores), torch.linspace(-1.0, 1.0, 20)
     probs = sound.softmax(0).expand(2, 2, 20)
     block = torch.stack([torch.stack([broken, sound, sound]), torch.stack([sound, sound, broken])])
     case = Case(block, torch.tensor([[0, 19], [19, 19]]), probs, torch.arange(2), torch.tensor([9, 9]))
     with blocks(32, 32):
         result = module.verify_block(*case.buried(1), buried(torch.full((2,), 99), 1))
-    assert result.accepted.tolist() == [0, 2] and ((result.tokens >= 0) & (result.tokens < 20)).all()
+    assert result.accepted.tolist() == [0, 2] and result.tokens[[0, 1], [0, 2]].tolist() == [NO_TOKEN] * 2
     assert_same(result, reference.verify_block(*case.arguments, torch.full((2,), 99)))
 
 

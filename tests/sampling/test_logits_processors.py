@@ -7,7 +7,7 @@ import torch
 from case_counts import cases
 from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import OracleDrafter, random_eagle3
-from targets import VOCAB, padded_prompts, tiny_target
+from targets import STOCK_FAMILY, VOCAB, padded_prompts, tiny_target
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
@@ -248,3 +248,64 @@ def test_row_temperatures_that_do_not_fit_the_call(temperatures):
         target.generate(
             **inputs, generation_config=config, logits_processor=processors, assistant_model=random_eagle3(target)
         )
+
+
+class Doubles(LogitsProcessor):
+    """Returns float64."""
+
+    def __call__(self, input_ids, scores):
+        return scores.double() * (1.0 + (input_ids[:, -1:] % 3).double())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", ["llama", STOCK_FAMILY])
+def test_scores_in_float64(family, batch):
+    target, inputs = tiny_target(family), padded_prompts(PROMPTS[batch])
+    options = {"do_sample": False, "max_new_tokens": 8, "logits_processor": LogitsProcessorList([Doubles()])}
+    expected = target.generate(**inputs, **options)
+    assert torch.equal(target.generate(**inputs, assistant_model=random_eagle3(target), **options), expected)
+
+
+class Mixed(LogitsProcessor):
+    """Mixes the scores, or the texts, of all rows."""
+
+    def __init__(self, mixes_scores):
+        self.mixes_scores = mixes_scores
+
+    def __call__(self, input_ids, scores):
+        if self.mixes_scores:
+            return scores - 0.5 * scores.mean(dim=0, keepdim=True)
+        return scores.index_fill(1, input_ids[:, -1], float("-inf"))
+
+
+class PerRow(LogitsProcessor):
+    """Has something of its own for each row, which is not mixing; fails on the text of another row."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __call__(self, input_ids, scores):
+        assert torch.equal(input_ids[:, : self.texts.shape[1]], self.texts)
+        return scores + torch.arange(len(scores))[:, None] * torch.arange(scores.shape[1]) / 90
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", STOCK_FAMILY])
+def test_processors_that_mix_rows_are_refused(family):
+    target, inputs = tiny_target(family), padded_prompts(PROMPTS[3])
+    drafter = random_eagle3(target)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    for mixes_scores in (True, False):
+        processors = LogitsProcessorList([Mixed(mixes_scores)])
+        with pytest.raises(ValueError, match=r"Mixed gives row \d of the batch scores that depend on other rows"):
+            target.generate(**inputs, assistant_model=drafter, logits_processor=processors, **options)
+        one = {name: tensor[:1] for name, tensor in inputs.items()}
+        expected = target.generate(**one, logits_processor=processors, **options)
+        found = target.generate(**one, assistant_model=drafter, logits_processor=processors, **options)
+        assert torch.equal(found, expected)
+    if family == "llama":
+        processors = LogitsProcessorList([PerRow(inputs["input_ids"])])
+        expected = target.generate(**inputs, logits_processor=processors, **options)
+        found = target.generate(**inputs, assistant_model=drafter, logits_processor=processors, **options)
+        assert torch.equal(found, expected)

@@ -1,0 +1,124 @@
+"""The logits processors that plain `generate()` has for one prompt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopHLogitsWarper
+
+from ..errors import first_line
+from ..host.generation import logits_processors
+from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
+
+# Sampling settings that a request may have of its own if `per_request_processors` is set.
+SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
+
+# Further settings of logits processors, likewise.
+PROCESSOR_OPTIONS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "repetition_penalty",
+    "sequence_bias",
+    "suppress_tokens",
+    "top_h",
+    "typical_p",
+    "watermarking_config",
+)
+
+
+def processors_of_prompt(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    prompt: torch.Tensor,
+    max_new_tokens: int,
+    ends: Collection[int],
+    processors: LogitsProcessorList | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+) -> LogitsProcessorList:
+    """The processors of `generate()` for a prompt, in its order, on the device of the prompt.
+
+    Args:
+        model: the target.
+        config: of the call, with all defaults filled in.
+        prompt: `[length]` int64.
+        max_new_tokens: of the prompt.
+        ends: tokens that end its text.
+        processors, prefix_allowed_tokens_fn: as of `generate()`.
+
+    Raises:
+        ValueError: a setting is wrong, or a processor keeps state from one token to the next.
+    """
+    try:
+        found = logits_processors(model, config, prompt, max_new_tokens, ends, processors, prefix_allowed_tokens_fn)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"transformers makes no logits processors of the settings ({first_line(error)}); expected settings of the "
+            "types that it documents, and end-of-sequence tokens where one of them is about these."
+        ) from error
+    check_processors(found)
+    return found
+
+
+def are_of_all_rows(processors: LogitsProcessorList) -> bool:
+    """Whether none of `processors` reads the text, so that one pass processes the scores of all rows."""
+    return all(type(one) in POINTWISE_PROCESSORS for one in processors)
+
+
+def _of_python(value: Any) -> Any:
+    """`value`; a number of NumPy as one of Python, which transformers asks for."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
+def own_config(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    options: dict[str, Any],
+    prompt: torch.Tensor,
+    max_new_tokens: int,
+    ends: Collection[int],
+    samples_each: bool,
+    processors: LogitsProcessorList | None = None,
+) -> GenerationConfig | None:
+    """The settings of a request whose scores are processed by themselves; None if they are processed with all rows.
+
+    Args:
+        config: of all requests.
+        options: settings of the request, which take the place of those of `config`.
+        samples_each: whether rows have `SAMPLING_OPTIONS` of their own, see `RowSampling`.
+        others: as of `processors_of_prompt`.
+
+    Raises:
+        ValueError: see `processors_of_prompt`.
+    """
+    config = copy.copy(config)
+    for name, value in options.items():
+        if value is not None:
+            setattr(config, name, _of_python(value))
+    if config.do_sample and config.temperature == 0:
+        config.do_sample = False
+    found = processors_of_prompt(model, config, prompt, max_new_tokens, ends, processors)
+    is_of_all = are_of_all_rows(found) and not set(options) - set(SAMPLING_OPTIONS)
+    # `RowSampling` runs before all other warpers; transformers runs top-h between temperature and top-k.
+    if is_of_all and not (samples_each and any(type(one) is TopHLogitsWarper for one in found)):
+        return None
+    config.max_new_tokens = max_new_tokens
+    return config

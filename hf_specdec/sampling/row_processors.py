@@ -1,0 +1,81 @@
+"""Logits processors of the rows of continuous batching, where a request may have processors of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
+
+import torch
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
+
+from ..patching.patch import caller
+from ..state import DecodeState
+from .logits import certain
+from .processors import BlockProcessor
+
+_NONE: Mapping[int, LogitsProcessorList] = MappingProxyType({})
+
+# Where transformers' own processors are, which are defined for every text.
+_DEFINED_EVERYWHERE = "transformers.generation.logits_process"
+
+
+class RowsProcessor:
+    """The `BlockProcessor` of rows that come and go, some of which have processors of their own.
+
+    The processors of a row take the place of what all rows share. They get the text of the row alone, as in
+    `generate()` for its prompt: `input_ids` `[1, n]` and scores `[1, V]`, one position of the block after the other,
+    drafts included. They must be functions of their arguments. Positions past the row's length limit are left out;
+    so are, unless transformers' own processors are defined there, those after a draft that is ruled out or ends it.
+
+    Args:
+        shared: of all other rows; it reads no text.
+
+    Attributes:
+        own: gives the processors of the rows that have some, by row.
+    """
+
+    def __init__(self, shared: BlockProcessor):
+        self._shared = shared
+        self.own: Callable[[], Mapping[int, LogitsProcessorList]] = _NONE.copy
+
+    @property
+    def key(self) -> Hashable | None:
+        """See `BlockProcessor.key`; None while rows have processors of their own."""
+        return None if self.own() else self._shared.key
+
+    def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
+        """See `BlockProcessor.__call__`."""
+        scores, own = self._shared(logits, block, state), self.own()
+        if not own:
+            return scores
+        scores = scores.to(torch.float32, copy=True)
+        numbers = [state.lengths, state.limits, state.row_top_k, state.finished.long()]
+        for row, (length, limit, top_k, is_finished) in enumerate(torch.stack(numbers, dim=1).tolist()):
+            if row in own and not is_finished:
+                text, most = torch.cat([state.tokens[row, :length], block[row, 1:]]), limit - length
+                processed = _processed(own[row], logits[row, :most], text, length, state, row)
+                # A greedy request beside sampled ones.
+                scores[row, :most] = certain(processed) if state.is_sampling and top_k == 0 else processed
+        return scores
+
+
+def _processed(
+    processors: LogitsProcessorList, logits: torch.Tensor, text: torch.Tensor, length: int, state: DecodeState, row: int
+) -> torch.Tensor:
+    """`[n, V]` float32: `logits` `[n, V]` of positions of `row`, after `text` up to `length` and its next tokens."""
+    scores, is_everywhere = logits.to(torch.float32, copy=True), all(map(_is_defined_everywhere, processors))
+    for step in range(len(scores)):
+        with caller():
+            scores[step] = processors(text[None, : length + step], scores[step : step + 1].clone())[0]
+        if not is_everywhere and step + 1 < len(scores):
+            draft = text[length + step]
+            is_ruled_out = scores[step, draft].isneginf()
+            if not state.is_sampling:
+                is_ruled_out &= scores[step].argmax() != draft
+            if bool(is_ruled_out | (state.eos[row] == draft).any()):
+                break
+    return scores
+
+
+def _is_defined_everywhere(processor: object) -> bool:
+    return type(processor).__module__ == _DEFINED_EVERYWHERE and type(processor) is not PrefixConstrainedLogitsProcessor
