@@ -23,6 +23,7 @@ from ..patching.compressed_attention import compressed_attention
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.indexer_probes import pooled_indexers
 from ..patching.length_rope import length_rope
+from ..patching.mask_rules import why_not_kept
 from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.relative_bias import relative_biases
@@ -429,7 +430,10 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only {OUTPUT_NAME} holds; "
             "expected the whole text in input_ids."
         )
-    obstacle = None if request.drafter.is_equivalence_check else why_not_equivalent(request.model, "stock")
+    obstacle = None
+    if not request.drafter.is_equivalence_check:
+        kept = why_not_kept(request.model, request.config.max_length - 1)
+        obstacle = kept or why_not_equivalent(request.model, "stock")
     if obstacle is None and prompts.input_ids.shape[0] == 1 and not request.drafter.is_equivalence_check:
         obstacle = why_not_equivalent_with_hooks(request, model_kwargs)
     if obstacle is not None:

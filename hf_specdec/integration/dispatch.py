@@ -128,7 +128,7 @@ def _on_static_engine(
 ) -> tuple[Request, str | None]:
     """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
     model, prompts, drafter = request.model, request.prompts, request.drafter
-    obstacle = why_not_static(model, request.config, prompts, model_kwargs, tree)
+    obstacle = why_not_static(model, request.config, prompts, model_kwargs, tree, is_continuous)
     if obstacle is not None:
         return request, obstacle
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)

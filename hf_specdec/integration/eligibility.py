@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
 from ..host.caches import CACHE_NAMES, given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..patching.hidden_states import ModuleTree
+from ..patching.mask_rules import why_not_kept
 from ..patching.running_layer import forgets_states
-from ..patching.support import cache_layers, has_only_states, has_recurrent_layers, length_limits, why_not_supported
+from ..patching.support import (
+    cache_layers,
+    cache_windows,
+    has_only_states,
+    has_recurrent_layers,
+    length_limits,
+    why_not_supported,
+)
 from ..patching.variants import why_not_known_attention
 
 # Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
@@ -42,6 +50,7 @@ def why_not_static(
     prompts: Prompts,
     model_kwargs: dict[str, Any],
     tree: ModuleTree,
+    is_continuous: bool,
 ) -> str | None:
     """The reason why the static engine cannot run this call; None if it can.
 
@@ -51,6 +60,7 @@ def why_not_static(
         prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
         tree: of `model`.
+        is_continuous: whether it runs by continuous batching, where requests may have any length.
     """
     return (
         why_not_supported(model, tree=tree)
@@ -58,6 +68,7 @@ def why_not_static(
         or why_not_known_attention(model)
         or _why_not_call(model, config, prompts, model_kwargs)
         or _why_not_length(model, config, prompts)
+        or why_not_kept(model, None if is_continuous else config.max_length - 1)
     )
 
 
@@ -124,8 +135,7 @@ def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple 
 def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -> None:
     # Beyond a sliding window a block of tokens reads another number of keys than a single token, and transformers'
     # assisted generation, which splits the weights of a block into those of its tokens, takes wrong columns.
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    window = min((layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)), default=None)
+    window = min(filter(None, cache_windows(model)), default=None)
     if window is not None and config.max_length > window:
         raise ValueError(
             f"output_attentions is set, but a text of {config.max_length} tokens outgrows the window of {window} of "
