@@ -18,11 +18,10 @@ from ..config import (
 from ..host.modeling import ACT2FN
 from .checkpoint import Checkpoint
 from .decisions import NormalizedConfig
-from .detection import block_settings
+from .detection import architectures, block_settings, speculators_type
 from .dialects import (
     DEEPSPEC,
     MASK_TOKEN_KEYS,
-    MODELOPT,
     SPECFORGE,
     SPECULATORS,
     TRANSFORMERS,
@@ -208,19 +207,45 @@ class _DFlashReader(DraftLayersReader):
         return size
 
     def _anchor_first(self) -> bool:
-        key = "sample_from_anchor" if self._flag("sample_from_anchor") is not None else "shift_label"
-        stated = self._flag(key)
-        if self.dialect in (DEEPSPEC, SPECFORGE):
-            return self._decide("anchor_first", True, f"{self.dialect}'s DSpark models draft from the anchor on")
-        if stated is not None and (self.dialect, key) != (SPECULATORS, "shift_label"):
-            return self._decide("anchor_first", stated, f"{key} of config.json")
-        if self.config_class is DSparkConfig and self.dialect == MODELOPT:
-            return self._decide("anchor_first", True, "not in config.json; ModelOpt's DSpark has shift_label", True)
-        if self.config_class is DSparkConfig and self.dialect == SPECULATORS:
+        stated = self._stated_anchor_first()
+        if stated is not None:
+            return self._decide("anchor_first", stated[1], f"{stated[0]} of config.json")
+        if self.dialect == SPECULATORS and self._is_dspark():
             depth, size = speculators_depth(self.top), self._block_size()
             rule = f"sample_from_anchor is not in config.json; speculative_tokens is {depth} of blocks of {size}"
             return self._decide("anchor_first", depth == size, rule, doubtful=True)
+        if self._is_dspark():
+            rule = "not in config.json; DSpark models of all publishers but speculators draft from the anchor on"
+            return self._decide("anchor_first", True, rule, doubtful=self.dialect not in (DEEPSPEC, SPECFORGE))
         return self._decide("anchor_first", False, "not in config.json; DFlash fills in masks")
+
+    def _stated_anchor_first(self) -> tuple[str, bool] | None:
+        """The key of config.json that says whether blocks draft from the anchor on, and what it says.
+
+        vLLM's `dspark_bonus_anchor` says the opposite; `shift_label` is ModelOpt's and SpecForge's.
+        """
+        stated = {
+            "sample_from_anchor": self._flag("sample_from_anchor"),
+            "dspark_bonus_anchor": self._flag("dspark_bonus_anchor"),
+            "shift_label": None if self.dialect == SPECULATORS else self._flag("shift_label"),
+        }
+        found = {key: value != (key == "dspark_bonus_anchor") for key, value in stated.items() if value is not None}
+        if len(set(found.values())) > 1 and "anchor_first" not in self.decisions.overrides:
+            said = ", ".join(f"{key} is {str(stated[key]).lower()}" for key in found)
+            raise ValueError(
+                f"{self.name} contradicts itself: {said} in its config.json, of which one says that blocks draft from "
+                "the anchor on, and one that masks are filled in. Pass anchor_first=."
+            )
+        return next(iter(found.items()), None)
+
+    def _is_dspark(self) -> bool:
+        """Whether it is a DSpark drafter by what config.json calls it, or by its head, which may be left out."""
+        return (
+            self.config_class is DSparkConfig
+            or speculators_type(self.top) == "dspark"
+            or self.nested.get("projector_type") == "dspark"
+            or "dspark" in architectures(self.top)
+        )
 
     def _causal(self, layer_types: list[str] | None) -> list[bool]:
         """Whether the tokens of a block see no later ones, for each layer."""
@@ -340,9 +365,9 @@ class _DominoReader(_DFlashReader):
         }
 
     def _anchor_first(self) -> bool:
-        stated = self._flag("shift_label")
+        stated = self._stated_anchor_first()
         if stated is not None:
-            return self._decide("anchor_first", stated, "shift_label of config.json")
+            return self._decide("anchor_first", stated[1], f"{stated[0]} of config.json")
         return self._decide("anchor_first", False, "shift_label is not in config.json; SpecForge's default", True)
 
 

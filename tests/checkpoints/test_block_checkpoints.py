@@ -216,6 +216,43 @@ def test_anchor_first_is_overridden(target, tmp_path):
     assert not drafter.config.anchor_first and drafter.num_assistant_tokens == 16
 
 
+@pytest.mark.parametrize(
+    ("layout", "changes", "expected", "doubtful"),
+    [
+        ("deepspec", {"architectures": ["LingDSparkModel"]}, True, True),
+        ("deepspec", {"architectures": ["Lfm2DSparkDraftModel"]}, True, True),
+        ("deepspec", {"architectures": ["Qwen3OmniDSparkModel"]}, True, True),
+        ("deepspec", {"architectures": ["AnotherDraftModel"]}, True, True),
+        ("deepspec", {"sample_from_anchor": False}, False, False),
+        ("deepspec", {"dspark_bonus_anchor": True}, False, False),
+        ("deepspec", {"dspark_bonus_anchor": False, "architectures": ["LingDSparkModel"]}, True, False),
+        ("deepspec-dflash", {"architectures": ["LingDSparkModel"]}, True, True),
+        ("specforge", {"sample_from_anchor": False}, False, False),
+        ("specforge", {"shift_label": False}, False, False),
+    ],
+)
+def test_anchor_first_is_read_from_keys_before_names(layout, changes, expected, doubtful, tmp_path):
+    """A stated key decides; without one, DSpark of whatever class drafts from the anchor on, if not speculators'."""
+    found = read(tmp_path, layout, LAYOUTS[layout][0], **changes)
+    assert found.config.anchor_first == expected and decision(found, "anchor_first").doubtful == doubtful
+
+
+def test_anchor_first_of_an_unknown_class_is_said(target, tmp_path, caplog):
+    spec = LAYOUTS["deepspec"][0]
+    folder = write("deepspec", tmp_path, spec, make_weights(spec), architectures=["LingDSparkModel"])
+    assert AutoDrafter.from_pretrained(folder, target).config.anchor_first
+    assert "anchor_first = True" in next(one for one in caplog.messages if "leaves open how" in one)
+
+
+def test_keys_about_the_anchor_that_contradict_each_other(target, tmp_path):
+    spec = LAYOUTS["deepspec"][0]
+    changes = {"sample_from_anchor": True, "dspark_bonus_anchor": True}
+    folder = write("deepspec", tmp_path, spec, make_weights(spec), **changes)
+    with pytest.raises(ValueError, match="sample_from_anchor is true, dspark_bonus_anchor is true in its config.json"):
+        AutoDrafter.from_pretrained(folder, target)
+    assert AutoDrafter.from_pretrained(folder, target, anchor_first=True).config.anchor_first
+
+
 def test_convention_is_not_read_from_a_name(tmp_path):
     """DeepSpec's `dflash_*` are of its DSpark class and draft from the anchor on."""
     folder = tmp_path / "dflash_qwen3_4b_block7"
