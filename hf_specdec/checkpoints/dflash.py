@@ -56,7 +56,54 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (None, True),
     "rope_is_neox_style": (None, True),
     "use_gemma_norm": (None, False),
+    "enable_qwen35_gated_q_proj": (None, False),
+    "log_snr_conditioning": (None, False),
+    "micro_block_size": (None,),
 }
+
+# Keys inside of `dflash_config` and `dspark_config` that are read, or of which drafting does not depend.
+_KNOWN = frozenset(
+    {
+        "attention_mode",
+        "attention_sink_bias",
+        "attention_value_scale",
+        "block_size",
+        "causal",
+        "confidence_head_alpha",
+        "confidence_head_with_markov",
+        "conv_group_size",
+        "conv_kernel_size",
+        "dflash_query_causal",
+        "dspark_bonus_anchor",
+        "emb_dim",
+        "enable_confidence_head",
+        "final_logit_softcapping",
+        "gru_hidden_dim",
+        "input_embedding_scale",
+        "layer_ids",
+        "logit_scale",
+        "markov_head_type",
+        "markov_rank",
+        "mask_token",
+        "mask_token_id",
+        "num_anchors",
+        "num_target_layers",
+        "output_multiplier",
+        "projector_type",
+        "pure_draft_prefix_len",
+        "sample_from_anchor",
+        "selector_rank",
+        "selector_top_k",
+        "shift_label",
+        "swa_window_size",
+        "target_hidden_size",
+        "target_layer_ids",
+        "use_aux_hidden_state",
+        "use_confidence_head",
+        "use_swa",
+        *_NEUTRAL,
+    }
+)
 
 _IDS = "aux_hidden_state_layer_ids"
 
@@ -152,9 +199,13 @@ class _DFlashReader(DraftLayersReader):
             value = self._setting(key)
             if value not in neutral:
                 raise ValueError(
-                    f"{self.name} has {key} {value!r} in its config.json, which is not supported in the layers of a "
-                    f"{self.config_class.family} drafter; expected {neutral[-1]!r}."
+                    f"{self.name} has {key} {value!r} in its config.json, which is not supported in a "
+                    f"{self.config_class.family} drafter; expected "
+                    f"{'no such key' if neutral[-1] is None else repr(neutral[-1])}."
                 )
+        for key in sorted(self.nested.keys() - _KNOWN):
+            if self.nested[key]:
+                self._decide(key, self.nested[key], "of dflash_config, which is not known here: left out", doubtful=True)
         activation = self.layer.get("hidden_act")
         if activation is not None and activation not in ACT2FN:
             raise ValueError(f"{self.name} has hidden_act {activation!r}, which transformers does not know.")
@@ -253,7 +304,11 @@ class _DFlashReader(DraftLayersReader):
         windowed = [kind == "sliding_attention" for kind in layer_types or ["full_attention"] * count]
         if "causal" in self.decisions.overrides:
             return self._decide("causal", None, "")
-        for key, stated in (("is_causal", self.top.get("is_causal")), ("causal", self.nested.get("causal"))):
+        for key, stated in (
+            ("is_causal", self.top.get("is_causal")),
+            ("causal", self.nested.get("causal")),
+            ("dflash_query_causal", self._flag("dflash_query_causal")),
+        ):
             if isinstance(stated, bool):
                 return self._decide("causal", [stated] * count, f"{key} of config.json")
         if self.dialect == SPECULATORS:

@@ -158,6 +158,23 @@ def test_causality_of_zlab(changes, spec, expected, doubtful, tmp_path):
     assert found.config.causal == expected and decision(found, "causal").doubtful == doubtful
 
 
+@pytest.mark.parametrize(("layout", "spec"), [("z-lab", WINDOWED), ("deepspec", LAYOUTS["deepspec"][0])])
+def test_causality_of_queries(layout, spec, tmp_path):
+    """`dflash_query_causal`, in files of DSpark that begin with a DFlash drafter."""
+    for stated in (True, False):
+        found = read(tmp_path / str(stated), layout, spec, dflash_query_causal=stated)
+        assert found.config.causal == [stated] * 2 and not decision(found, "causal").doubtful
+    assert read(tmp_path / "c", layout, spec, dflash_query_causal=True, is_causal=False).config.causal == [False] * 2
+
+
+def test_unknown_keys_of_dflash_config_are_said(target, tmp_path, caplog):
+    nested = {"mask_token_id": 5, "target_layer_ids": [1, 3, 4], "depth_mixing": 0.5, "another": False}
+    folder = write("z-lab", tmp_path, DFLASH, make_weights(DFLASH), dflash_config=nested)
+    AutoDrafter.from_pretrained(folder, target)
+    (said,) = [one for one in caplog.messages if "leaves open how" in one]
+    assert "depth_mixing = 0.5" in said and "another" not in said and "by keyword" not in said
+
+
 def test_causality_inside_dflash_config(tmp_path):
     nested = {"mask_token_id": 5, "target_layer_ids": [1, 3, 4], "causal": True}
     assert read(tmp_path / "a", "z-lab", DFLASH, dflash_config=nested).config.causal == [True, True]
@@ -313,6 +330,9 @@ def test_mask_token(tmp_path):
     ("layout", "spec", "changes", "message"),
     [
         ("z-lab", DFLASH, {"use_gemma_norm": True}, "use_gemma_norm True"),
+        ("z-lab", DFLASH, {"micro_block_size": 4}, "micro_block_size 4 .*expected no such key"),
+        ("deepspec", LAYOUTS["deepspec"][0], {"log_snr_conditioning": True}, "log_snr_conditioning True"),
+        ("deepspec", LAYOUTS["deepspec"][0], {"enable_qwen35_gated_q_proj": True}, "gated_q_proj True"),
         ("z-lab", DFLASH, {"rope_is_neox_style": False}, "rope_is_neox_style False"),
         ("z-lab", DFLASH, {"hidden_act": "swigluoai"}, "hidden_act 'swigluoai'"),
         ("specforge", DSPARK, {"dflash_config": {"mask_token_id": 5, "markov_rank": 7}}, "markov_w1.weight is"),
