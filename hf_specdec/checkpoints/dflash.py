@@ -152,6 +152,8 @@ class _DFlashReader(DraftLayersReader):
         self._check_supported()
 
     def read(self) -> NormalizedConfig:
+        if any(name.startswith("confidence_") for name in self.tensors):
+            self._decide("confidence_head", None, "not used: it states how likely drafts are to be accepted")
         layers = self._layers()
         layer_ids = self._layer_ids()
         block_size, anchor_first = self._block_size(), self._anchor_first()
@@ -205,7 +207,9 @@ class _DFlashReader(DraftLayersReader):
                 )
         for key in sorted(self.nested.keys() - _KNOWN):
             if self.nested[key]:
-                self._decide(key, self.nested[key], "of dflash_config, which is not known here: left out", doubtful=True)
+                self._decide(
+                    key, self.nested[key], "of dflash_config, which is not known here: left out", doubtful=True
+                )
         activation = self.layer.get("hidden_act")
         if activation is not None and activation not in ACT2FN:
             raise ValueError(f"{self.name} has hidden_act {activation!r}, which transformers does not know.")
@@ -439,8 +443,6 @@ class _DSparkReader(_DFlashReader):
                 "markov_head.markov_w1.weight."
             )
         rank = self._setting("markov_rank", table.shape[1])
-        if any(name.startswith("confidence_") for name in self.tensors):
-            self._decide("confidence_head", None, "not used: it states how likely drafts are to be accepted")
         return {"markov_rank": rank, "markov_type": self._markov_type()}
 
     def _markov_type(self) -> str:

@@ -35,6 +35,12 @@ class DFlashDrafter(DraftLayersDrafter):
 
     config_class = DFlashConfig
     shift = 1
+    # DSpark's confidence head estimates how likely a draft token is to be accepted; drafting does not depend on it. It
+    # may be there without a Markov head, with which DSpark is DFlash that drafts from the anchor on.
+    _keys_to_ignore_on_load_unexpected = [
+        *DraftLayersDrafter._keys_to_ignore_on_load_unexpected,
+        r"^confidence_(head\.)?proj\.",
+    ]
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)

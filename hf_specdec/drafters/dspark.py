@@ -76,11 +76,6 @@ class DSparkDrafter(WalkingDrafter):
     """
 
     config_class = DSparkConfig
-    # The confidence head estimates how likely a draft token is to be accepted; drafting does not depend on it.
-    _keys_to_ignore_on_load_unexpected = [
-        *WalkingDrafter._keys_to_ignore_on_load_unexpected,
-        r"^confidence_(head\.)?proj\.",
-    ]
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)

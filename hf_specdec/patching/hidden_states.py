@@ -232,6 +232,7 @@ def check_aux_hidden_states(
     if weights.device.type == "meta" or not (layer_ids or last_hidden_state):
         return
     tokens = torch.arange(1, 1 + NUM_PROBE_TOKENS, device=weights.device)[None]
+    tokens = tokens % target.config.get_text_config().vocab_size
     expected = (1, NUM_PROBE_TOKENS, width)
     with torch.no_grad(), AuxHiddenStateRecorder(target, layer_ids, last_hidden_state) as recorder:
         target(input_ids=tokens, use_cache=False)

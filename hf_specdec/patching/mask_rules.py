@@ -63,6 +63,8 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
         for name, value in vars(config).items()
         if "token" in name and isinstance(value, int)
     }
+    if special.issuperset(range(size)):  # of a vocabulary of a few tokens
+        special = set()
     # Neighbours in a vocabulary are often alike; these are spread over it.
     spread = (number * 7919 % size for number in range(1, 10 * (size + count)))
     return list(itertools.islice((token for token in spread if token not in special), count))

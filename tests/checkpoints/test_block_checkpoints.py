@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import DFLASH, DFLASH2, DOMINO, DSPARK, LAYOUTS, Block, make_weights, write
+from blocks import DFLASH, DFLASH2, DOMINO, DSPARK, LAYOUTS, Block, make_weights, specforge_config, write
 from dialects import PLAIN, tiny_target
 from dialects import make_weights as make_eagle_weights
 from dialects import write as write_eagle
@@ -268,6 +268,35 @@ def test_keys_about_the_anchor_that_contradict_each_other(target, tmp_path):
     with pytest.raises(ValueError, match="sample_from_anchor is true, dspark_bonus_anchor is true in its config.json"):
         AutoDrafter.from_pretrained(folder, target)
     assert AutoDrafter.from_pretrained(folder, target, anchor_first=True).config.anchor_first
+
+
+@pytest.mark.parametrize(("layout", "rule"), [("deepspec", "anchor on"), ("speculators", "sample_from_anchor")])
+def test_dspark_without_a_markov_head(layout, rule, target, tmp_path):
+    """`markov_rank: 0`: DFlash that drafts from the anchor on; a confidence head may be there."""
+    spec = Block(anchor_first=True, own_embedding=True, own_head=True)
+    weights = make_weights(spec) | {
+        "confidence_head.proj.weight": torch.ones(1, spec.hidden_size),
+        "confidence_head.proj.bias": torch.ones(1),
+    }
+    changes = {"markov_rank": 0, "enable_confidence_head": True, "confidence_head_with_markov": False}
+    changes |= {"speculators_model_type": "dspark"} if layout == "speculators" else {}
+    folder = write(layout, tmp_path, spec, weights, **changes)
+    found = read_checkpoint(open_checkpoint(folder), target.config)
+    assert type(found.config) is DFlashConfig and rule in decision(found, "anchor_first").rule
+    drafter = AutoDrafter.from_pretrained(folder, target)
+    assert drafter.config.anchor_first and drafter.num_assistant_tokens == spec.block_size
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_modes_of_specforge(heads, target, tmp_path):
+    """As many heads of keys as of queries, or fewer: the layers' settings and tensors say which."""
+    spec = Block(anchor_first=True, markov="vanilla", num_kv_heads=heads)
+    nested = specforge_config(spec)["dflash_config"]
+    for mode in ("mha", "GQA"):
+        folder = write(
+            "specforge", tmp_path / mode, spec, make_weights(spec), dflash_config=nested | {"attention_mode": mode}
+        )
+        assert AutoDrafter.from_pretrained(folder, target).config.num_key_value_heads == heads
 
 
 def test_convention_is_not_read_from_a_name(tmp_path):
