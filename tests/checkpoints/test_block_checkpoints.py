@@ -265,7 +265,7 @@ def test_keys_about_the_anchor_that_contradict_each_other(target, tmp_path):
     spec = LAYOUTS["deepspec"][0]
     changes = {"sample_from_anchor": True, "dspark_bonus_anchor": True}
     folder = write("deepspec", tmp_path, spec, make_weights(spec), **changes)
-    with pytest.raises(ValueError, match="sample_from_anchor is true, dspark_bonus_anchor is true in its config.json"):
+    with pytest.raises(ValueError, match="sample_from_anchor is true, dspark_bonus_anchor is true in its"):
         AutoDrafter.from_pretrained(folder, target)
     assert AutoDrafter.from_pretrained(folder, target, anchor_first=True).config.anchor_first
 
