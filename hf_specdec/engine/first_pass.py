@@ -206,8 +206,11 @@ class FirstPass:
             inputs = stack.enter_context(_InputRecorder(model.get_decoder()))
             if isinstance(cache, RaggedCache):
                 stack.enter_context(recurrent_functions(model))
+            given = request.inputs
+            if recorder.misses_positions:  # a list of places leaves no token out
+                given = {**given, "logits_to_keep": torch.tensor([-1], device=model.device)}
             try:
-                out = run_as_given(model, prompts.input_ids, request.config, request.inputs, cache)
+                out = run_as_given(model, prompts.input_ids, request.config, given, cache)
             except BaseException:
                 if prompts.cached:  # the caller's cache, which has got longer in some layers
                     with suppress(Exception):

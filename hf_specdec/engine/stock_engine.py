@@ -97,9 +97,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._row = row.number
         self._drafter = request.drafter
         self._recorder = recorder
-        # Layers that store no keys would run over the prompt's last token only.
-        is_shortened = getattr(request.model.config.get_text_config(), "num_kv_shared_layers", 0) and recorder.records
-        self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if is_shortened else {}
+        self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if recorder.misses_positions else {}
         self._criteria = criteria
         self._num_draft_tokens = request.num_draft_tokens
         self._state: DecodeState | None = None
