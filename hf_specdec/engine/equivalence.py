@@ -49,7 +49,7 @@ from .compared_texts import (
     limit_of,
     put_together,
 )
-from .first_pass import kept_rope_deltas
+from .first_pass import inputs_besides_tokens, kept_rope_deltas
 from .kv_transfer import run_as_given
 from .prompts import Prompts
 from .request import Request
@@ -180,7 +180,9 @@ class CallWithInputs(NamedTuple):
             for name, value in sorted(self.besides.items())
         )
         hooked = (Identity(self.model), self.most_drafts, *self.hooks) if self.hooks else ()
-        return (self.engine, hooked, *values, *_kind_of(self.model))
+        # The stock engine runs a row with the padding that it is given.
+        is_padded = self.engine == "stock" and any(self.prompts.padding)
+        return (self.engine, is_padded, hooked, *values, *_kind_of(self.model))
 
 
 def why_not_equivalent_with(call: CallWithInputs) -> str | None:
@@ -212,17 +214,12 @@ def why_not_equivalent_with(call: CallWithInputs) -> str | None:
     return keep(_outcomes, key, outcome)
 
 
-def why_not_equivalent_with_hooks(request: Request, model_kwargs: Mapping[str, Any]) -> str | None:
-    """As `why_not_equivalent_with` of the stock engine, for hooks; `model_kwargs` as of `CallWithInputs`."""
-    model = request.model
-    hooks = hooks_of(modules_of(model))
-    if not hooks:
+def why_not_equivalent_row(request: Request, model_kwargs: Mapping[str, Any]) -> str | None:
+    """As `why_not_equivalent_with` of the stock engine, for a call of one row with inputs besides tokens or hooks; None
+    for others. `model_kwargs` as of `CallWithInputs`."""
+    hooks, besides = hooks_of(modules_of(request.model)), inputs_besides_tokens(model_kwargs)
+    if not hooks and not besides:
         return None
-    besides = {
-        name: value
-        for name, value in model_kwargs.items()
-        if isinstance(value, torch.Tensor) and name not in ("attention_mask", "position_ids", "cache_position")
-    }
     return why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, besides, {}, hooks, "stock"))
 
 

@@ -35,6 +35,20 @@ from .prompts import Prompts
 from .request import Request
 from .target import HiddenStates
 
+# Model inputs that engines replace by their own.
+REPLACED_INPUTS = frozenset(
+    {
+        *CACHE_NAMES,
+        "attention_mask",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 # Rows of position ids `[rows, B, n]` with M-RoPE if the first row counts tokens: transformers passes it on for masks.
 _ROWS_WITH_TEXT = 4
 
@@ -55,6 +69,16 @@ def kept_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, value in before:
             setattr(module, ROPE_DELTAS, value)
+
+
+def inputs_besides_tokens(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a call that are neither its tokens nor replaced by an engine's own, such as images."""
+    return {name: value for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value)}
+
+
+def _is_input(value: Any) -> bool:
+    # transformers passes an empty dictionary of images to a multimodal model with a text prompt.
+    return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
 
 
 def inputs_after_prompts(

@@ -30,7 +30,7 @@ from ..patching.relative_bias import relative_biases
 from ..patching.support import has_recurrent_layers, length_limits
 from ..state import DecodeState, Shape
 from ..stats import Counters
-from .equivalence import why_not_equivalent, why_not_equivalent_with_hooks
+from .equivalence import why_not_equivalent, why_not_equivalent_row
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import propose
@@ -309,6 +309,27 @@ def _restored(cache: Cache | None) -> Iterator[None]:
 
 
 @contextmanager
+def _cross_attention_kept(model: PreTrainedModel, cache: Cache | None) -> Iterator[None]:
+    """Context in which `crop` of `cache` leaves layers with cross-attention alone: their keys are of images, not of
+    tokens that may be rejected."""
+    fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
+    if not fixed or cache is None:
+        yield
+        return
+
+    def crop(tokens_to_remove: int) -> None:
+        for index, layer in enumerate(cache.layers):
+            if index not in fixed:
+                layer.crop(tokens_to_remove)
+
+    cache.crop = crop
+    try:
+        yield
+    finally:
+        del cache.crop
+
+
+@contextmanager
 def _seeded(seed: int, model: PreTrainedModel) -> Iterator[None]:
     """Context in which the global generators of the CPU and of `model`'s devices start from `seed`."""
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
@@ -359,6 +380,8 @@ def assist(
     counters, seconds = Counters(request.batch, request.num_draft_tokens), 0.0
     outputs, draft_probs = [], False
     for row in separate_rows(request, model_kwargs):
+        if not request.drafter.is_equivalence_check:
+            _check_equivalent(request, why_not_equivalent_row(row.request, row.inputs))
         with _seeded(int(seeds[row.number]), request.model) if is_seeded else nullcontext():
             output, seconds_of_row = _assist_row(assisted_decoding, inputs_tensor, row, counters)
         outputs.append(output)
@@ -391,6 +414,7 @@ def _assist_row(
             stack.enter_context(patches(drafter))
         cache = given_cache(model_kwargs)
         stack.enter_context(_restored(cache))
+        stack.enter_context(_cross_attention_kept(model, cache))
         stack.enter_context(_continuing(model, request.prompts.cached))
         if has_recurrent_layers(model):
             model_kwargs = model_kwargs | {OUTPUT_NAME: stack.enter_context(ReplayCache(model, cache))}
@@ -413,6 +437,16 @@ def _assist_row(
     return output, seconds
 
 
+def _check_equivalent(request: Request, obstacle: str | None) -> None:
+    """Raise `ValueError` if there is an `obstacle` to transformers' assisted generation."""
+    if obstacle is not None:
+        raise ValueError(
+            f"{type(request.model).__name__} cannot generate with a drafter: neither on the static engine "
+            f"({request.reason}), nor in transformers' own assisted generation ({obstacle}). Generate without "
+            "assistant_model."
+        )
+
+
 def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
     name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
@@ -432,13 +466,7 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     if not request.drafter.is_equivalence_check:
         kept = why_not_kept(request.model, request.config.max_length - 1)
         obstacle = kept or why_not_equivalent(request.model, "stock")
-    if obstacle is None and prompts.input_ids.shape[0] == 1 and not request.drafter.is_equivalence_check:
-        obstacle = why_not_equivalent_with_hooks(request, model_kwargs)
-    if obstacle is not None:
-        raise ValueError(
-            f"{name} cannot generate with a drafter: neither on the static engine ({reason}), nor in transformers' own "
-            f"assisted generation ({obstacle}). Generate without assistant_model."
-        )
+    _check_equivalent(request, obstacle)
     obstacle = why_not_separate(request, model_kwargs)
     if obstacle is not None:
         raise ValueError(

@@ -12,11 +12,11 @@ from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..engine.first_pass import REPLACED_INPUTS
 from ..engine.row_request import ContinuousBatching, RowRequest
 from ..host.generation import GenerationOutput, RequestStatus
 from ..patching.patch import on_host
 from .dispatch import continuous_batching
-from .eligibility import REPLACED_INPUTS
 from .validation import TOKEN_DTYPES
 
 logger = logging.getLogger(__name__)

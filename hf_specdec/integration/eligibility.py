@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
-from ..host.caches import CACHE_NAMES, given_cache, is_of_caller
+from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..patching.hidden_states import ModuleTree
 from ..patching.mask_rules import why_not_kept
@@ -23,22 +23,6 @@ from ..patching.support import (
     why_not_supported,
 )
 from ..patching.variants import why_not_known_attention
-
-# Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
-REPLACED_INPUTS = frozenset(
-    {
-        *CACHE_NAMES,
-        "attention_mask",
-        "cache_position",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
-)
-
 
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
 _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})
@@ -166,11 +150,6 @@ def _why_not_call(
     return None
 
 
-def inputs_besides_tokens(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a call that are neither its tokens nor replaced by the engine's own, such as images."""
-    return {name: value for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value)}
-
-
 def ordinary_offsets(prompts: Prompts, model_kwargs: dict[str, Any]) -> list[int] | None:
     """For each row position ids minus positions, if they differ by one number for all tokens; None otherwise.
 
@@ -191,8 +170,3 @@ def ordinary_offsets(prompts: Prompts, model_kwargs: dict[str, Any]) -> list[int
     offsets = last - positions[:, -1:]
     is_run = (positions >= 0) & (columns >= prompts.cached)
     return offsets[:, 0].tolist() if bool(((given == positions + offsets) | ~is_run).all()) else None
-
-
-def _is_input(value: Any) -> bool:
-    # transformers passes an empty dictionary of images to a multimodal model with a text prompt.
-    return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
