@@ -25,10 +25,11 @@ from ..host.generation import ModelOutput, inputs_after
 from ..host.modeling import ROPE_DELTAS
 from ..patching.cache import LayerKind, RaggedCache, RaggedLayer, RaggedRecurrentLayer
 from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
+from ..patching.mask_rules import ordinary_prompts
 from ..patching.patch import caller, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.recurrent_layers import RecurrentLayer
-from ..patching.support import cache_layers, has_recurrent_layers
+from ..patching.support import cache_layers, cache_name, cached_by_settings, has_recurrent_layers
 from ..state import DecodeState
 from .kv_transfer import read_cache, run_as_given, stores_keys
 from .prompts import Prompts
@@ -169,6 +170,31 @@ class _ColumnCache(RaggedCache):
         return _ColumnRecurrentLayer(self, kind.num_states) if kind.num_states else _ColumnLayer(self)
 
 
+def _column_cache(
+    model: PreTrainedModel, lengths: torch.Tensor, positions: torch.Tensor, slots: int, num_draft_tokens: int
+) -> _ColumnCache:
+    """A cache for one pass over prompts of `lengths` `[B]` int64, whose columns are at `positions` `[B, n]`."""
+    kinds = [kind._replace(takes_mask=False) for kind in cache_layers(model)]
+    cache = _ColumnCache(kinds, slots, None, lengths, num_draft_tokens)
+    cache.restart()
+    cache.advance(positions, slots)
+    return cache
+
+
+@cached_by_settings
+def bounds_steps(model: PreTrainedModel) -> bool:
+    """Whether recurrent layers of `model` bound the time steps of several tokens at once, and not those of single ones.
+
+    The first call for a class and configuration runs the model on a few tokens.
+    """
+    inputs = ordinary_prompts(model, [3])
+    positions = torch.arange(3, device=model.device)[None]
+    cache = _column_cache(model, torch.tensor([3], device=model.device), positions, 4, 1)
+    with torch.no_grad(), engine(), recurrent_functions(model):
+        model(**inputs, use_cache=True, **{cache_name(model): cache})
+    return cache.bounds_steps
+
+
 class _InputRecorder:
     """Context in which a forward pass of `decoder` records the embeddings and the position ids that it is given."""
 
@@ -260,11 +286,7 @@ class FirstPass:
         if not has_recurrent_layers(model):
             return DynamicCache(config=model.config.get_text_config(decoder=True))
         lengths = torch.tensor(prompts.lengths, device=model.device)
-        kinds = [kind._replace(takes_mask=False) for kind in cache_layers(model)]
-        cache = _ColumnCache(kinds, slots, None, lengths, num_draft_tokens)
-        cache.restart()
-        cache.advance(self._positions, slots)
-        return cache
+        return _column_cache(model, lengths, self._positions, slots, num_draft_tokens)
 
     def bring(self, state: DecodeState, kept: HiddenStates | None) -> None:
         """Copy keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`.
