@@ -151,6 +151,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         aux_hidden_states = self._aux_hidden_states()
         num_seen = input_ids.shape[1] - 1 if aux_hidden_states is None else aux_hidden_states.shape[1]
         tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
+        self._counters.rows[self._row].unread_tokens = input_ids.shape[1] - len(tokens)
         remaining = self._request.config.max_length - input_ids.shape[1]
         self._num_draft_tokens = min(self._request.num_draft_tokens, remaining)
         max_new_tokens = remaining + self._num_draft_tokens + 1

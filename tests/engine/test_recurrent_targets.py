@@ -405,5 +405,5 @@ def test_bounds_of_time_steps_are_refused_on_the_stock_engine(class_name):
     drafter = random_draft_model(target)
     text = generate(target, inputs, assistant_model=drafter)
     assert torch.equal(text, generate(target, inputs)) and drafter.stats.engine == "static"
-    with pytest.raises(ValueError, match="bound the time steps of several tokens at once|differ there from plain"):
+    with pytest.raises(ValueError, match=r"bound the time steps of several tokens at once|differ there from plain"):
         generate(target, inputs, assistant_model=drafter.configure(engine="stock"))
