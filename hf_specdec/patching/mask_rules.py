@@ -90,11 +90,13 @@ class _Mask(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """A call of attention: the layer, the sliding window that it states, and the mask if transformers made it."""
+    """A call of attention: the layer, the sliding window that it states, and the mask if transformers made it; whether
+    it has another one."""
 
     module: nn.Module
     window: int | None
     mask: _Mask | None
+    has_own_mask: bool
 
 
 class _Probe(threading.local):
@@ -110,7 +112,7 @@ _probe = _Probe()
 
 def _probing_attention(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
     made = next((mask for mask in _probe.masks if mask.tensor is attention_mask), None)
-    _probe.calls.append(_Attention(module, sliding_window, made))
+    _probe.calls.append(_Attention(module, sliding_window, made, attention_mask is not None and made is None))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -201,7 +203,9 @@ def _find_rules(model: PreTrainedModel, is_causal: bool) -> _Rules | str:
             handed = "no window" if call.window is None else f"a window of {call.window}"
             return f"the mask of attention {number} is of no kind that is known (it is called with {handed})"
     by_name = {names[module]: rule for module, (rule, stated) in found.items() if rule != stated}
-    return _Rules(by_name, _fewest_kept(model, {module: rule for module, (rule, _) in found.items()}))
+    unknown = {call.module for call in calls if call.has_own_mask}
+    known = {module: rule for module, (rule, _) in found.items() if module not in unknown}
+    return _Rules(by_name, _fewest_kept(model, known))
 
 
 def _fewest_kept(model: PreTrainedModel, rules: Mapping[nn.Module, MaskRule]) -> int | None:
