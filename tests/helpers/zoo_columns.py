@@ -107,7 +107,9 @@ def check_image(model: PreTrainedModel, name: str) -> str:
     options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
     with torch.no_grad():
         text = plain(lambda: model.generate(**copy.deepcopy(given), **options))
-    lengths = [given["input_ids"].shape[1]] * len(text)
+    # Of what is returned the prompt is a part, unless it was embedded; some classes leave out its last token.
+    width = text.shape[1] - MAX_NEW_TOKENS
+    lengths = [width if width > 0 else given["input_ids"].shape[1]] * len(text)
     for drafter in (oracle_of(model, text, lengths), random_draft_model(model)):
         with torch.no_grad():
             found = model.generate(**copy.deepcopy(given), **options, assistant_model=drafter, num_assistant_tokens=K)
