@@ -170,9 +170,9 @@ def test_drafts_are_those_of_the_whole_text(kind, lengths):
     options = OPTIONS | {"assistant_model": drafter, "num_assistant_tokens": 3}
     expected, whole = proposals_of(drafter, lambda: target.generate(**turn, **options))
     assert drafter.stats.unread_tokens == 0
-    cache = copy.deepcopy(first.past_key_values)
+    cache = copy.deepcopy(first[OUTPUT_NAME])
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    found, out = proposals_of(drafter, lambda: target.generate(**turn, past_key_values=cache, **options))
+    found, out = proposals_of(drafter, lambda: target.generate(**turn, **{OUTPUT_NAME: cache}, **options))
     assert torch.equal(out.sequences, whole.sequences) and drafter.stats.unread_tokens == 0
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
@@ -184,14 +184,14 @@ def test_drafts_are_those_of_the_whole_text(kind, lengths):
 def test_keys_that_are_not_those_of_the_tokens_stay():
     """A cache may hold more than its tokens say, such as images: what is run again does not take its place."""
     target, inputs = tiny_target("llama"), padded_prompts([30])
-    cache = target.generate(**inputs, **OPTIONS).past_key_values
+    cache = target.generate(**inputs, **OPTIONS)[OUTPUT_NAME]
     turn = next_turn(inputs, target.generate(**inputs, **OPTIONS).sequences)
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys + 0.5, layer.values.flip(2)
-    plain = target.generate(**turn, **OPTIONS, past_key_values=copy.deepcopy(cache))
+    plain = target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: copy.deepcopy(cache)})
     assert not torch.equal(plain.sequences, target.generate(**turn, **OPTIONS).sequences)
     drafter = RANDOM_DRAFTERS["eagle3"](target)
-    text = target.generate(**turn, **OPTIONS, past_key_values=copy.deepcopy(cache), assistant_model=drafter)
+    text = target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: copy.deepcopy(cache)}, assistant_model=drafter)
     assert torch.equal(text.sequences, plain.sequences) and drafter.stats.unread_tokens == 0
 
 
@@ -201,7 +201,7 @@ def test_tokens_that_a_drafter_has_not_read_are_counted(case):
     """A cache without the keys of all tokens, a text that is not given, a short answer, the stock engine."""
     target, inputs = tiny_target("gemma3" if case == "window" else "llama"), padded_prompts([30])
     cache, drafter = DynamicCache(config=target.config), RANDOM_DRAFTERS["dflash"](target)
-    out = target.generate(**inputs, **OPTIONS, past_key_values=cache)
+    out = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache})
     held, turn = cache.get_seq_length(), next_turn(inputs, out.sequences)
     expected = target.generate(**turn, **OPTIONS).sequences
     given, options, unread = turn, dict(OPTIONS), held
@@ -211,7 +211,7 @@ def test_tokens_that_a_drafter_has_not_read_are_counted(case):
         options["max_new_tokens"], unread = 2, held - 2 * REREAD_PER_NEW_TOKEN
     if case == "stock":
         drafter.configure(engine="stock")
-    text = target.generate(**given, **options, past_key_values=cache, assistant_model=drafter).sequences
+    text = target.generate(**given, **options, **{OUTPUT_NAME: cache}, assistant_model=drafter).sequences
     new = options["max_new_tokens"]
     assert torch.equal(text[:, -new:], expected[:, turn["input_ids"].shape[1] :][:, :new])
     assert drafter.stats.unread_tokens == drafter.stats.rows[0].unread_tokens == unread

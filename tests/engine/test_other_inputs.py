@@ -10,6 +10,8 @@ from transformers import Blip2Config, BlipConfig, Kosmos2Config, MllamaConfig
 from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, VOCAB, tiny_config
 from zoo_models import build, enliven, prompts, rows_of
 
+from hf_specdec.host.caches import OUTPUT_NAME
+
 OPTIONS = {"max_new_tokens": 16, "do_sample": False}
 IMAGE_SIZE, PATCH = 28, 14
 
@@ -75,7 +77,7 @@ def test_keys_of_images_outlive_rejected_drafts(accuracy):
             text = target.generate(**given, **OPTIONS, assistant_model=drafter, num_assistant_tokens=k)
             assert torch.equal(text, plain) and drafter.stats.engine == "stock"
     cache = transformers.DynamicCache(config=target.config)
-    target.generate(**one, **OPTIONS, past_key_values=cache, assistant_model=drafter)
+    target.generate(**one, **OPTIONS, **{OUTPUT_NAME: cache}, assistant_model=drafter)
     assert "crop" not in vars(cache)
 
 

@@ -19,6 +19,7 @@ from zoo_models import MAX_NEW_TOKENS, generate, is_sourced, prompts, rows_of
 from zoo_outcomes import CRASH, REFUSED, RIGHT, WRONG, is_refusal, last_line
 
 import hf_specdec
+from hf_specdec.host.caches import OUTPUT_NAME
 
 K = 4
 ACCURACY = 0.6
@@ -127,15 +128,15 @@ def check_cache(model: PreTrainedModel) -> str:
                 **inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS // 2, return_dict_in_generate=True
             )
         )
-    cache = getattr(first, "past_key_values", None)
+    cache = getattr(first, OUTPUT_NAME, None)
     if cache is None:
         raise NothingToCompare
     ids = torch.cat([first.sequences, rows_of(prompts(model, seed=2))[0]["input_ids"][:, :MORE]], dim=1)
     turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    text = plain(lambda: generate(model, turn, past_key_values=copy.deepcopy(cache)))
+    text = plain(lambda: generate(model, turn, **{OUTPUT_NAME: copy.deepcopy(cache)}))
     for drafter in (oracle_of(model, text, [ids.shape[1]]), random_draft_model(model)):
         given = copy.deepcopy(cache)
-        found = generate(model, turn, past_key_values=given, assistant_model=drafter, num_assistant_tokens=K)
+        found = generate(model, turn, **{OUTPUT_NAME: given}, assistant_model=drafter, num_assistant_tokens=K)
         if not torch.equal(found, text):
             return f"{int((found != text).sum())} of {MAX_NEW_TOKENS} new tokens differ"
     return ""
