@@ -285,8 +285,9 @@ def _log(name: str, found: NormalizedCheckpoint) -> None:
         logger.info(f"{name} ({found.config.dialect}): " + "; ".join(map(str, found.decisions)))
     doubtful = [decision for decision in found.decisions if decision.doubtful]
     if doubtful:
+        keywords = [decision.name for decision in doubtful if decision.name in Overrides.__annotations__]
+        passed = f", and pass what it reports by keyword ({', '.join(keywords)})" if keywords else ""
         logger.warning(
             f"{name} leaves open how it is to be interpreted: {'; '.join(map(str, doubtful))}. If few draft tokens are "
-            "accepted, run `hf-specdec inspect --self-check` on it and its target, and pass what it reports "
-            f"by keyword ({', '.join(decision.name for decision in doubtful)})."
+            f"accepted, run `hf-specdec inspect --self-check` on it and its target{passed}."
         )

@@ -18,6 +18,8 @@ class RowStats:
             of a text comes with the prompt's pass, and is of no round.
         drafted_per_position, accepted_per_position: `drafted` and `accepted` by position in the block, `[K]`.
         cached_tokens: tokens of its prompt that were not prefilled, since another row's text begins with them, too.
+        unread_tokens: tokens at the beginning of its prompt that the drafter has not read: of a text that continues
+            `past_key_values`, whose hidden states are not known.
     """
 
     rounds: int
@@ -25,6 +27,7 @@ class RowStats:
     accepted_per_position: list[int]
     committed: int
     cached_tokens: int = 0
+    unread_tokens: int = 0
 
     @property
     def drafted(self) -> int:
@@ -58,6 +61,7 @@ def add_up(rows: Sequence[RowStats]) -> RowStats:
         accepted_per_position=total("accepted_per_position"),
         committed=sum(row.committed for row in rows),
         cached_tokens=sum(row.cached_tokens for row in rows),
+        unread_tokens=sum(row.unread_tokens for row in rows),
     )
 
 

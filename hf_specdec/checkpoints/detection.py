@@ -211,8 +211,9 @@ def _is_mimo(config: Mapping[str, Any], names: str, tensors: Collection[str]) ->
 
 
 def _is_latent_block(config: Mapping[str, Any], names: str, tensors: Collection[str]) -> bool:
+    # SpecForge's names of as many heads of keys as of queries, and of fewer, which the layers' settings state.
     mode = block_settings(config).get("attention_mode")
-    return mode not in (None, "gqa") or any("kv_a_proj_with_mqa" in name for name in tensors)
+    return str(mode or "gqa").lower() not in ("gqa", "mha") or any("kv_a_proj_with_mqa" in name for name in tensors)
 
 
 def _drafts_blocks(config: Mapping[str, Any], tensors: Collection[str]) -> bool:

@@ -18,11 +18,10 @@ from ..config import (
 from ..host.modeling import ACT2FN
 from .checkpoint import Checkpoint
 from .decisions import NormalizedConfig
-from .detection import block_settings
+from .detection import architectures, block_settings, speculators_type
 from .dialects import (
     DEEPSPEC,
     MASK_TOKEN_KEYS,
-    MODELOPT,
     SPECFORGE,
     SPECULATORS,
     TRANSFORMERS,
@@ -57,7 +56,54 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (None, True),
     "rope_is_neox_style": (None, True),
     "use_gemma_norm": (None, False),
+    "enable_qwen35_gated_q_proj": (None, False),
+    "log_snr_conditioning": (None, False),
+    "micro_block_size": (None,),
 }
+
+# Keys inside of `dflash_config` and `dspark_config` that are read, or of which drafting does not depend.
+_KNOWN = frozenset(
+    {
+        "attention_mode",
+        "attention_sink_bias",
+        "attention_value_scale",
+        "block_size",
+        "causal",
+        "confidence_head_alpha",
+        "confidence_head_with_markov",
+        "conv_group_size",
+        "conv_kernel_size",
+        "dflash_query_causal",
+        "dspark_bonus_anchor",
+        "emb_dim",
+        "enable_confidence_head",
+        "final_logit_softcapping",
+        "gru_hidden_dim",
+        "input_embedding_scale",
+        "layer_ids",
+        "logit_scale",
+        "markov_head_type",
+        "markov_rank",
+        "mask_token",
+        "mask_token_id",
+        "num_anchors",
+        "num_target_layers",
+        "output_multiplier",
+        "projector_type",
+        "pure_draft_prefix_len",
+        "sample_from_anchor",
+        "selector_rank",
+        "selector_top_k",
+        "shift_label",
+        "swa_window_size",
+        "target_hidden_size",
+        "target_layer_ids",
+        "use_aux_hidden_state",
+        "use_confidence_head",
+        "use_swa",
+        *_NEUTRAL,
+    }
+)
 
 _IDS = "aux_hidden_state_layer_ids"
 
@@ -106,6 +152,8 @@ class _DFlashReader(DraftLayersReader):
         self._check_supported()
 
     def read(self) -> NormalizedConfig:
+        if any(name.startswith("confidence_") for name in self.tensors):
+            self._decide("confidence_head", None, "not used: it states how likely drafts are to be accepted")
         layers = self._layers()
         layer_ids = self._layer_ids()
         block_size, anchor_first = self._block_size(), self._anchor_first()
@@ -153,8 +201,14 @@ class _DFlashReader(DraftLayersReader):
             value = self._setting(key)
             if value not in neutral:
                 raise ValueError(
-                    f"{self.name} has {key} {value!r} in its config.json, which is not supported in the layers of a "
-                    f"{self.config_class.family} drafter; expected {neutral[-1]!r}."
+                    f"{self.name} has {key} {value!r} in its config.json, which is not supported in a "
+                    f"{self.config_class.family} drafter; expected "
+                    f"{'no such key' if neutral[-1] is None else repr(neutral[-1])}."
+                )
+        for key in sorted(self.nested.keys() - _KNOWN):
+            if self.nested[key]:
+                self._decide(
+                    key, self.nested[key], "of dflash_config, which is not known here: left out", doubtful=True
                 )
         activation = self.layer.get("hidden_act")
         if activation is not None and activation not in ACT2FN:
@@ -208,19 +262,45 @@ class _DFlashReader(DraftLayersReader):
         return size
 
     def _anchor_first(self) -> bool:
-        key = "sample_from_anchor" if self._flag("sample_from_anchor") is not None else "shift_label"
-        stated = self._flag(key)
-        if self.dialect in (DEEPSPEC, SPECFORGE):
-            return self._decide("anchor_first", True, f"{self.dialect}'s DSpark models draft from the anchor on")
-        if stated is not None and (self.dialect, key) != (SPECULATORS, "shift_label"):
-            return self._decide("anchor_first", stated, f"{key} of config.json")
-        if self.config_class is DSparkConfig and self.dialect == MODELOPT:
-            return self._decide("anchor_first", True, "not in config.json; ModelOpt's DSpark has shift_label", True)
-        if self.config_class is DSparkConfig and self.dialect == SPECULATORS:
+        stated = self._stated_anchor_first()
+        if stated is not None:
+            return self._decide("anchor_first", stated[1], f"{stated[0]} of config.json")
+        if self.dialect == SPECULATORS and self._is_dspark():
             depth, size = speculators_depth(self.top), self._block_size()
             rule = f"sample_from_anchor is not in config.json; speculative_tokens is {depth} of blocks of {size}"
             return self._decide("anchor_first", depth == size, rule, doubtful=True)
+        if self._is_dspark():
+            rule = "not in config.json; DSpark models of all publishers but speculators draft from the anchor on"
+            return self._decide("anchor_first", True, rule, doubtful=self.dialect not in (DEEPSPEC, SPECFORGE))
         return self._decide("anchor_first", False, "not in config.json; DFlash fills in masks")
+
+    def _stated_anchor_first(self) -> tuple[str, bool] | None:
+        """The key of config.json that says whether blocks draft from the anchor on, and what it says.
+
+        vLLM's `dspark_bonus_anchor` says the opposite; `shift_label` is ModelOpt's and SpecForge's.
+        """
+        stated = {
+            "sample_from_anchor": self._flag("sample_from_anchor"),
+            "dspark_bonus_anchor": self._flag("dspark_bonus_anchor"),
+            "shift_label": None if self.dialect == SPECULATORS else self._flag("shift_label"),
+        }
+        found = {key: value != (key == "dspark_bonus_anchor") for key, value in stated.items() if value is not None}
+        if len(set(found.values())) > 1 and "anchor_first" not in self.decisions.overrides:
+            said = ", ".join(f"{key} is {str(stated[key]).lower()}" for key in found)
+            raise ValueError(
+                f"{self.name} contradicts itself: {said} in its config.json, of which one says that blocks draft from "
+                "the anchor on, and one that masks are filled in. Pass anchor_first=."
+            )
+        return next(iter(found.items()), None)
+
+    def _is_dspark(self) -> bool:
+        """Whether it is a DSpark drafter by what config.json calls it, or by its head, which may be left out."""
+        return (
+            self.config_class is DSparkConfig
+            or speculators_type(self.top) == "dspark"
+            or self.nested.get("projector_type") == "dspark"
+            or "dspark" in architectures(self.top)
+        )
 
     def _causal(self, layer_types: list[str] | None) -> list[bool]:
         """Whether the tokens of a block see no later ones, for each layer."""
@@ -228,7 +308,11 @@ class _DFlashReader(DraftLayersReader):
         windowed = [kind == "sliding_attention" for kind in layer_types or ["full_attention"] * count]
         if "causal" in self.decisions.overrides:
             return self._decide("causal", None, "")
-        for key, stated in (("is_causal", self.top.get("is_causal")), ("causal", self.nested.get("causal"))):
+        for key, stated in (
+            ("is_causal", self.top.get("is_causal")),
+            ("causal", self.nested.get("causal")),
+            ("dflash_query_causal", self._flag("dflash_query_causal")),
+        ):
             if isinstance(stated, bool):
                 return self._decide("causal", [stated] * count, f"{key} of config.json")
         if self.dialect == SPECULATORS:
@@ -340,9 +424,9 @@ class _DominoReader(_DFlashReader):
         }
 
     def _anchor_first(self) -> bool:
-        stated = self._flag("shift_label")
+        stated = self._stated_anchor_first()
         if stated is not None:
-            return self._decide("anchor_first", stated, "shift_label of config.json")
+            return self._decide("anchor_first", stated[1], f"{stated[0]} of config.json")
         return self._decide("anchor_first", False, "shift_label is not in config.json; SpecForge's default", True)
 
 
@@ -359,8 +443,6 @@ class _DSparkReader(_DFlashReader):
                 "markov_head.markov_w1.weight."
             )
         rank = self._setting("markov_rank", table.shape[1])
-        if any(name.startswith("confidence_") for name in self.tensors):
-            self._decide("confidence_head", None, "not used: it states how likely drafts are to be accepted")
         return {"markov_rank": rank, "markov_type": self._markov_type()}
 
     def _markov_type(self) -> str:

@@ -26,7 +26,7 @@ from .cached import CachedDrafter
 from .none import no_drafts
 from .registry import register_drafter
 from .shared_weights import SharedWeight, score
-from .target_checks import check_generate, check_sizes
+from .target_checks import check_sizes, generating_model
 
 _building = threading.RLock()
 
@@ -155,7 +155,7 @@ class CacheReaderDrafter(CachedDrafter):
     def bind(self, target: PreTrainedModel) -> None:
         own, text = self.model.config, self.model.config.get_text_config()
         name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
-        check_generate(target)
+        target = generating_model(target)
         check_sizes(own.backbone_hidden_size, text.vocab_size, target.config, name)
         if tensor_parallel_group(target) is not None:
             raise ValueError(

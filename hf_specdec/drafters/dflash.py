@@ -35,6 +35,12 @@ class DFlashDrafter(DraftLayersDrafter):
 
     config_class = DFlashConfig
     shift = 1
+    # DSpark's confidence head estimates how likely a draft token is to be accepted; drafting does not depend on it. It
+    # may be there without a Markov head, with which DSpark is DFlash that drafts from the anchor on.
+    _keys_to_ignore_on_load_unexpected = [
+        *DraftLayersDrafter._keys_to_ignore_on_load_unexpected,
+        r"^confidence_(head\.)?proj\.",
+    ]
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
@@ -68,6 +74,10 @@ class DFlashDrafter(DraftLayersDrafter):
     @property
     def most_draft_tokens(self) -> int:
         return self.config.depth
+
+    def num_read(self, num_draft_tokens: int) -> int:
+        """How many of the last tokens of the block the head reads: those that draft one, unless a family needs more."""
+        return num_draft_tokens
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Tokens of the block, which follow the context in the first pass of a round; the first one is the anchor."""
@@ -153,7 +163,7 @@ class DFlashDrafter(DraftLayersDrafter):
         cache.advance(inputs.slots, state.live + 1)  # The last slot of the block is one after those of the drafts.
         ends = self._ends(inputs.slots[:, -num_tokens:], state.dummy_slot)
         normed = self.run(context, tokens, positions, cached_attend(cache, inputs.slots, ends), num_tokens)
-        return self.join(state, self.draft(state, anchors, normed[:, -state.num_draft_tokens :]))
+        return self.join(state, self.draft(state, anchors, normed[:, -self.num_read(state.num_draft_tokens) :]))
 
     def forward(
         self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_steps: int = 1
@@ -190,7 +200,7 @@ class DFlashDrafter(DraftLayersDrafter):
             num_drafts: drafts of each block.
 
         Returns:
-            inputs of the head, `[B, A, num_drafts, H]`.
+            inputs of the head, `[B, A, n, H]`, of `num_read(num_drafts)` tokens of each block.
         """
         num_tokens, (batch, length) = self.num_masks(num_drafts), input_ids.shape
         places = torch.arange(length, device=input_ids.device)
@@ -201,13 +211,13 @@ class DFlashDrafter(DraftLayersDrafter):
         positions = torch.cat([places.expand(batch, -1), block], dim=1)
         context = self.combine_hidden_states(aux_hidden_states)
         normed = self.run(context, tokens.flatten(1), positions, attend, num_tokens)
-        return normed.unflatten(1, (-1, num_tokens))[:, :, -num_drafts:]
+        return normed.unflatten(1, (-1, num_tokens))[:, :, -self.num_read(num_drafts) :]
 
     def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the logits of drafts are products of, for training, where the tokens before a draft are the text's.
 
         Args:
-            normed: `[..., K, H]` from `unroll_blocks`.
+            normed: `[..., n, H]` from `unroll_blocks`, for K drafts.
             before: `[..., K]` int64, the token before each draft.
 
         Returns:
@@ -221,7 +231,7 @@ class DFlashDrafter(DraftLayersDrafter):
         return normed * self.config.logit_scale, self.head_weight
 
     def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
-        """Logits `[B, S, V_d]` of each draft of S blocks, given anchors `[B, S]` and inputs of the head `[B, S, K, H]`.
+        """Logits `[B, S, V_d]` of each draft of S blocks, given anchors `[B, S]` and inputs of the head `[B, S, n, H]`.
 
         Where a draft depends on the ones before it, these are the most likely ones.
         """
@@ -233,7 +243,7 @@ class DFlashDrafter(DraftLayersDrafter):
         Args:
             state: of the generation.
             anchors: `[B, 1]` int64, the newest tokens.
-            normed: `[B, K, H]`, inputs of the head.
+            normed: `[B, n, H]`, inputs of the head, see `num_read`.
         """
         return [self.draw(state, self.logits(normed), first=0)]
 

@@ -12,7 +12,7 @@ from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
 from .cached import CachedDrafter
 from .layers import rotary_embedding
 from .shared_weights import SharedWeight, embed, score
-from .target_checks import check_generate, check_sizes
+from .target_checks import check_sizes, generating_model
 
 
 def check_fit(config: DraftLayersConfig, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
@@ -89,7 +89,7 @@ class DraftLayersDrafter(CachedDrafter):
     @torch.inference_mode(False)  # it keeps tensors that it creates
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
-        check_generate(target)
+        target = generating_model(target)
         layer_ids = check_fit(config, target.config, len(decoder_layers(target)), name)
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         shared = {}

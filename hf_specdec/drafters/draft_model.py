@@ -33,7 +33,7 @@ from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .cached import CachedDrafter
 from .registry import register_drafter
-from .target_checks import check_generate
+from .target_checks import generating_model
 
 # Models of one family may pad the same vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that
 # differ by this much or more belong to different tokenizers.
@@ -156,7 +156,7 @@ class DraftModelDrafter(CachedDrafter):
 
     def bind(self, target: PreTrainedModel) -> None:
         name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
-        check_generate(target)
+        target = generating_model(target)
         shared = check_vocabulary(self._num_embeddings, target.config, name)
         self.config.vocab_size = target.config.get_text_config().vocab_size
         self.config.draft_vocab_size = shared

@@ -21,7 +21,7 @@ class MarkovHead(nn.Module):
         vanilla    w2 e
         gated      w2 (sigmoid(gate_proj [h | e]) * e)
         rnn        w2 tanh(o), where [a | c | o] = joint_proj [s | e | h]
-                   and s becomes sigmoid(a) s + (1 - sigmoid(a)) tanh(c), from 0 before the first draft token on
+                   and s becomes sigmoid(a) s + (1 - sigmoid(a)) tanh(c), from 0 before the block's first token on
     """
 
     def __init__(self, config: DSparkConfig):
@@ -42,7 +42,7 @@ class MarkovHead(nn.Module):
         Args:
             tokens: `[...]` int64, the tokens before them, in the target's vocabulary.
             hidden: `[..., H]`, what the draft head reads.
-            memory: `[..., r]`, s of the draft tokens before; None before the first, and for all but `"rnn"`.
+            memory: `[..., r]`, s of the block's tokens before; None before the first, and for all but `"rnn"`.
 
         Returns:
             `[..., V_d]`, and `[..., r]` or None.
@@ -69,30 +69,41 @@ class MarkovHead(nn.Module):
 
 @register_drafter
 class DSparkDrafter(WalkingDrafter):
-    """DSpark drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right."""
+    """DSpark drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
+
+    The state of an `"rnn"` head runs through all tokens of a block, as in speculators' trainer: also through the anchor
+    where that drafts none, with the anchor itself as the token before it.
+    """
 
     config_class = DSparkConfig
-    # The confidence head estimates how likely a draft token is to be accepted; drafting does not depend on it.
-    _keys_to_ignore_on_load_unexpected = [
-        *WalkingDrafter._keys_to_ignore_on_load_unexpected,
-        r"^confidence_(head\.)?proj\.",
-    ]
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.markov_head = MarkovHead(config)
         self.post_init()
 
+    def num_read(self, num_draft_tokens: int) -> int:
+        runs_through_all = self.config.markov_type == "rnn"
+        return self.num_masks(num_draft_tokens) if runs_through_all else super().num_read(num_draft_tokens)
+
+    def _of_drafts(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Those of `normed` `[..., n, H]` that draft a token, and s before them, given `anchors` `[..., 1]`."""
+        if self.num_read(1) == 1:
+            return normed, None
+        return normed[..., 1:, :], self.markov_head.features(anchors, normed[..., :1, :], None)[1]
+
     def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        logits, last, memory = self.logits(normed), anchors, None
+        normed, memory = self._of_drafts(anchors, normed)
+        logits, last = self.logits(normed), anchors
         for step in range(normed.shape[-2]):
             at = (..., slice(step, step + 1), slice(None))
             bias, memory = self.markov_head(last, normed[at], memory)
             last = choose(logits[at] + bias)
 
     def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, memory = self._of_drafts(before[..., :1], normed)
         inputs, weight = DFlashDrafter.head_inputs(self, normed, before)
-        memory, features = None, []
+        features = []
         for step in range(normed.shape[-2]):
             column = slice(step, step + 1)
             found, memory = self.markov_head.features(before[..., column], normed[..., column, :], memory)

@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import ops
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..checkpoints.quantised import check_not_quantised
 from ..config import MtpConfig
+from ..errors import first_line
 from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..patching.cache import RaggedCache
 from ..patching.experts import original_experts_implementation
-from ..patching.hidden_states import check_aux_hidden_states
+from ..patching.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..patching.implementations import registered_attention
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
@@ -30,7 +31,7 @@ from .mtp_layers import MtpFrame, build_decoder
 from .none import no_drafts
 from .registry import register_drafter
 from .shared_weights import SharedWeight, embed, score
-from .target_checks import check_generate, check_sizes
+from .target_checks import check_sizes, generating_model
 
 
 @dataclass
@@ -113,7 +114,7 @@ class MtpDrafter(CachedDrafter):
 
     def __init__(self, config: MtpConfig):
         super().__init__(config)
-        self.decoder = build_decoder(AutoConfig.for_model(**(config.block or {})))
+        self.decoder = build_decoder(config.block or {})
         self.frames = nn.ModuleList([MtpFrame(config) for _ in range(config.num_modules)])
         self._cache_name = cache_parameter(type(self.decoder.layers[0]).forward)
         takes_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
@@ -187,7 +188,7 @@ class MtpDrafter(CachedDrafter):
     @torch.inference_mode(False)  # it keeps gathered and dequantised weights
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
-        check_generate(target)
+        target = generating_model(target)
         check_sizes(config.hidden_size, config.vocab_size, target.config, name)
         shared = {}
         if not config.own_embedding:
@@ -195,6 +196,7 @@ class MtpDrafter(CachedDrafter):
         if not config.own_head:
             shared["head"] = SharedWeight(target.get_output_embeddings(), "head", config.hidden_size, name)
         check_aux_hidden_states(target, [], True, config.hidden_size, name)
+        self._check_layers(name)
         if switches_experts(self.decoder):
             self.decoder.set_experts_implementation(original_experts_implementation(target))
         self._shared_weights = shared
@@ -278,14 +280,44 @@ class MtpDrafter(CachedDrafter):
         if self.config.zero_first_embedding:
             embeds = torch.where(slots[..., None] == 0, 0.0, embeds)
         inputs = frame(embeds, hidden)
-        output = self.decoder.layers[index](
-            inputs,
-            position_ids=positions,
-            position_embeddings=self._rotary(index, inputs, positions),
-            **attention,
-        )
+        output = self._run_layer(index, inputs, positions, **attention)
         normed = frame.final_norm(output)
         return normed, normed if self.config.norm_output else output
+
+    def _run_layer(self, index: int, inputs: torch.Tensor, positions: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """Run the decoder layer of module `index`, `[B, n, H]` to `[B, n, H]`, see `_run_module`."""
+        rotary = self._rotary(index, inputs, positions)
+        return self.decoder.layers[index](inputs, position_ids=positions, position_embeddings=rotary, **attention)
+
+    @torch.no_grad()
+    def _check_layers(self, name: str) -> None:
+        """Check on a few tokens that the layers take hidden states and positions, and return hidden states.
+
+        Raises:
+            ValueError: expected such layers; `name` is the drafter's.
+        """
+        if self.device.type == "meta":
+            return
+        inputs = torch.zeros(1, NUM_PROBE_TOKENS, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        positions = torch.arange(NUM_PROBE_TOKENS, device=self.device)[None]
+        for index in range(self.config.num_modules):
+            try:
+                mask = positions[:, None, :, None]
+                found = self._run_layer(index, inputs, positions, attention_mask=mask)
+            except RuntimeError:  # of an operation that rounds run in another form, such as experts' products
+                continue
+            except Exception as error:  # a layer may raise anything about what it is given
+                raise ValueError(
+                    f"{name} has layers of model_type {self.decoder.config.model_type!r}, which cannot be those of MTP "
+                    f"modules: they fail on a few tokens ({type(error).__name__}: {first_line(error)}). Use a drafter "
+                    "of another family."
+                ) from error
+            if not isinstance(found, torch.Tensor) or found.shape != inputs.shape:
+                raise ValueError(
+                    f"{name} has layers of model_type {self.decoder.config.model_type!r}, which cannot be those of MTP "
+                    f"modules: over {NUM_PROBE_TOKENS} tokens they return no hidden states of shape "
+                    f"{list(inputs.shape)}. Use a drafter of another family."
+                )
 
     def _rotary(self, index: int, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of module `index` for positions, `[B, n]` or with M-RoPE `[sections, B, n]`."""

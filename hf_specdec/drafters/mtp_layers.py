@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import transformers
 from torch import nn
-from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoConfig, PreTrainedModel
 
 from ..config import MtpConfig
 from ..host.modeling import LlamaRMSNorm, Qwen3NextRMSNorm, step3p7_text_model
@@ -13,12 +16,19 @@ from ..patching.attention import ATTENTION_NAME
 from ..patching.support import has_indexers, has_recurrent_layers
 
 
-def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
-    """transformers' model of the decoder layers that `block` describes, without embedding and final norm.
+def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
+    """transformers' model of the decoder layers that `settings` describe, without embedding and final norm.
 
     Raises:
-        ValueError: expected a model of transformers that computes the RoPE of its layers.
+        ValueError: expected the configuration of a model of transformers that computes the RoPE of its layers.
     """
+    try:
+        block = AutoConfig.for_model(**settings)
+    except Exception as error:  # a configuration may raise anything
+        raise ValueError(
+            f"Layers of model_type {settings.get('model_type')!r} cannot be those of MTP modules: there is no "
+            f"configuration of one layer for each ({type(error).__name__}: {' '.join(str(error).split())})."
+        ) from error
     if type(block) in MODEL_MAPPING:
         decoder_class = MODEL_MAPPING[type(block)]
     elif block.model_type == "step3p5":  # Only the model with a vision tower around it is in the mapping.
@@ -28,10 +38,10 @@ def build_decoder(block: PreTrainedConfig) -> PreTrainedModel:
             f"transformers {transformers.__version__} has no decoder layers of model_type {block.model_type!r}."
         )
     decoder = decoder_class(block)
-    if not hasattr(decoder, "rotary_emb"):
+    if getattr(decoder, "rotary_emb", None) is None or not hasattr(decoder, "layers"):
         raise ValueError(
             f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: {decoder_class.__name__} has "
-            "no rotary_emb; expected one that embeds positions for all its layers."
+            "no rotary_emb, or no layers; expected one that embeds positions for all its layers."
         )
     if has_recurrent_layers(decoder):
         raise ValueError(

@@ -9,7 +9,7 @@ from ..config import DrafterConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..state import DecodeState
 from .base import Drafter
-from .target_checks import check_generate
+from .target_checks import generating_model
 
 
 class NoDrafter(Drafter):
@@ -39,7 +39,7 @@ class NoDrafter(Drafter):
         return 0
 
     def bind(self, target: PreTrainedModel) -> None:
-        check_generate(target)
+        target = generating_model(target)
         self._target_config, self._device = target.config, target.device
 
     def propose(

@@ -10,12 +10,13 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 _NO_GENERATION = {"return_dict_in_generate", "can_generate"}
 
 
-def check_generate(target: PreTrainedModel) -> None:
-    """Check that `generate()` of `target` can reach a drafter.
+def generating_model(target: PreTrainedModel) -> PreTrainedModel:
+    """The model whose `GenerationMixin.generate` generates when `generate()` of `target` is called: mostly `target`.
 
-    Some classes, such as those that generate by diffusion, have one of their own, which calls no other and may ignore
-    `assistant_model` silently. A function that somebody has put in its place, which holds the one before in a variable,
-    is taken to call that.
+    Some classes that read images (BLIP, BLIP-2, InstructBLIP, Kosmos-2) have a `generate()` of their own, which calls
+    that of the language model inside. Others, such as those that generate by diffusion, have one that calls no other
+    and may ignore `assistant_model` silently. A function that somebody has put in its place, which holds the one before
+    in a variable, is taken to call that.
 
     Raises:
         ValueError: expected transformers' `GenerationMixin.generate`, or one that calls another.
@@ -23,7 +24,7 @@ def check_generate(target: PreTrainedModel) -> None:
     function = inspect.unwrap(getattr(type(target), "generate", GenerationMixin.generate))
     code = getattr(function, "__code__", None)
     if code is None or function is inspect.unwrap(GenerationMixin.generate):
-        return
+        return target
     codes = [code, *(one for one in code.co_consts if inspect.iscode(one))]
     # `generate`, or a global such as `original_generate`
     names = {name for one in codes for name in one.co_names} - _NO_GENERATION
@@ -34,6 +35,11 @@ def check_generate(target: PreTrainedModel) -> None:
             "assistant_model; expected a target that generates by transformers' GenerationMixin.generate(). Generate "
             "without a drafter."
         )
+    if "super" in names:
+        return target
+    parts = ((name, part) for name, part in target.named_children() if name in names)
+    is_inside = (part for _, part in parts if isinstance(part, PreTrainedModel) and isinstance(part, GenerationMixin))
+    return next(is_inside, target)
 
 
 def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, name: str) -> None:

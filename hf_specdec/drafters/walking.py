@@ -23,7 +23,7 @@ class WalkingDrafter(DFlashDrafter):
 
         Args:
             anchors: `[..., 1]` int64, the tokens before the first ones.
-            normed: `[..., K, H]`, inputs of the head.
+            normed: `[..., n, H]`, inputs of the head, see `num_read`.
             choose: returns the tokens `[..., 1]` of the target for logits `[..., 1, V_d]`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement walk().")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,13 @@ from ..patching.module_hooks import hooks_of, without_hooks
 from ..patching.packing import packs_prompts
 from ..patching.support import (
     cache_name,
+    has_recurrent_layers,
     length_limits,
     longest_window,
     settings_of,
     stated_positions,
     uses_attention_interface,
+    why_not_supported,
 )
 from ..patching.variants import Identity, keep, variant_of
 from .buckets import useful_drafts
@@ -49,7 +52,7 @@ from .compared_texts import (
     limit_of,
     put_together,
 )
-from .first_pass import kept_rope_deltas
+from .first_pass import bounds_steps, inputs_besides_tokens, kept_rope_deltas
 from .kv_transfer import run_as_given
 from .prompts import Prompts
 from .request import Request
@@ -180,7 +183,9 @@ class CallWithInputs(NamedTuple):
             for name, value in sorted(self.besides.items())
         )
         hooked = (Identity(self.model), self.most_drafts, *self.hooks) if self.hooks else ()
-        return (self.engine, hooked, *values, *_kind_of(self.model))
+        # The stock engine runs a row with the padding that it is given.
+        is_padded = self.engine == "stock" and any(self.prompts.padding)
+        return (self.engine, is_padded, hooked, *values, *_kind_of(self.model))
 
 
 def why_not_equivalent_with(call: CallWithInputs) -> str | None:
@@ -212,17 +217,12 @@ def why_not_equivalent_with(call: CallWithInputs) -> str | None:
     return keep(_outcomes, key, outcome)
 
 
-def why_not_equivalent_with_hooks(request: Request, model_kwargs: Mapping[str, Any]) -> str | None:
-    """As `why_not_equivalent_with` of the stock engine, for hooks; `model_kwargs` as of `CallWithInputs`."""
-    model = request.model
-    hooks = hooks_of(modules_of(model))
-    if not hooks:
+def why_not_equivalent_row(request: Request, model_kwargs: Mapping[str, Any]) -> str | None:
+    """As `why_not_equivalent_with` of the stock engine, for a call of one row with inputs besides tokens or hooks; None
+    for others. `model_kwargs` as of `CallWithInputs`."""
+    hooks, besides = hooks_of(modules_of(request.model)), inputs_besides_tokens(model_kwargs)
+    if not hooks and not besides:
         return None
-    besides = {
-        name: value
-        for name, value in model_kwargs.items()
-        if isinstance(value, torch.Tensor) and name not in ("attention_mask", "position_ids", "cache_position")
-    }
     return why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, besides, {}, hooks, "stock"))
 
 
@@ -407,10 +407,22 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
             what = "a padded batch" if is_batch else "one row"
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
     if engine == "stock":
-        return None
+        return _why_not_steps(model)
     longest_short = length_limits(model).long
     obstacle = None if longest_short is None else why_not_marked(model, longest_short, limit)
     return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
+
+
+def _why_not_steps(model: PreTrainedModel) -> str | None:
+    """The reason why `model` computes a block of drafts differently from single tokens, where a few tokens may not
+    show it; None if there is none that is known."""
+    with suppress(Exception):  # a model may raise anything where its layers run under hooks
+        if has_recurrent_layers(model) and why_not_supported(model) is None and bounds_steps(model):
+            return (
+                "its recurrent layers bound the time steps of several tokens at once, such as a block of drafts, and "
+                "not those of single tokens"
+            )
+    return None
 
 
 def _compare_rows(model: PreTrainedModel, is_padded: bool) -> str | None:

@@ -25,16 +25,31 @@ from ..host.generation import ModelOutput, inputs_after
 from ..host.modeling import ROPE_DELTAS
 from ..patching.cache import LayerKind, RaggedCache, RaggedLayer, RaggedRecurrentLayer
 from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
+from ..patching.mask_rules import ordinary_prompts
 from ..patching.patch import caller, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.recurrent_layers import RecurrentLayer
-from ..patching.support import cache_layers, has_recurrent_layers
+from ..patching.support import cache_layers, cache_name, cached_by_settings, has_recurrent_layers
 from ..state import DecodeState
 from .kv_transfer import read_cache, run_as_given, stores_keys
 from .prompts import Prompts
 from .request import Request
 from .target import HiddenStates
 
+# Model inputs that engines replace by their own.
+REPLACED_INPUTS = frozenset(
+    {
+        *CACHE_NAMES,
+        "attention_mask",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 # Rows of position ids `[rows, B, n]` with M-RoPE if the first row counts tokens: transformers passes it on for masks.
 _ROWS_WITH_TEXT = 4
 
@@ -55,6 +70,16 @@ def kept_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, value in before:
             setattr(module, ROPE_DELTAS, value)
+
+
+def inputs_besides_tokens(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a call that are neither its tokens nor replaced by an engine's own, such as images."""
+    return {name: value for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value)}
+
+
+def _is_input(value: Any) -> bool:
+    # transformers passes an empty dictionary of images to a multimodal model with a text prompt.
+    return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
 
 
 def inputs_after_prompts(
@@ -145,6 +170,31 @@ class _ColumnCache(RaggedCache):
         return _ColumnRecurrentLayer(self, kind.num_states) if kind.num_states else _ColumnLayer(self)
 
 
+def _column_cache(
+    model: PreTrainedModel, lengths: torch.Tensor, positions: torch.Tensor, slots: int, num_draft_tokens: int
+) -> _ColumnCache:
+    """A cache for one pass over prompts of `lengths` `[B]` int64, whose columns are at `positions` `[B, n]`."""
+    kinds = [kind._replace(takes_mask=False) for kind in cache_layers(model)]
+    cache = _ColumnCache(kinds, slots, None, lengths, num_draft_tokens)
+    cache.restart()
+    cache.advance(positions, slots)
+    return cache
+
+
+@cached_by_settings
+def bounds_steps(model: PreTrainedModel) -> bool:
+    """Whether recurrent layers of `model` bound the time steps of several tokens at once, and not those of single ones.
+
+    The first call for a class and configuration runs the model on a few tokens.
+    """
+    inputs = ordinary_prompts(model, [3])
+    positions = torch.arange(3, device=model.device)[None]
+    cache = _column_cache(model, torch.tensor([3], device=model.device), positions, 4, 1)
+    with torch.no_grad(), engine(), recurrent_functions(model):
+        model(**inputs, use_cache=True, **{cache_name(model): cache})
+    return cache.bounds_steps
+
+
 class _InputRecorder:
     """Context in which a forward pass of `decoder` records the embeddings and the position ids that it is given."""
 
@@ -206,8 +256,11 @@ class FirstPass:
             inputs = stack.enter_context(_InputRecorder(model.get_decoder()))
             if isinstance(cache, RaggedCache):
                 stack.enter_context(recurrent_functions(model))
+            given = request.inputs
+            if recorder.misses_positions:  # a list of places leaves no token out
+                given = {**given, "logits_to_keep": torch.tensor([-1], device=model.device)}
             try:
-                out = run_as_given(model, prompts.input_ids, request.config, request.inputs, cache)
+                out = run_as_given(model, prompts.input_ids, request.config, given, cache)
             except BaseException:
                 if prompts.cached:  # the caller's cache, which has got longer in some layers
                     with suppress(Exception):
@@ -233,11 +286,7 @@ class FirstPass:
         if not has_recurrent_layers(model):
             return DynamicCache(config=model.config.get_text_config(decoder=True))
         lengths = torch.tensor(prompts.lengths, device=model.device)
-        kinds = [kind._replace(takes_mask=False) for kind in cache_layers(model)]
-        cache = _ColumnCache(kinds, slots, None, lengths, num_draft_tokens)
-        cache.restart()
-        cache.advance(self._positions, slots)
-        return cache
+        return _column_cache(model, lengths, self._positions, slots, num_draft_tokens)
 
     def bring(self, state: DecodeState, kept: HiddenStates | None) -> None:
         """Copy keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`.

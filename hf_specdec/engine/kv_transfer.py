@@ -76,6 +76,15 @@ def stores_keys(cache: Cache) -> bool:
     return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
 
+def holds_all_keys(cache: Cache, columns: int) -> bool:
+    """Whether layers of `cache` hold the keys of all of `columns` columns, not of a window, and nothing else."""
+    filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+    return len(filled) == len(cache.layers) and all(
+        type(layer) in kinds and layer.keys.shape[2] >= columns for layer in filled
+    )
+
+
 def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, device: torch.device) -> None:
     """Copy what `cache` holds of `prompts` into `ragged`, whose buffers have `batch` rows and are on `device`.
 

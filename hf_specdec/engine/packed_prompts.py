@@ -81,12 +81,13 @@ class PromptBuffers:
     def of(cls, state: DecodeState) -> PromptBuffers:
         return cls(torch.zeros((), dtype=torch.int64, device=state.tokens.device), torch.empty_like(state.lengths))
 
-    def fill(self, spans: Sequence[PromptSpan], steps: int) -> None:
+    def fill(self, spans: Sequence[PromptSpan], steps: int, goes_on: bool = False) -> None:
         """Set the positions to prefill.
 
         Args:
             spans: of the rows, each once.
             steps: of the whole prefill, if the rows are padded.
+            goes_on: whether earlier positions of the same prompts have been run, whose hidden states stay.
         """
         starts, first = [_NOWHERE] * len(self.starts), 0
         for span in spans:
@@ -94,7 +95,7 @@ class PromptBuffers:
             first += span.end - span.begin
         self.starts.copy_(upload(starts, self.starts))
         self.num_done.zero_()
-        if self.hidden_states is not None and spans:
+        if self.hidden_states is not None and spans and not goes_on:
             set_rows(self.hidden_states, upload([span.row for span in spans], self.starts), 0)
         if self.packed is not None:
             self.packed.fill(spans)

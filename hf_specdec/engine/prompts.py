@@ -23,12 +23,14 @@ class Prompts:
         padding: columns of padding at the start of each row's text.
         width: columns of the text; more than P if the caller passed only what the cache lacks.
         cached: leading columns that the cache holds; 0 without a cache.
+        reread: the last of those columns, which the target runs again for a drafter that reads its hidden states.
     """
 
     input_ids: torch.Tensor
     padding: list[int]
     width: int
     cached: int = 0
+    reread: int = 0
 
     @property
     def hidden(self) -> int:
@@ -66,18 +68,24 @@ class Prompts:
         held = zip(self.lengths, self.cached_lengths, strict=True)
         return [PromptSpan(row, cached, length) for row, (length, cached) in enumerate(held)]
 
+    @property
+    def reread_spans(self) -> list[PromptSpan]:
+        """What the target runs of each row for the drafter only."""
+        spans = zip(self.ends(self.cached - self.reread), self.cached_lengths, strict=True)
+        return [PromptSpan(row, begin, end) for row, (begin, end) in enumerate(spans)]
+
     def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
         """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads.
 
         Args:
             reads_aux_hidden_states: whether it reads hidden states of the target, which are not known for cached
-            columns.
+            columns that are not run again.
         """
-        held = self.cached_lengths
         if reads_aux_hidden_states:
+            starts = zip(self.ends(self.cached - self.reread), self.lengths, strict=True)
             # The slot that is paired with the last token is needed, even without a hidden state.
-            return [max(min(start, length - 2), 0) for start, length in zip(held, self.lengths, strict=True)]
-        return held if self.hidden else [0] * len(held)
+            return [max(min(start, length - 2), 0) for start, length in starts]
+        return self.cached_lengths if self.hidden else [0] * len(self.padding)
 
     def token_ids(self) -> list[list[int]]:
         """Tokens of each row on the host; 0 for those that were not given."""

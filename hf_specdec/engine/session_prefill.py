@@ -49,6 +49,7 @@ class SessionPrefill:
     def __init__(self, session: Session, target: LazyTarget, chunk_size: int | None, is_continuous: bool):
         self._session, self._target, self._is_continuous = session, target, is_continuous
         self._batch = len(session.state.tokens)
+        self._goes_on = False
         self._is_packed = self._batch > 1 and can_pack(target)
         if self._is_packed:
             # Between rounds no more at once than captured chunks have.
@@ -111,6 +112,23 @@ class SessionPrefill:
             state.cached[rows] = upload([span.begin for span in spans], state.cached)
         self._start(spans, rows)
 
+    def reread(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None]) -> None:
+        """Run positions again that the caller's cache holds, so that the drafter gets hidden states of them.
+
+        Args:
+            spans: the last ones of each row that it holds.
+            bring_cached: restores what it holds, which need not be what the tokens say.
+        """
+        state = self._session.state
+        rows = upload([span.row for span in spans], state.lengths)
+        state.cached[rows] = upload([span.begin for span in spans], state.cached)
+        self._start(spans, slice(None))
+        while self._left:
+            self._run_chunk(self._left.popleft())
+        state.cached[rows] = upload([span.end for span in spans], state.cached)
+        bring_cached()
+        self._goes_on = True
+
     def _start(self, spans: Sequence[PromptSpan], rows: torch.Tensor | slice) -> None:
         self._spans, self._rows = spans, rows
         self._left, self._done = deque(self._chunks(spans)), 0
@@ -128,7 +146,8 @@ class SessionPrefill:
         self._prompts = prompts = self._session.prompts
         if self._is_packed and prompts.packed is None:
             prompts.packed = PackedPrompts.of(self._session.state, self._target.drafter)
-        prompts.fill(spans, steps)
+        prompts.fill(spans, steps, self._goes_on)
+        self._goes_on = False
 
     def _run_chunk(self, chunk: int) -> None:
         session, state, spans = self._session, self._session.state, self._spans

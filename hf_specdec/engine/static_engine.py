@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .auto_drafts import Acceptance
 from .buckets import next_power_of_two
 from .equal_prompts import EqualPrompts
 from .first_pass import FirstPass
-from .kv_transfer import DeferredCache, FinishedCall, read_cache
+from .kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
 from .last_states import positions_of_states, replay_states, run_to_ends
 from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
@@ -37,6 +38,10 @@ from .rounds import CallRows, RoundLoop, RoundReport, commit_first_token
 from .session_prefill import can_pack
 from .sessions import Session, sessions_of, settled_on_error
 from .transcript import Transcript
+
+# Of the tokens in a cache of the caller, whose hidden states a drafter lacks, the target runs as many again as these
+# times the new tokens that the call may generate, at most the second.
+REREAD_PER_NEW_TOKEN, MOST_REREAD = 8, 2048
 
 
 @torch.inference_mode(False)  # whatever the caller's: buffers and weights that are moved outlive the call
@@ -64,11 +69,11 @@ class StaticRun:
 
     @settings_read_once()
     def __init__(self, request: Request, tree: ModuleTree | None = None):
-        self._request = request
         kept = [name for name in ("scores", "logits", "hidden_states") if request.keeps(name)]
         self._first_pass = None if request.inputs is None else FirstPass(request, "hidden_states" in kept)
         self._target = LazyTarget(request.model, request.drafter, kept, tree)
-        prompts = request.prompts
+        request = replace(request, prompts=self._with_reread(request))
+        self._request, prompts = request, request.prompts
         self._process = BlockProcessor(
             request.processors,
             prompts.input_ids,
@@ -96,6 +101,21 @@ class StaticRun:
         margin = margin_of(self._target, shape.num_draft_tokens) if is_packed and request.batch > 1 else None
         self._waves = waves_of_call(request, margin)
         self._equal = None if is_packed else EqualPrompts.of(request, self._target)
+
+    def _with_reread(self, request: Request) -> Prompts:
+        """The prompts of `request`, with what the target runs again of them where the drafter lacks its hidden states.
+
+        That is as much as pays for itself by what more of the drafts are accepted: a prefill runs tokens in a small
+        part of the time that a round takes for each.
+        """
+        prompts = request.prompts
+        is_known = prompts.cached and not prompts.hidden and request.inputs is None and not self._target.has_hooks
+        if not is_known or request.cache is None or not self._target.reads_hidden_states:
+            return prompts
+        if not holds_all_keys(request.cache, prompts.cached):
+            return prompts
+        most = min(MOST_REREAD, REREAD_PER_NEW_TOKEN * request.max_new_tokens)
+        return replace(prompts, reread=min(prompts.cached, most))
 
     def __enter__(self) -> StaticRun:
         self._target.__enter__()
@@ -188,7 +208,11 @@ class StaticRun:
             if not prompts.cached:
                 return
         else:
-            read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.device)
+            batch, device = self._lease.shape.batch, request.device
+            read = functools.partial(read_cache, request.cache, state.cache, prompts, batch, device)
+            read()
+            if prompts.reread:
+                self._lease.prefill.reread(prompts.reread_spans, read)
         if not (self._target.reads_hidden_states or prompts.hidden):
             self._target()  # which patches the drafter, too
             prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._lease.prefill.chunk_size)
@@ -205,6 +229,9 @@ class StaticRun:
                 self._remaining,
                 session.state.finished,
             )
+            starts = request.prompts.draft_starts(self._target.reads_hidden_states)
+            for row, start in enumerate(starts):
+                self._rows.counters.rows[row].unread_tokens = start if request.prompts.cached else 0
             for prefix in self._equal.prefixes if self._equal is not None else self._waves[-1].prefixes:
                 self._rows.counters.count_cached(prefix.row, prefix.length)
             stage = self._lease.stage(self._process, request, acceptance, self._rows.tokens_left)

@@ -23,13 +23,14 @@ from ..patching.compressed_attention import compressed_attention
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.indexer_probes import pooled_indexers
 from ..patching.length_rope import length_rope
+from ..patching.mask_rules import why_not_kept
 from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.relative_bias import relative_biases
 from ..patching.support import has_recurrent_layers, length_limits
 from ..state import DecodeState, Shape
 from ..stats import Counters
-from .equivalence import why_not_equivalent, why_not_equivalent_with_hooks
+from .equivalence import why_not_equivalent, why_not_equivalent_row
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import propose
@@ -96,9 +97,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._row = row.number
         self._drafter = request.drafter
         self._recorder = recorder
-        # Layers that store no keys would run over the prompt's last token only.
-        is_shortened = getattr(request.model.config.get_text_config(), "num_kv_shared_layers", 0) and recorder.records
-        self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if is_shortened else {}
+        self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if recorder.misses_positions else {}
         self._criteria = criteria
         self._num_draft_tokens = request.num_draft_tokens
         self._state: DecodeState | None = None
@@ -156,6 +155,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         aux_hidden_states = self._aux_hidden_states()
         num_seen = input_ids.shape[1] - 1 if aux_hidden_states is None else aux_hidden_states.shape[1]
         tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
+        self._counters.rows[self._row].unread_tokens = input_ids.shape[1] - len(tokens)
         remaining = self._request.config.max_length - input_ids.shape[1]
         self._num_draft_tokens = min(self._request.num_draft_tokens, remaining)
         max_new_tokens = remaining + self._num_draft_tokens + 1
@@ -317,6 +317,27 @@ def _restored(cache: Cache | None) -> Iterator[None]:
 
 
 @contextmanager
+def _cross_attention_kept(model: PreTrainedModel, cache: Cache | None) -> Iterator[None]:
+    """Context in which `crop` of `cache` leaves layers with cross-attention alone: their keys are of images, not of
+    tokens that may be rejected."""
+    fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
+    if not fixed or cache is None:
+        yield
+        return
+
+    def crop(tokens_to_remove: int) -> None:
+        for index, layer in enumerate(cache.layers):
+            if index not in fixed:
+                layer.crop(tokens_to_remove)
+
+    cache.crop = crop
+    try:
+        yield
+    finally:
+        del cache.crop
+
+
+@contextmanager
 def _seeded(seed: int, model: PreTrainedModel) -> Iterator[None]:
     """Context in which the global generators of the CPU and of `model`'s devices start from `seed`."""
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
@@ -367,6 +388,8 @@ def assist(
     counters, seconds = Counters(request.batch, request.num_draft_tokens), 0.0
     outputs, draft_probs = [], False
     for row in separate_rows(request, model_kwargs):
+        if not request.drafter.is_equivalence_check:
+            _check_equivalent(request, why_not_equivalent_row(row.request, row.inputs))
         with _seeded(int(seeds[row.number]), request.model) if is_seeded else nullcontext():
             output, seconds_of_row = _assist_row(assisted_decoding, inputs_tensor, row, counters)
         outputs.append(output)
@@ -399,6 +422,7 @@ def _assist_row(
             stack.enter_context(patches(drafter))
         cache = given_cache(model_kwargs)
         stack.enter_context(_restored(cache))
+        stack.enter_context(_cross_attention_kept(model, cache))
         stack.enter_context(_continuing(model, request.prompts.cached))
         if has_recurrent_layers(model):
             model_kwargs = model_kwargs | {OUTPUT_NAME: stack.enter_context(ReplayCache(model, cache))}
@@ -421,6 +445,16 @@ def _assist_row(
     return output, seconds
 
 
+def _check_equivalent(request: Request, obstacle: str | None) -> None:
+    """Raise `ValueError` if there is an `obstacle` to transformers' assisted generation."""
+    if obstacle is not None:
+        raise ValueError(
+            f"{type(request.model).__name__} cannot generate with a drafter: neither on the static engine "
+            f"({request.reason}), nor in transformers' own assisted generation ({obstacle}). Generate without "
+            "assistant_model."
+        )
+
+
 def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
     name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
@@ -436,14 +470,11 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only {OUTPUT_NAME} holds; "
             "expected the whole text in input_ids."
         )
-    obstacle = None if request.drafter.is_equivalence_check else why_not_equivalent(request.model, "stock")
-    if obstacle is None and prompts.input_ids.shape[0] == 1 and not request.drafter.is_equivalence_check:
-        obstacle = why_not_equivalent_with_hooks(request, model_kwargs)
-    if obstacle is not None:
-        raise ValueError(
-            f"{name} cannot generate with a drafter: neither on the static engine ({reason}), nor in transformers' own "
-            f"assisted generation ({obstacle}). Generate without assistant_model."
-        )
+    obstacle = None
+    if not request.drafter.is_equivalence_check:
+        kept = why_not_kept(request.model, request.config.max_length - 1)
+        obstacle = kept or why_not_equivalent(request.model, "stock")
+    _check_equivalent(request, obstacle)
     obstacle = why_not_separate(request, model_kwargs)
     if obstacle is not None:
         raise ValueError(

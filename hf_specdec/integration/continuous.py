@@ -13,12 +13,12 @@ from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..engine.first_pass import REPLACED_INPUTS
 from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
 from ..host.generation import GenerationOutput, RequestStatus, prepared_config
 from ..patching.patch import on_host
 from .dispatch import continuous_batching
-from .eligibility import REPLACED_INPUTS
 from .request_processors import are_of_all_rows, processors_of_prompt
 from .validation import TOKEN_DTYPES, check_tokens
 

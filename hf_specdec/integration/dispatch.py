@@ -19,7 +19,7 @@ from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import decode_continuously
 from ..engine.equivalence import CallWithInputs, why_not_equivalent, why_not_equivalent_with
-from ..engine.first_pass import inputs_after_prompts, position_offsets
+from ..engine.first_pass import inputs_after_prompts, inputs_besides_tokens, position_offsets
 from ..engine.output import ContinuousOutput
 from ..engine.prompts import read_prompts
 from ..engine.request import Request
@@ -36,7 +36,7 @@ from ..patching.variants import note_variant
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
-from .eligibility import empty_attentions, inputs_besides_tokens, ordinary_offsets, why_not_static
+from .eligibility import empty_attentions, ordinary_offsets, why_not_static
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _on_static_engine(
 ) -> tuple[Request, str | None]:
     """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
     model, prompts, drafter = request.model, request.prompts, request.drafter
-    obstacle = why_not_static(model, request.config, prompts, model_kwargs, tree)
+    obstacle = why_not_static(model, request.config, prompts, model_kwargs, tree, is_continuous)
     if obstacle is not None:
         return request, obstacle
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)

@@ -5,32 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
-from ..host.caches import CACHE_NAMES, given_cache, is_of_caller
+from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..patching.hidden_states import ModuleTree
+from ..patching.mask_rules import why_not_kept
 from ..patching.running_layer import forgets_states
-from ..patching.support import cache_layers, has_only_states, has_recurrent_layers, length_limits, why_not_supported
-from ..patching.variants import why_not_known_attention
-
-# Model inputs that the static engine replaces by its own; a call that sets any other runs on the stock engine.
-REPLACED_INPUTS = frozenset(
-    {
-        *CACHE_NAMES,
-        "attention_mask",
-        "cache_position",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
+from ..patching.support import (
+    cache_layers,
+    cache_windows,
+    has_only_states,
+    has_recurrent_layers,
+    length_limits,
+    why_not_supported,
 )
-
+from ..patching.variants import why_not_known_attention
 
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
 _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})
@@ -42,6 +34,7 @@ def why_not_static(
     prompts: Prompts,
     model_kwargs: dict[str, Any],
     tree: ModuleTree,
+    is_continuous: bool,
 ) -> str | None:
     """The reason why the static engine cannot run this call; None if it can.
 
@@ -51,6 +44,7 @@ def why_not_static(
         prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
         tree: of `model`.
+        is_continuous: whether it runs by continuous batching, where requests may have any length.
     """
     return (
         why_not_supported(model, tree=tree)
@@ -58,6 +52,7 @@ def why_not_static(
         or why_not_known_attention(model)
         or _why_not_call(model, config, prompts, model_kwargs)
         or _why_not_length(model, config, prompts)
+        or why_not_kept(model, None if is_continuous else config.max_length - 1)
     )
 
 
@@ -124,8 +119,7 @@ def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple 
 def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -> None:
     # Beyond a sliding window a block of tokens reads another number of keys than a single token, and transformers'
     # assisted generation, which splits the weights of a block into those of its tokens, takes wrong columns.
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    window = min((layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)), default=None)
+    window = min(filter(None, cache_windows(model)), default=None)
     if window is not None and config.max_length > window:
         raise ValueError(
             f"output_attentions is set, but a text of {config.max_length} tokens outgrows the window of {window} of "
@@ -156,11 +150,6 @@ def _why_not_call(
     return None
 
 
-def inputs_besides_tokens(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a call that are neither its tokens nor replaced by the engine's own, such as images."""
-    return {name: value for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value)}
-
-
 def ordinary_offsets(prompts: Prompts, model_kwargs: dict[str, Any]) -> list[int] | None:
     """For each row position ids minus positions, if they differ by one number for all tokens; None otherwise.
 
@@ -181,8 +170,3 @@ def ordinary_offsets(prompts: Prompts, model_kwargs: dict[str, Any]) -> list[int
     offsets = last - positions[:, -1:]
     is_run = (positions >= 0) & (columns >= prompts.cached)
     return offsets[:, 0].tolist() if bool(((given == positions + offsets) | ~is_run).all()) else None
-
-
-def _is_input(value: Any) -> bool:
-    # transformers passes an empty dictionary of images to a multimodal model with a text prompt.
-    return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})

@@ -158,6 +158,12 @@ class AuxHiddenStateRecorder:
         return self._last_hidden_state or bool(self._layer_ids)
 
     @property
+    def misses_positions(self) -> bool:
+        """Whether a pass that is asked for the logits of its last tokens only would record some layers at these only:
+        layers that store no keys of their own leave out the others."""
+        return self.records and bool(getattr(self._target.config.get_text_config(), "num_kv_shared_layers", 0))
+
+    @property
     def recorded(self) -> dict[int, torch.Tensor]:
         """The hidden states of the last pass, `[B, n, hidden_size]`, by layer id or as `LAST_HIDDEN_STATE`."""
         return self._recorded
@@ -232,6 +238,7 @@ def check_aux_hidden_states(
     if weights.device.type == "meta" or not (layer_ids or last_hidden_state):
         return
     tokens = torch.arange(1, 1 + NUM_PROBE_TOKENS, device=weights.device)[None]
+    tokens = tokens % target.config.get_text_config().vocab_size
     expected = (1, NUM_PROBE_TOKENS, width)
     with torch.no_grad(), AuxHiddenStateRecorder(target, layer_ids, last_hidden_state) as recorder:
         target(input_ids=tokens, use_cache=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..errors import first_line
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from .implementations import registered_attention
-from .support import cached_by_settings
+from .support import cache_windows, cached_by_settings
 
 # Lengths of prompts, unequal so that wrong treatment of padding shows.
 PROMPT_LENGTHS = (7, 4)
@@ -63,6 +63,8 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
         for name, value in vars(config).items()
         if "token" in name and isinstance(value, int)
     }
+    if special.issuperset(range(size)):  # of a vocabulary of a few tokens
+        special = set()
     # Neighbours in a vocabulary are often alike; these are spread over it.
     spread = (number * 7919 % size for number in range(1, 10 * (size + count)))
     return list(itertools.islice((token for token in spread if token not in special), count))
@@ -88,11 +90,13 @@ class _Mask(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """A call of attention: the layer, the sliding window that it states, and the mask if transformers made it."""
+    """A call of attention: the layer, the sliding window that it states, and the mask if transformers made it; whether
+    it has another one."""
 
     module: nn.Module
     window: int | None
     mask: _Mask | None
+    has_own_mask: bool
 
 
 class _Probe(threading.local):
@@ -108,7 +112,7 @@ _probe = _Probe()
 
 def _probing_attention(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
     made = next((mask for mask in _probe.masks if mask.tensor is attention_mask), None)
-    _probe.calls.append(_Attention(module, sliding_window, made))
+    _probe.calls.append(_Attention(module, sliding_window, made, attention_mask is not None and made is None))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -150,22 +154,33 @@ def _follows(mask: _Mask, rule: MaskRule, is_causal: bool) -> bool:
         return rule == MaskRule(window=mask.window)
 
 
+class _Rules(NamedTuple):
+    """What is told of the attention layers of a model.
+
+    Attributes:
+        by_name: the rules that differ from the windows that layers state, by the layers' names.
+        kept: the fewest keys, the query's own included, that transformers' cache keeps of a layer whose queries would
+            see more; None if there is no such layer.
+    """
+
+    by_name: dict[str, MaskRule]
+    kept: int | None
+
+
 @cached_by_settings
-def _rules(model: PreTrainedModel) -> dict[str, MaskRule] | str:
+def _rules(model: PreTrainedModel) -> _Rules | str:
     """See `_find_rules`; of causal masks."""
     return _find_rules(model, is_causal=True)
 
 
 @cached_by_settings
-def _rules_after_prompts(model: PreTrainedModel) -> dict[str, MaskRule] | str:
+def _rules_after_prompts(model: PreTrainedModel) -> _Rules | str:
     """See `_find_rules`; of masks that are causal after the prompt."""
     return _find_rules(model, is_causal=False)
 
 
-def _find_rules(model: PreTrainedModel, is_causal: bool) -> dict[str, MaskRule] | str:
-    """The rules of the attention layers of `model` that differ from the windows they state, by the layers' names; or
-    the reason why they cannot be told.
-    """
+def _find_rules(model: PreTrainedModel, is_causal: bool) -> _Rules | str:
+    """The rules of the attention layers of `model`, or the reason why they cannot be told."""
     _probe.__init__()
     try:
         with torch.no_grad(), registered_attention(model, PROBE_NAME):
@@ -187,7 +202,23 @@ def _find_rules(model: PreTrainedModel, is_causal: bool) -> dict[str, MaskRule] 
         if rule is None or not is_new or (rule != stated and call.module not in names):
             handed = "no window" if call.window is None else f"a window of {call.window}"
             return f"the mask of attention {number} is of no kind that is known (it is called with {handed})"
-    return {names[module]: rule for module, (rule, stated) in found.items() if rule != stated}
+    by_name = {names[module]: rule for module, (rule, stated) in found.items() if rule != stated}
+    unknown = {call.module for call in calls if call.has_own_mask}
+    known = {module: rule for module, (rule, _) in found.items() if module not in unknown}
+    return _Rules(by_name, _fewest_kept(model, known))
+
+
+def _fewest_kept(model: PreTrainedModel, rules: Mapping[nn.Module, MaskRule]) -> int | None:
+    """See `_Rules.kept`; `rules` of the attention layers of `model`."""
+    windows, kept = cache_windows(model), []
+    for module, rule in rules.items():
+        layer_idx = getattr(module, "layer_idx", None)
+        if layer_idx is None or layer_idx >= len(windows):  # it stores no keys
+            continue
+        window, seen = windows[layer_idx], rule.window or rule.chunk
+        if window is not None and (seen is None or seen > window):
+            kept.append(window)
+    return min(kept, default=None)
 
 
 def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
@@ -206,7 +237,30 @@ def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
 
     The first call for a class and configuration runs the model on a few tokens.
     """
-    rules = {} if model.device.type == "meta" else _rules_after_prompts(model)
+    rules = "there are no weights" if model.device.type == "meta" else _rules_after_prompts(model)
     if isinstance(rules, str):
         return []
-    return [(model.get_submodule(name), rule) for name, rule in rules.items()]
+    return [(model.get_submodule(name), rule) for name, rule in rules.by_name.items()]
+
+
+def why_not_kept(model: PreTrainedModel, columns: int | None) -> str | None:
+    """The reason why texts of `model` depend on how many tokens it runs at once; None if they do not.
+
+    In some classes the configuration has a window that the cache heeds and attention does not. A prompt then sees all
+    of itself, and later passes what the cache has kept, which is more for the last tokens of a block.
+
+    Args:
+        model: the target.
+        columns: of the longest text that is run; None for any number.
+    """
+    if not any(cache_windows(model)):
+        return None
+    rules = _rules_after_prompts(model)
+    kept = None if isinstance(rules, str) else rules.kept
+    if kept is None or (columns is not None and columns <= kept):
+        return None
+    what = "a text of any length" if columns is None else f"a text of up to {columns + 1} tokens"
+    return (
+        f"its cache keeps {kept} keys of layers whose attention would read more, so that {what} depends on how many "
+        "tokens are run at once (sliding_window in its configuration)"
+    )

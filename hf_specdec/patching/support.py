@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -107,24 +107,35 @@ def cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[P
     return cached
 
 
-@cached_by_settings
-def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What the layers of transformers' cache for `model` store; empty if its configuration describes no cache.
+def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
+    """The layers of transformers' cache for `model`; none if its configuration describes no cache.
 
     That of an assistant that reads another model's keys and values only is refused by transformers (ValueError).
     """
     try:
-        layers = DynamicCache(config=model.config.get_text_config()).layers
+        return DynamicCache(config=model.config.get_text_config()).layers
     except (AttributeError, ValueError):
-        return ()
+        return []
+
+
+@cached_by_settings
+def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """What the layers of transformers' cache for `model` store, see `_layers_of_cache`."""
     return tuple(
         LayerKind(
             has_keys=isinstance(layer, CacheLayerMixin),
             num_states=layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
             compress_rate=layer.compress_rate if hasattr(layer, STORE_COMPRESSED) else 0,
         )
-        for layer in layers
+        for layer in _layers_of_cache(model)
     )
+
+
+@cached_by_settings
+def cache_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
+    """For each layer of transformers' cache for `model` how many keys it keeps, that of the query included; None for
+    all of them."""
+    return tuple(getattr(layer, "sliding_window", None) for layer in _layers_of_cache(model))
 
 
 def cache_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:

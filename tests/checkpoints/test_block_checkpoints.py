@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import DFLASH, DFLASH2, DOMINO, DSPARK, LAYOUTS, Block, make_weights, write
+from blocks import DFLASH, DFLASH2, DOMINO, DSPARK, LAYOUTS, Block, make_weights, specforge_config, write
 from dialects import PLAIN, tiny_target
 from dialects import make_weights as make_eagle_weights
 from dialects import write as write_eagle
@@ -158,6 +158,23 @@ def test_causality_of_zlab(changes, spec, expected, doubtful, tmp_path):
     assert found.config.causal == expected and decision(found, "causal").doubtful == doubtful
 
 
+@pytest.mark.parametrize(("layout", "spec"), [("z-lab", WINDOWED), ("deepspec", LAYOUTS["deepspec"][0])])
+def test_causality_of_queries(layout, spec, tmp_path):
+    """`dflash_query_causal`, in files of DSpark that begin with a DFlash drafter."""
+    for stated in (True, False):
+        found = read(tmp_path / str(stated), layout, spec, dflash_query_causal=stated)
+        assert found.config.causal == [stated] * 2 and not decision(found, "causal").doubtful
+    assert read(tmp_path / "c", layout, spec, dflash_query_causal=True, is_causal=False).config.causal == [False] * 2
+
+
+def test_unknown_keys_of_dflash_config_are_said(target, tmp_path, caplog):
+    nested = {"mask_token_id": 5, "target_layer_ids": [1, 3, 4], "depth_mixing": 0.5, "another": False}
+    folder = write("z-lab", tmp_path, DFLASH, make_weights(DFLASH), dflash_config=nested)
+    AutoDrafter.from_pretrained(folder, target)
+    (said,) = [one for one in caplog.messages if "leaves open how" in one]
+    assert "depth_mixing = 0.5" in said and "another" not in said and "by keyword" not in said
+
+
 def test_causality_inside_dflash_config(tmp_path):
     nested = {"mask_token_id": 5, "target_layer_ids": [1, 3, 4], "causal": True}
     assert read(tmp_path / "a", "z-lab", DFLASH, dflash_config=nested).config.causal == [True, True]
@@ -214,6 +231,72 @@ def test_anchor_first_is_overridden(target, tmp_path):
     drafter.save_pretrained(tmp_path / "b")
     drafter = AutoDrafter.from_pretrained(tmp_path / "b", target, anchor_first=False)
     assert not drafter.config.anchor_first and drafter.num_assistant_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "expected", "doubtful"),
+    [
+        ("deepspec", {"architectures": ["LingDSparkModel"]}, True, True),
+        ("deepspec", {"architectures": ["Lfm2DSparkDraftModel"]}, True, True),
+        ("deepspec", {"architectures": ["Qwen3OmniDSparkModel"]}, True, True),
+        ("deepspec", {"architectures": ["AnotherDraftModel"]}, True, True),
+        ("deepspec", {"sample_from_anchor": False}, False, False),
+        ("deepspec", {"dspark_bonus_anchor": True}, False, False),
+        ("deepspec", {"dspark_bonus_anchor": False, "architectures": ["LingDSparkModel"]}, True, False),
+        ("deepspec-dflash", {"architectures": ["LingDSparkModel"]}, True, True),
+        ("specforge", {"sample_from_anchor": False}, False, False),
+        ("specforge", {"shift_label": False}, False, False),
+    ],
+)
+def test_anchor_first_is_read_from_keys_before_names(layout, changes, expected, doubtful, tmp_path):
+    """A stated key decides; without one, DSpark of whatever class drafts from the anchor on, if not speculators'."""
+    found = read(tmp_path, layout, LAYOUTS[layout][0], **changes)
+    assert found.config.anchor_first == expected and decision(found, "anchor_first").doubtful == doubtful
+
+
+def test_anchor_first_of_an_unknown_class_is_said(target, tmp_path, caplog):
+    spec = LAYOUTS["deepspec"][0]
+    folder = write("deepspec", tmp_path, spec, make_weights(spec), architectures=["LingDSparkModel"])
+    assert AutoDrafter.from_pretrained(folder, target).config.anchor_first
+    assert "anchor_first = True" in next(one for one in caplog.messages if "leaves open how" in one)
+
+
+def test_keys_about_the_anchor_that_contradict_each_other(target, tmp_path):
+    spec = LAYOUTS["deepspec"][0]
+    changes = {"sample_from_anchor": True, "dspark_bonus_anchor": True}
+    folder = write("deepspec", tmp_path, spec, make_weights(spec), **changes)
+    with pytest.raises(ValueError, match="sample_from_anchor is true, dspark_bonus_anchor is true in its"):
+        AutoDrafter.from_pretrained(folder, target)
+    assert AutoDrafter.from_pretrained(folder, target, anchor_first=True).config.anchor_first
+
+
+@pytest.mark.parametrize(("layout", "rule"), [("deepspec", "anchor on"), ("speculators", "sample_from_anchor")])
+def test_dspark_without_a_markov_head(layout, rule, target, tmp_path):
+    """`markov_rank: 0`: DFlash that drafts from the anchor on; a confidence head may be there."""
+    spec = Block(anchor_first=True, own_embedding=True, own_head=True)
+    weights = make_weights(spec) | {
+        "confidence_head.proj.weight": torch.ones(1, spec.hidden_size),
+        "confidence_head.proj.bias": torch.ones(1),
+    }
+    changes = {"markov_rank": 0, "enable_confidence_head": True, "confidence_head_with_markov": False}
+    changes |= {"speculators_model_type": "dspark"} if layout == "speculators" else {}
+    folder = write(layout, tmp_path, spec, weights, **changes)
+    found = read_checkpoint(open_checkpoint(folder), target.config)
+    assert type(found.config) is DFlashConfig and rule in decision(found, "anchor_first").rule
+    drafter = AutoDrafter.from_pretrained(folder, target)
+    assert drafter.config.anchor_first and drafter.num_assistant_tokens == spec.block_size
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_modes_of_specforge(heads, target, tmp_path):
+    """As many heads of keys as of queries, or fewer: the layers' settings and tensors say which."""
+    spec = Block(anchor_first=True, markov="vanilla", num_kv_heads=heads)
+    nested = specforge_config(spec)["dflash_config"]
+    for mode in ("mha", "GQA"):
+        folder = write(
+            "specforge", tmp_path / mode, spec, make_weights(spec), dflash_config=nested | {"attention_mode": mode}
+        )
+        assert AutoDrafter.from_pretrained(folder, target).config.num_key_value_heads == heads
 
 
 def test_convention_is_not_read_from_a_name(tmp_path):
@@ -276,6 +359,9 @@ def test_mask_token(tmp_path):
     ("layout", "spec", "changes", "message"),
     [
         ("z-lab", DFLASH, {"use_gemma_norm": True}, "use_gemma_norm True"),
+        ("z-lab", DFLASH, {"micro_block_size": 4}, "micro_block_size 4 .*expected no such key"),
+        ("deepspec", LAYOUTS["deepspec"][0], {"log_snr_conditioning": True}, "log_snr_conditioning True"),
+        ("deepspec", LAYOUTS["deepspec"][0], {"enable_qwen35_gated_q_proj": True}, "gated_q_proj True"),
         ("z-lab", DFLASH, {"rope_is_neox_style": False}, "rope_is_neox_style False"),
         ("z-lab", DFLASH, {"hidden_act": "swigluoai"}, "hidden_act 'swigluoai'"),
         ("specforge", DSPARK, {"dflash_config": {"mask_token_id": 5, "markov_rank": 7}}, "markov_w1.weight is"),

@@ -273,6 +273,25 @@ def test_layouts_of_drafters_of_blocks(monkeypatch, tmp_path, layout, number):
     run_script(monkeypatch, case, 5, random_patterns(5, 8))
 
 
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [(layout, at) for layout, specs in blocks.LAYOUTS.items() for at, spec in enumerate(specs) if spec.markov],
+)
+@torch.no_grad()
+def test_training_of_dspark_reads_what_drafting_does(tmp_path, layout, number):
+    """The products of `head_inputs` are the logits of the drafts, given the tokens that were drafted before them."""
+    drafter = block(tmp_path, layout, blocks.LAYOUTS[layout][number]).drafter
+    text = torch.randint(PLAIN.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    states = torch.randn(2, 9, drafter.config.aux_hidden_size, generator=torch.Generator().manual_seed(2))
+    anchors = torch.tensor([[3, 7], [5, 2]])
+    normed = drafter.unroll_blocks(text, states, anchors, 4)
+    first = text.gather(1, anchors)
+    logits = torch.stack(drafter.chain(first, normed), dim=2)
+    best = logits.argmax(-1) if drafter.target_ids is None else drafter.target_ids[logits.argmax(-1)]
+    inputs, weight = drafter.head_inputs(normed, torch.cat([first[..., None], best[..., :-1]], dim=-1))
+    torch.testing.assert_close(inputs @ weight.T, logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.core
 def test_recomputation_is_transformers_own_assistant(tmp_path):
     """Of Muse Glimmer, whose windows shorten what a block sees before it and of itself."""

@@ -8,9 +8,11 @@ import torch
 from case_counts import cases, num_cases
 from lossless import PROMPTS, greedy
 from mtp import Published, draft, publish
+from oracle import random_mtp
 from scripted_verification import Script, random_patterns
 from targets import VOCAB, padded_prompts
 from varying_drafts import vary_drafts
+from zoo_models import instantiate
 
 from hf_specdec import AutoDrafter
 from hf_specdec.engine.equivalence import why_not_equivalent
@@ -262,3 +264,20 @@ def test_stock_engine(monkeypatch, published, family, num_modules, chaining):
     assert torch.equal(out, generated)
     assert {len(after[0].text) - len(before[0].text) for before, after in itertools.pairwise(rounds)} >= {1, 5}
     check(at, drafter, rounds, 4, known)
+
+
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        "FalconForCausalLM",  # layers of another name
+        "GraniteMoeHybridForCausalLM",  # no RoPE
+        "Gemma3nForCausalLM",  # sizes by layer
+        "Gemma4ForCausalLM",  # inputs by layer
+        "DeepseekV4ForCausalLM",  # layers of other types only
+        "Zamba2ForCausalLM",
+    ],
+)
+def test_layers_that_cannot_be_those_of_modules_are_refused(class_name):
+    target = instantiate(class_name, 0.3, True)
+    with pytest.raises(ValueError, match="cannot be those of MTP modules"):
+        random_mtp(target)

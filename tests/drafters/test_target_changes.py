@@ -9,6 +9,7 @@ from case_counts import cases
 from lossless import PROMPTS
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts, tiny_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import NoDrafter
 from hf_specdec.drafters.shared_weights import SharedWeight
@@ -205,6 +206,18 @@ def test_resized_vocabulary(kind, size, engine):
         assert f"its embedding was [96, 32] in float32 on cpu and is [{size}, 32] in float32 on cpu" in message
     target.resize_token_embeddings(96)
     assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash", "mtp", "draft-model"])
+def test_vocabulary_of_three_tokens(kind):
+    """All of them special: the passes that look at a target take tokens that it has."""
+    config = LlamaConfig.from_dict(tiny_target("llama").config.to_dict() | {"vocab_size": 3, "eos_token_id": 2})
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(config).eval()
+    drafter, prompt = RANDOM_DRAFTERS[kind](target), torch.tensor([[1, 2, 2, 1]])
+    plain = target.generate(prompt, do_sample=False, max_new_tokens=9, eos_token_id=None)
+    text = target.generate(prompt, do_sample=False, max_new_tokens=9, eos_token_id=None, assistant_model=drafter)
+    assert torch.equal(text, plain) and drafter.stats.engine == "static"
 
 
 @pytest.mark.core

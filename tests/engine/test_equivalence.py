@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import transformers
 from lossless import continuations, greedy
 from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3
 from targets import PAD, VOCAB, build_target, new_target, padded_prompts, tiny_target
@@ -15,6 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from zoo_configs import tiny_config
+from zoo_models import enliven
 
 from hf_specdec.engine import equivalence
 from hf_specdec.host.caches import OUTPUT_NAME, given_cache
@@ -51,6 +54,7 @@ def check(target, lengths, engine, reason, new=24):
 UNSOUND = {
     # A mask made of the values.
     "doge": ("doge", {}, "fails there on a few tokens"),
+    "doge, with a window of its cache": ("doge", {"sliding_window": 7}, "fails there on a few tokens"),
 }
 
 
@@ -65,6 +69,41 @@ def test_targets_with_custom_masks_run_on_the_stock_engine(case):
 def test_sliding_windows_in_attention_arguments_run_on_the_static_engine():
     for window in (5, 30):
         check(build_target("mistral", sliding_window=window), [40, 33], "static", "")
+
+
+def with_narrow_cache(class_name, window):
+    """A target whose configuration has a window that its cache heeds and its attention does not."""
+    model_class = getattr(transformers, class_name)
+    config = tiny_config(model_class.config_class)
+    config.get_text_config(decoder=True).sliding_window = window
+    torch.manual_seed(0)
+    model = model_class._from_config(config, dtype=torch.float32).eval()
+    enliven(model, 0.3)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, None
+    return model
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("class_name", ["Qwen3VLMoeForConditionalGeneration", "MoshiForCausalLM"])
+def test_texts_that_outgrow_a_cache_but_not_attention_are_refused(class_name):
+    """Plain `generate()` reads keys there that depend on how many tokens were run at once; shorter texts are right."""
+    target, inputs = with_narrow_cache(class_name, window=40), padded_prompts([20, 12])
+    drafter = random_draft_model(target)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=21)
+    answers = torch.nn.functional.pad(continuations(inputs, plain), (0, 8))
+    oracle = OracleDrafter(target, answers, [20, 12], accuracy=0.6)
+    for one in (drafter, oracle):
+        text = target.generate(
+            **inputs, do_sample=False, max_new_tokens=21, assistant_model=one, num_assistant_tokens=3
+        )
+        assert torch.equal(text, plain) and one.stats.engine == "static"
+    for engine in ("auto", "stock"):
+        with pytest.raises(ValueError, match="cache keeps 40 keys of layers whose attention would read more"):
+            target.generate(
+                **inputs, do_sample=False, max_new_tokens=22, assistant_model=drafter.configure(engine=engine)
+            )
+    with pytest.raises(ValueError, match="a text of any length depends on how many tokens are run at once"):
+        target.generate_batch([[5, 6, 7]], assistant_model=drafter.configure(engine="auto"))
 
 
 class LooksAhead(LlamaAttention):

@@ -135,6 +135,26 @@ def test_drafters_read_hidden_states_of_images(monkeypatch):
     assert embeddings is None  # it reads the token that stands for an image
 
 
+@pytest.mark.parametrize("name", ["Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_hidden_states_of_layers_that_share_keys(monkeypatch, name, kind):
+    """They run over the last token of the prompt only, unless something is asked for of all."""
+    target, inputs = model_of(name), prompts_of(name)
+    drafter = RANDOM_DRAFTERS[kind](target)
+    seen = recorded_prefills(monkeypatch, drafter)
+    text = target.generate(**inputs, **OPTIONS, assistant_model=drafter)
+    assert torch.equal(text, plain(name)) and drafter.stats.engine == "static"
+    slots, hidden, *_ = seen[-1]
+    ids = [one for one in drafter.aux_hidden_state_layer_ids if one < 4]
+    assert max(ids) > 2  # those of the layers in question
+    layers = target(**inputs, output_hidden_states=True).hidden_states
+    wanted = torch.cat([layers[index] for index in ids], dim=-1)
+    for row, mask in enumerate(inputs["attention_mask"].bool()):
+        count = int(mask.sum()) - 1
+        found = hidden[row, slots[row] < count, : wanted.shape[-1]]
+        torch.testing.assert_close(found, wanted[row, mask][:count], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.core
 def test_mtp_modules_read_embeddings_of_images(monkeypatch):
     """As in vLLM: the embedding of an image's part in the place of that of its token, one position ahead."""

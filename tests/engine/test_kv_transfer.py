@@ -15,6 +15,7 @@ from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, StaticCache
 
 from hf_specdec.engine.kv_transfer import DeferredCache
+from hf_specdec.engine.static_engine import REREAD_PER_NEW_TOKEN
 from hf_specdec.host.caches import OUTPUT_NAME
 
 NEW = 12
@@ -142,6 +143,78 @@ def test_draft_models_read_cached_tokens():
         max_new_tokens=NEW,
     )
     assert drafter.stats.accepted == drafter.stats.drafted > 0
+
+
+def proposals_of(drafter, call):
+    """The draft tokens of every round of `call()`, and what it returns."""
+    seen, propose = [], drafter.propose
+    drafter.propose = lambda *args: seen.append(propose(*args)) or seen[-1]
+    try:
+        out = call()
+    finally:
+        del drafter.propose
+    return [one.tokens for one in seen], out
+
+
+READERS = ["eagle3", "p-eagle", "dflash", "dspark", "dflash2", "domino", "pard2", "mtp", "mtp-by-target"]
+
+
+@pytest.mark.core_for(kind=["eagle3", "dflash"], lengths=[[30, 12]])
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("lengths", [[30], [30, 12]], ids=str)
+def test_drafts_are_those_of_the_whole_text(kind, lengths):
+    """The hidden states of tokens in a cache are not in it: the target runs them again, and leaves the cache alone."""
+    target, inputs = tiny_target("llama"), padded_prompts(lengths)
+    first = target.generate(**inputs, **OPTIONS)
+    turn, drafter = next_turn(inputs, first.sequences), RANDOM_DRAFTERS[kind](target)
+    options = OPTIONS | {"assistant_model": drafter, "num_assistant_tokens": 3}
+    expected, whole = proposals_of(drafter, lambda: target.generate(**turn, **options))
+    assert drafter.stats.unread_tokens == 0
+    cache = copy.deepcopy(first[OUTPUT_NAME])
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    found, out = proposals_of(drafter, lambda: target.generate(**turn, **{OUTPUT_NAME: cache}, **options))
+    assert torch.equal(out.sequences, whole.sequences) and drafter.stats.unread_tokens == 0
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys[:, :, : keys.shape[2]], keys)
+        assert torch.equal(layer.values[:, :, : values.shape[2]], values)
+
+
+@pytest.mark.core
+def test_keys_that_are_not_those_of_the_tokens_stay():
+    """A cache may hold more than its tokens say, such as images: what is run again does not take its place."""
+    target, inputs = tiny_target("llama"), padded_prompts([30])
+    cache = target.generate(**inputs, **OPTIONS)[OUTPUT_NAME]
+    turn = next_turn(inputs, target.generate(**inputs, **OPTIONS).sequences)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys + 0.5, layer.values.flip(2)
+    plain = target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: copy.deepcopy(cache)})
+    assert not torch.equal(plain.sequences, target.generate(**turn, **OPTIONS).sequences)
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    text = target.generate(**turn, **OPTIONS, **{OUTPUT_NAME: copy.deepcopy(cache)}, assistant_model=drafter)
+    assert torch.equal(text.sequences, plain.sequences) and drafter.stats.unread_tokens == 0
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", ["window", "rest", "few new tokens", "stock"])
+def test_tokens_that_a_drafter_has_not_read_are_counted(case):
+    """A cache without the keys of all tokens, a text that is not given, a short answer, the stock engine."""
+    target, inputs = tiny_target("gemma3" if case == "window" else "llama"), padded_prompts([30])
+    cache, drafter = DynamicCache(config=target.config), RANDOM_DRAFTERS["dflash"](target)
+    out = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache})
+    held, turn = cache.get_seq_length(), next_turn(inputs, out.sequences)
+    expected = target.generate(**turn, **OPTIONS).sequences
+    given, options, unread = turn, dict(OPTIONS), held
+    if case == "rest":
+        given = rest(turn, held)
+    if case == "few new tokens":
+        options["max_new_tokens"], unread = 2, held - 2 * REREAD_PER_NEW_TOKEN
+    if case == "stock":
+        drafter.configure(engine="stock")
+    text = target.generate(**given, **options, **{OUTPUT_NAME: cache}, assistant_model=drafter).sequences
+    new = options["max_new_tokens"]
+    assert torch.equal(text[:, -new:], expected[:, turn["input_ids"].shape[1] :][:, :new])
+    assert drafter.stats.unread_tokens == drafter.stats.rows[0].unread_tokens == unread
 
 
 @pytest.mark.core_for(kind=["eagle3"])

@@ -13,7 +13,7 @@ from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from model_state import traces
-from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3, random_mtp
+from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_draft_model, random_eagle3, random_mtp
 from targets import (
     HYBRIDS,
     PAD,
@@ -25,6 +25,7 @@ from targets import (
     tiny_target,
 )
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from zoo_models import generate, instantiate, prompts, rows_of
 
 from hf_specdec import NoDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
@@ -389,3 +390,20 @@ def test_round_with_the_gpu_policy(family, num_layers, monkeypatch):
     drafter = OracleDrafter(target, continuations(inputs, plain), [5, 1], 0.6).configure(compile_rounds=True)
     assert torch.equal(greedy(target, inputs, drafter, 2, max_new_tokens=3), plain)
     assert drafter.stats.execution == "captured in one graph, compiled"
+
+
+@pytest.mark.parametrize("class_name", ["Zamba2ForCausalLM", "NemotronHForCausalLM"])
+def test_bounds_of_time_steps_are_refused_on_the_stock_engine(class_name):
+    """They hold for several tokens at once, such as a block of drafts, not for single ones; a short text may not show
+    them, as here."""
+    target = instantiate(class_name, 0.2, False)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.fill_(-6.5)
+    inputs = rows_of(prompts(target))[0]
+    drafter = random_draft_model(target)
+    text = generate(target, inputs, assistant_model=drafter)
+    assert torch.equal(text, generate(target, inputs)) and drafter.stats.engine == "static"
+    with pytest.raises(ValueError, match=r"bound the time steps of several tokens at once|differ there from plain"):
+        generate(target, inputs, assistant_model=drafter.configure(engine="stock"))

@@ -113,6 +113,7 @@ LAYOUTS: dict[str, list[Block]] = {
     "speculators": [
         Block(anchor_first=True, markov="vanilla", draft_vocab_size=40, own_head=True, confidence=True),
         Block(markov="gated", windows=(4, None), causal=(False, False)),
+        Block(markov="rnn", draft_vocab_size=40, own_head=True),
     ],
 }
 
@@ -501,13 +502,15 @@ def propose(
         the draft tokens in the target's vocabulary, and the logits `[V_d]` that each came from.
     """
     weights = _double(weights)
+    last, memory, drafts, logits = int(token_ids[-1]), torch.zeros(spec.rank, dtype=torch.float64), [], []
     if spec.anchor_first:
         hidden = block_hidden_states(weights, spec, target, token_ids, num_draft_tokens)
     else:
-        hidden = block_hidden_states(weights, spec, target, token_ids, num_draft_tokens + 1)[1:]
+        anchor, *hidden = block_hidden_states(weights, spec, target, token_ids, num_draft_tokens + 1)
+        if spec.markov is not None:  # speculators: the head runs over the whole block, the anchor before itself
+            memory = markov_bias(weights, spec, last, anchor, memory)[1]
     own = draft_tokens(spec) if spec.draft_vocab_size < spec.vocab_size else torch.arange(spec.vocab_size)
     head = weights["lm_head.weight"] if spec.own_head else target.get_output_embeddings().weight.double()[own]
-    last, memory, drafts, logits = int(token_ids[-1]), torch.zeros(spec.rank, dtype=torch.float64), [], []
     for state in hidden:
         scored = head @ state * spec.multiplier
         if spec.softcap is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, VOCAB, tiny_config
 from zoo_models import enliven
 
@@ -81,6 +81,18 @@ def _padded_patches(model: PreTrainedModel, generator: torch.Generator) -> tuple
     return inputs, height * width // 4
 
 
+def _placed_patches(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
+    """Patches with their places, padded to a fixed number, in squares that are pooled by the processor or the model."""
+    vision = model.config.vision_config
+    pooled = 1 if hasattr(vision, "model_patch_size") else vision.pooling_kernel_size
+    height, width = (pooled * int(torch.randint(1, 3, (), generator=generator)) for _ in range(2))
+    values = 3 * getattr(vision, "model_patch_size", vision.patch_size) ** 2
+    pixels = torch.rand(1, 4 * pooled**2, values, generator=generator)
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
+    places = torch.nn.functional.pad(places, (0, 0, 0, pixels.shape[1] - len(places)), value=-1)
+    return {"pixel_values": pixels, "image_position_ids": places[None]}, height * width // pooled**2
+
+
 def _sized(model: PreTrainedModel, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
     side = 4 * _size(model, "patch_size")
     pixels = torch.randn(1, 3, side, side, generator=generator)
@@ -115,6 +127,14 @@ _QWEN = _SHALLOW._replace(marks=("vision_start_token_id", "vision_end_token_id")
 _DEEPSTACK = _QWEN._replace(settings={"vision_config": {"depth": 2, "deepstack_visual_indexes": [0, 1]}})
 _CLIP = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 2}
 _IDEFICS = {"vision_config": {"image_size": 64, "patch_size": 16, "num_hidden_layers": 2}}
+# Parts that are left out by default.
+# Half of the layers read the keys of the others.
+_SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_GEMMA4 = {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_GEMMA4 |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 2}
+_GEMMA4 |= {"pooling_kernel_size": 2, "position_embedding_size": 8}
+_GEMMA4_UNIFIED = {"model_type": "gemma4_unified_vision", "patch_size": 2, "pooling_kernel_size": 2}
+_GEMMA4_UNIFIED |= {"mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32}
 KINDS = {
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN._replace(
@@ -131,6 +151,12 @@ KINDS = {
     "Glm4vForConditionalGeneration": _SHALLOW._replace(marks=("image_start_token_id", "image_end_token_id")),
     "Gemma3ForConditionalGeneration": Kind(
         {"vision_config": _CLIP | {"image_size": 56}, "mm_tokens_per_image": 4}, _square, "token_type_ids"
+    ),
+    "Gemma4ForConditionalGeneration": Kind(
+        {"vision_config": _GEMMA4, "text_config": _SHARED}, _placed_patches, "mm_token_type_ids"
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Kind(
+        {"vision_config": _GEMMA4_UNIFIED, "text_config": _SHARED}, _placed_patches, "mm_token_type_ids"
     ),
     "PaliGemmaForConditionalGeneration": Kind({"vision_config": _CLIP}, _square, "token_type_ids"),
     "LlavaForConditionalGeneration": Kind({"vision_config": _CLIP}, _square),
@@ -156,7 +182,9 @@ def image_model(name: str, weight_std: float = 0.3, seed: int = 0) -> PreTrained
     config = tiny_config(model_class.config_class, tied=False, extra=None)
     for key, value in KINDS[name].settings.items():
         part = getattr(config, key)
-        if isinstance(value, dict):
+        if part is None:
+            setattr(config, key, AutoConfig.for_model(**value))
+        elif isinstance(value, dict):
             for entry, content in value.items():
                 setattr(part, entry, content)
         else:

@@ -31,7 +31,7 @@ from hf_specdec.drafters import (
     PEagleDrafter,
 )
 from hf_specdec.drafters.draft_layers import DraftLayersDrafter
-from hf_specdec.drafters.target_checks import check_generate
+from hf_specdec.drafters.target_checks import generating_model
 from hf_specdec.kernels.types import Proposal
 
 
@@ -61,7 +61,7 @@ class OracleDrafter(Drafter):
         accuracy: float = 1.0,
         seed: int = 0,
     ):
-        check_generate(target)  # as every drafter that is bound
+        target = generating_model(target)  # as every drafter that is bound
         super().__init__(OracleConfig(vocab_size=target.config.get_text_config().vocab_size))
         generator = torch.Generator().manual_seed(seed)
         wrong = torch.rand(continuations.shape, generator=generator) >= accuracy

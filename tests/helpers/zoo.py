@@ -2,11 +2,14 @@
 
     python tests/helpers/zoo.py --write docs/targets.md      all classes; the table of what runs where
     python tests/helpers/zoo.py --only LlamaForCausalLM      some of them, in full
+    python tests/helpers/zoo.py --source <checkout> ...      in the configurations of transformers' own tests, of a
+                                                             checkout of its repository of the installed version
 
 Each class is built with the default configuration of its own family, shrunk by `zoo_configs`. Then greedy `generate()`
 with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must generate
 what plain `generate()` generates, or refuse the call before it begins. So must the classes of `images.KINDS`, under
-their names with "(images)" behind, of prompts with images.
+their names with "(images)" behind, of prompts with images. `zoo_columns` tries more of each class: seeds, images as
+transformers' tests have them, a cache that is continued, and `generate_batch()`.
 """
 
 from __future__ import annotations
@@ -19,33 +22,34 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 import transformers
+import zoo_sources
 from images import IMAGE, image_model, image_prompts
 from images import KINDS as KINDS_OF_IMAGES
 from model_state import unchecked
 from oracle import OracleDrafter, random_draft_model
 from transformers import PreTrainedModel
-from zoo_models import MAX_NEW_TOKENS, build, class_names, generate, prompts, rows_of
+from zoo_columns import COLUMNS, columns_of
+from zoo_models import AS_DECODER, MAX_NEW_TOKENS, THEIRS, build, class_names, generate, is_sourced, prompts, rows_of
+from zoo_outcomes import CRASH, NO_TEXT, NOT_BUILT, REFUSED, RIGHT, WRONG, is_refusal, last_line
 
 import hf_specdec
 from hf_specdec import Drafter
 
 NUM_DRAFT_TOKENS = 4
 ACCURACY = 0.6
-SECONDS_PER_CLASS = 120
+SECONDS_PER_CLASS = 240
+OURS = "hf_specdec"
 
 # What names of classes have behind them for prompts with images, and the parts of these.
 WITH_IMAGES = " (images)"
 IMAGE_ROWS = [[4, IMAGE, 5], [3], [2, IMAGE, 3, IMAGE, 6]]
-
-RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT = "right", "refused", "wrong", "crash", "not built", "no plain text"
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Outcome:
         outcome: one of RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT.
         error: what was raised, or how the texts differ.
         notes: of single calls, and of the plain text.
+        columns: outcomes of `zoo_columns.COLUMNS`, and what is to be said of each.
+        source: whose configuration it was.
         seconds: that all of it took.
     """
 
@@ -70,23 +76,9 @@ class Outcome:
     outcome: str = NOT_BUILT
     error: str = ""
     notes: list[str] = field(default_factory=list)
+    columns: dict[str, tuple[str, str] | None] = field(default_factory=dict)
+    source: str = OURS
     seconds: float = 0.0
-
-
-def last_line(error: BaseException) -> str:
-    """The error in one line, with the place that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:400]} ({Path(frame.filename).name}:{frame.lineno})"
-
-
-def is_refusal(error: BaseException, generated: bool) -> bool:
-    """Whether `error` refuses the call, and was raised before anything was generated."""
-    if not isinstance(error, ValueError):
-        return False
-    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    ours = Path(hf_specdec.__file__).parent in place.parents
-    return ours or (place.parts[-3:-1] == ("transformers", "generation") and not generated)
 
 
 @dataclass
@@ -113,7 +105,7 @@ def call(
         drafter = drafter_of()
         text = generate(model, inputs, assistant_model=drafter, num_assistant_tokens=NUM_DRAFT_TOKENS)
     except Exception as error:
-        if is_refusal(error, bool(forwards)):
+        if is_refusal(error, bool(forwards), Path(hf_specdec.__file__).parent):
             return Call(REFUSED, None, " ".join(str(error).split()))
         return Call(CRASH if expected is not None else NO_TEXT, error=last_line(error))
     finally:
@@ -188,10 +180,13 @@ def run(name: str, brief: bool = False) -> Outcome:
             model = build(name)
             batches = [prompts(model), *rows_of(prompts(model))[-1 if brief else 0 :]]
         result.model_type = model.config.model_type
+        result.source = THEIRS if is_sourced(name) else OURS
     except Exception as error:  # whatever a class raises that is not made to be built so
         result.error = last_line(error)
     else:
         judge(result, dict(calls_of(model, batches, result.notes, brief)))
+        if not brief and not name.endswith(WITH_IMAGES) and result.outcome != NOT_BUILT:
+            result.columns = columns_of(model, name)
     result.seconds = round(time.perf_counter() - start, 2)
     return result
 
@@ -219,8 +214,10 @@ def judge(result: Outcome, calls: dict[str, Call]) -> None:
         result.reason = by_outcome[REFUSED][0][1].reason
 
 
-def worker() -> None:
+def worker(source: Path | None) -> None:
     """Read names of classes from standard input and write their outcomes to standard output, one a line."""
+    if source is not None:
+        zoo_sources.use(source)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     out = os.fdopen(os.dup(1), "w")
@@ -230,9 +227,14 @@ def worker() -> None:
 
 
 class Worker:
-    """A process that runs classes, so that one which hangs or dies takes no other with it."""
+    """A process that runs classes, so that one which hangs or dies takes no other with it.
 
-    def __init__(self) -> None:
+    Args:
+        source: a checkout of transformers, see `zoo_sources`.
+    """
+
+    def __init__(self, source: Path | None = None) -> None:
+        self._options = [] if source is None else ["--source", str(source)]
         self._process: subprocess.Popen | None = None
         self._lines: queue.Queue[str] = queue.Queue()
 
@@ -259,7 +261,7 @@ class Worker:
 
     def _start(self) -> None:
         self._process = process = subprocess.Popen(
-            [sys.executable, __file__, "--worker"],
+            [sys.executable, __file__, "--worker", *self._options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -278,7 +280,11 @@ class Worker:
 def table(outcomes: list[Outcome]) -> str:
     """`outcomes` as the Markdown of docs/targets.md."""
     with_images = [outcome for outcome in outcomes if outcome.name.endswith(WITH_IMAGES)]
-    outcomes = [outcome for outcome in outcomes if outcome not in with_images]
+    outcomes = merged([outcome for outcome in outcomes if outcome not in with_images])
+    theirs = sum(outcome.source == THEIRS for outcome in outcomes)
+    whose = "the default configuration of its family, shrunk until windows, experts and top-k take effect"
+    if theirs:
+        whose = f"the configuration of transformers' own tests ({theirs} classes), or else {whose}"
     counts = Counter(kind_of(outcome) for outcome in outcomes)
     lines = [
         "# Targets",
@@ -287,17 +293,19 @@ def table(outcomes: list[Outcome]) -> str:
         "",
         f"Made by `python tests/helpers/zoo.py --write docs/targets.md` with transformers {transformers.__version__} "
         f"and torch {torch.__version__.split('+')[0]} on a CPU: every class of the causal and image-text mappings in "
-        "the default configuration of its family, shrunk until windows, experts and top-k take effect, with random "
-        "weights in float32; text prompts, greedy, as a padded batch of two and one by one, with a drafter that is "
-        f"right at {ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
+        f"{whose}, with random weights in float32; text prompts, greedy, as a padded batch of two and one by one, with "
+        f"a drafter that is right at {ACCURACY:.0%} of the places and with a draft model, K = {NUM_DRAFT_TOKENS}.",
         "",
         f"| {len(outcomes)} classes | |",
         "|---|---|",
         *(f"| {kind} | {counts[kind]} |" for kind in KINDS if counts[kind]),
         "",
-        "The static engine runs the rows of a batch together, the stock engine one after the other.",
+        "The static engine runs the rows of a batch together, the stock engine one after the other. Classes that are "
+        "encoders unless `is_decoder` is set stand here as decoders; as encoders they are refused. Further columns: "
+        "rows with seeds, again and alone; a prompt with an image or a sound; a second turn that continues "
+        "`past_key_values`; a bulk call. A dash: plain `generate()` does not do it, or no inputs were at hand.",
         "",
-        *rows_of_table(outcomes),
+        *rows_of_table(outcomes, with_images),
         "",
         "## Images",
         "",
@@ -308,14 +316,34 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def rows_of_table(outcomes: list[Outcome]) -> list[str]:
-    """The lines of a table of `outcomes`."""
-    lines = ["| class | engine | outcome | why |", "|---|---|---|---|"]
+def merged(outcomes: list[Outcome]) -> list[Outcome]:
+    """`outcomes` without those of encoders that are also there as decoders."""
+    suffix = f" {AS_DECODER}"
+    decoders = {outcome.name.removesuffix(suffix) for outcome in outcomes if outcome.name.endswith(suffix)}
+    kept = [outcome for outcome in outcomes if outcome.name not in decoders]
+    return [replace(outcome, name=outcome.name.removesuffix(suffix)) for outcome in kept]
+
+
+def columns_of_row(outcome: Outcome, images: dict[str, Outcome]) -> list[str]:
+    """What stands in the further columns of `outcome`, those of `COLUMNS`; `images` by class."""
+    found = {name: None if pair is None else pair[0] for name, pair in outcome.columns.items()}
+    if found.get("image") is None and outcome.name in images:
+        found["image"] = images[outcome.name].outcome
+    return [found.get(name) or "-" for name in COLUMNS]
+
+
+def rows_of_table(outcomes: list[Outcome], with_images: list[Outcome] | None = None) -> list[str]:
+    """The lines of a table of `outcomes`; with the further columns if there are outcomes `with_images`."""
+    images = {one.name.removesuffix(WITH_IMAGES): one for one in with_images or ()}
+    more = COLUMNS if with_images is not None else ()
+    heads = ["class", "engine", "outcome", *more, "why"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower()):
         why = outcome.error if outcome.outcome in (WRONG, CRASH, NOT_BUILT, NO_TEXT) else outcome.reason
         why = "" if outcome.engine == "static" and outcome.outcome == RIGHT else why.replace("|", "\\|")
         name = outcome.name.removesuffix(WITH_IMAGES)
-        lines.append(f"| {name} | {outcome.engine or ''} | {outcome.outcome} | {why} |")
+        cells = [name, outcome.engine or "", outcome.outcome, *(columns_of_row(outcome, images) if more else ()), why]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -342,20 +370,28 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="run only these classes, and print every note")
     parser.add_argument("--write", type=Path, help="write the table of all classes here")
     parser.add_argument("--json", type=Path, help="write outcomes here, one a line, as they come")
+    parser.add_argument("--source", type=Path, metavar="CHECKOUT", help="of transformers' repository, for its tests")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker()
+        worker(args.source)
         return
+    if args.source is not None:
+        zoo_sources.use(args.source)  # refuses what is none
     if args.only and args.write:
         parser.error("--write is for all classes, not for those of --only")
-    process, outcomes = Worker(), []
+    process, outcomes = Worker(args.source), []
     if args.json:
         args.json.write_text("")
     for name in args.only or [*class_names(), *(f"{name}{WITH_IMAGES}" for name in KINDS_OF_IMAGES)]:
         outcomes.append(outcome := process.run(name))
-        line = f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:13} {outcome.error or outcome.reason}"
-        print(line[:240], *(f"    {note}" for note in (outcome.notes if args.only else ())), sep="\n", flush=True)
+        more = " ".join(f"{(outcome.columns.get(name) or ('-',))[0]:8}" for name in COLUMNS)
+        why = outcome.error or outcome.reason
+        line = f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:13} {more} {why}"
+        said = [f"{name}: {pair[0]}: {pair[1]}" for name, pair in outcome.columns.items() if pair and pair[1]]
+        wrong = [one for one in said if f": {WRONG}: " in one or f": {CRASH}: " in one]
+        notes = [*outcome.notes, *said] if args.only else wrong
+        print(line[:240], *(f"    {note}" for note in notes), sep="\n", flush=True)
         if args.json:
             with args.json.open("a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
@@ -365,6 +401,10 @@ def main() -> None:
         args.write.write_text(table(outcomes))
     counts = Counter(kind_of(outcome) for outcome in outcomes)
     print("; ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind]))
+    for name in COLUMNS:
+        found = Counter((outcome.columns.get(name) or ("-",))[0] for outcome in outcomes)
+        print(f"{name}: {', '.join(f'{count} {kind}' for kind, count in found.most_common())}")
+        counts.update({kind: found[kind] for kind in (WRONG, CRASH)})
     sys.exit(bool(counts[WRONG] or counts[CRASH]))
 
 

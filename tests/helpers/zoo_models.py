@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import transformers
+import zoo_sources
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -11,9 +14,14 @@ from transformers.models.auto.modeling_auto import (
 )
 from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, VOCAB, tiny_config
 
+from hf_specdec.patching.mask_rules import ordinary_tokens
+from hf_specdec.patching.support import cache_windows, stated_positions
+
 # The longer prompt goes beyond every window by itself, the shorter one with its continuation.
 PROMPT_LENGTHS = (13, 6)
 MAX_NEW_TOKENS = 20
+LONGEST_WINDOW = 200
+THEIRS = "transformers"
 # Parameters of the largest model that is run.
 LARGEST_MODEL = 80_000_000
 # Ways to make a random model generate varied tokens, the first that does is taken: what weights of two and more
@@ -42,6 +50,14 @@ ENCODERS = (
     "XmodForCausalLM",
 )
 AS_DECODER = "(is_decoder)"
+
+
+def is_sourced(name: str) -> bool:
+    """Whether transformers' tests have a configuration of the class `name`, and there is a checkout of them."""
+    try:
+        return zoo_sources.is_used() and zoo_sources.find(name.partition(" ")[0]) is not None
+    except Exception:  # whatever the code of tests raises
+        return False
 
 
 def class_names() -> list[str]:
@@ -74,9 +90,13 @@ def instantiate(name: str, weight_std: float, tied: bool, seed: int = 0) -> PreT
     model_class = getattr(transformers, class_name)
     extra = {"is_decoder": True} if variant == AS_DECODER else {}
     model, failure = None, None
-    for others in (True, False):
+    for kind in (*([THEIRS] if is_sourced(name) else ()), True, False):
         try:
-            config = tiny_config(model_class.config_class, others, tied, extra)
+            if kind == THEIRS:
+                config = copy.deepcopy(zoo_sources.find(class_name).config)
+                vars(config).update(extra)
+            else:
+                config = tiny_config(model_class.config_class, kind, tied, extra)
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in model_class._from_config(config).parameters())
             if size > LARGEST_MODEL:
@@ -134,15 +154,29 @@ def variety_of(model: PreTrainedModel) -> int:
 
 
 def prompts(model: PreTrainedModel, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Two left-padded prompts of unequal length: `input_ids` and `attention_mask` `[2, 13]`."""
-    generator = torch.Generator().manual_seed(seed)
-    width = max(PROMPT_LENGTHS)
-    input_ids = torch.full((len(PROMPT_LENGTHS), width), model.generation_config.pad_token_id)
+    """Two left-padded prompts of unequal length: `input_ids` and `attention_mask` `[2, 13]`, or more columns."""
+    generator, lengths = torch.Generator().manual_seed(seed), prompt_lengths(model)
+    width = max(lengths)
+    input_ids = torch.full((len(lengths), width), model.generation_config.pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
-    for row, length in enumerate(PROMPT_LENGTHS):
-        tokens = torch.randint(FIRST_PROMPT_ID, LAST_PROMPT_ID + 1, (length,), generator=generator)
+    ordinary = torch.arange(FIRST_PROMPT_ID, LAST_PROMPT_ID + 1)
+    if zoo_sources.is_used():  # the vocabulary need not be ours
+        ordinary = torch.tensor(ordinary_tokens(model, 64))
+    for row, length in enumerate(lengths):
+        tokens = ordinary[torch.randint(len(ordinary), (length,), generator=generator)]
         input_ids[row, width - length :], attention_mask[row, width - length :] = tokens, 1
     return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def prompt_lengths(model: PreTrainedModel) -> tuple[int, ...]:
+    """`PROMPT_LENGTHS`, the first beyond every window that `model` states, unless that is long, as far as it has
+    positions."""
+    longest, shortest = PROMPT_LENGTHS
+    if zoo_sources.is_used():
+        window = max((size for size in cache_windows(model) if size and size < LONGEST_WINDOW), default=0)
+        positions = (stated_positions(model) or 512) - MAX_NEW_TOKENS - 1
+        longest = max(longest, min(window + 7, positions))
+    return longest, shortest
 
 
 def rows_of(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -1,11 +1,15 @@
 """Classes of transformers of every kind: their text is plain `generate()`'s, or the call is refused."""
 
 import inspect
+import sys
 
 import pytest
 import transformers
 import zoo
+import zoo_columns
+import zoo_configs
 import zoo_models
+import zoo_sources
 from case_counts import tries_all
 from model_state import unchecked
 from transformers import AutoConfig
@@ -72,6 +76,8 @@ SAFE_CORE = [
 
 def check(outcome: zoo.Outcome) -> None:
     assert outcome.outcome in (zoo.RIGHT, zoo.REFUSED), "\n".join([outcome.error, *outcome.notes])
+    wrong = {name: pair for name, pair in outcome.columns.items() if pair and pair[0] not in (zoo.RIGHT, zoo.REFUSED)}
+    assert not wrong, wrong
 
 
 def run(name: str) -> zoo.Outcome:
@@ -114,6 +120,89 @@ def test_windows_are_shorter_than_prompts(name):
 def test_experts_are_more_than_are_chosen():
     text = zoo_models.build("Qwen3MoeForCausalLM").config
     assert 1 < text.num_experts_per_tok < text.num_experts
+
+
+@pytest.mark.parametrize(
+    ("name", "bulk"),
+    [("Gemma2ForCausalLM", zoo.RIGHT), ("MambaForCausalLM", zoo.RIGHT), ("DogeForCausalLM", zoo.REFUSED)],
+)
+def test_columns(name, bulk):
+    """Seeds, a continued cache and bulk calls; there is no image to try."""
+    found = zoo_columns.columns_of(zoo_models.build(name), name)
+    assert list(found) == list(zoo_columns.COLUMNS) and found["image"] is None
+    assert found["seeds"][0] == zoo.RIGHT and found["generate_batch()"][0] == bulk
+    assert found["cache continued"] is None or found["cache continued"][0] in (zoo.RIGHT, zoo.REFUSED)
+
+
+def test_columns_tell_wrong_texts_and_crashes(monkeypatch):
+    model, sample = zoo_models.build("LlamaForCausalLM"), zoo_columns.sample
+    monkeypatch.setattr(
+        zoo_columns, "sample", lambda model, given, seeds: sample(model, given, [len(seeds)] * len(seeds))
+    )
+    assert zoo_columns.columns_of(model, "LlamaForCausalLM")["seeds"] == (zoo.WRONG, "row 0 says something else alone")
+    assert zoo_columns.outcome_of(lambda: 1 // 0)[0] == zoo.CRASH
+
+
+def test_encoders_stand_in_the_table_once():
+    names = zoo_models.class_names()
+    kept = [one.name for one in zoo.merged([zoo.Outcome(name) for name in names])]
+    encoders = [name for name in names if name.endswith(zoo_models.AS_DECODER)]
+    assert len(kept) == len(set(kept)) == len(names) - len(encoders) and encoders
+    assert set(kept) == {name.removesuffix(f" {zoo_models.AS_DECODER}") for name in names}
+
+
+def test_configurations_of_other_tests(monkeypatch, tmp_path):
+    """`--source`: of a checkout, whatever packages its tests import; ours where it has none."""
+    folder = tmp_path / "tests" / "models" / "llama"
+    folder.mkdir(parents=True)
+    for part in (tmp_path / "tests", tmp_path / "tests" / "models", folder):
+        (part / "__init__.py").write_text("")
+    (folder / "test_modeling_llama.py").write_text(THEIRS)
+    monkeypatch.setattr(zoo_sources, "_used", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        monkeypatch.delitem(sys.modules, name)
+    zoo_sources.find.cache_clear()
+    with pytest.raises(ValueError, match="has no folder tests/models"):
+        zoo_sources.use(tmp_path / "tests")
+    zoo_sources.use(tmp_path)
+    try:
+        model = zoo_models.build("LlamaForCausalLM")
+        assert zoo_models.is_sourced("LlamaForCausalLM") and model.config.hidden_size == 24
+        assert int(zoo_models.prompts(model)["input_ids"].max()) < 60
+        assert not zoo_models.is_sourced("MistralForCausalLM")
+        assert zoo_models.build("MistralForCausalLM").config.vocab_size == zoo_configs.VOCAB
+        assert zoo.run("LlamaForCausalLM", brief=True).source == zoo_models.THEIRS
+    finally:
+        zoo_sources.find.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "a_package_of_nobody")]:
+            del sys.modules[name]
+
+
+THEIRS = """
+import unittest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from a_package_of_nobody.decorators import parameterized
+
+class LlamaModelTester:
+    def prepare_config_and_inputs_for_common(self):
+        config = LlamaConfig(
+            vocab_size=60, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4
+        )
+        config.pad_token_id = 0
+        return config, {"input_ids": torch.ones(3, 5, dtype=torch.int64), "labels": torch.ones(3)}
+
+class LlamaModelTest(unittest.TestCase):
+    all_model_classes = None
+    def setUp(self):
+        self.model_tester, self.all_model_classes = LlamaModelTester(), (LlamaForCausalLM,)
+    def _prepare_for_class(self, inputs, model_class):
+        return inputs
+    @parameterized.expand([1, 2])
+    def test_it(self, number):
+        raise AssertionError
+"""
 
 
 def test_wrong_outputs_are_detected():
