@@ -9,12 +9,31 @@ from collections.abc import Sequence
 
 import torch
 
-from .kernels import gated_activation_reference, rms_norm_reference, rotary_reference
+from .kernels import (
+    gated_activation_reference,
+    gather_rows_reference,
+    rms_norm_reference,
+    rotary_angles_reference,
+    rotary_reference,
+)
 from .kernels.gated_activation_reference import ACTIVATIONS
-from .kernels.types import NormKind, RotaryKind
-from .op_choice import is_for_triton, register_op
+from .kernels.types import AnglesKind, NormKind, RotaryKind
+from .op_choice import choose, is_for_triton, register_op
 
-__all__ = ["ACTIVATIONS", "MAX_NORM_WIDTH", "NormKind", "RotaryKind", "gated_activation", "rms_norm", "rotary"]
+__all__ = [
+    "ACTIVATIONS",
+    "MAX_NORM_WIDTH",
+    "AnglesKind",
+    "NormKind",
+    "RotaryKind",
+    "add_rms_norm",
+    "gated_activation",
+    "gather_rows",
+    "rms_norm",
+    "rotary",
+    "rotary_angles",
+    "rotate_and_store",
+]
 
 # Widest rows that a program of the norm's kernel keeps in its registers.
 MAX_NORM_WIDTH = 65536
@@ -35,6 +54,22 @@ def _(inputs, *rest):
     return inputs.new_empty(inputs.shape)
 
 
+@register_op(
+    "hf_specdec::add_rms_norm",
+    schema="(Tensor inputs, Tensor addend, Tensor? weight, float eps, bool cast_first, float offset, bool centered) "
+    "-> (Tensor, Tensor)",
+)
+def _add_rms_norm(inputs, addend, weight, eps, cast_first, offset, centered):
+    from .kernels.rms_norm import add_rms_norm
+
+    return add_rms_norm(inputs, addend, weight, eps, NormKind(cast_first, offset, centered))
+
+
+@_add_rms_norm.register_fake
+def _(inputs, *rest):
+    return inputs.new_empty(inputs.shape), inputs.new_empty(inputs.shape)
+
+
 @register_op("hf_specdec::rotary", schema="(Tensor cos, Tensor sin, Tensor[] states, bool[] kind) -> Tensor[]")
 def _rotary(cos, sin, states, kind):
     from .kernels.rotary import rotary
@@ -42,10 +77,47 @@ def _rotary(cos, sin, states, kind):
     return rotary(cos, sin, states, RotaryKind(*kind))
 
 
+def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`[B, heads, n, D]` each, with the memory of `[B, n, heads, D]`."""
+    return [one.new_empty(one.transpose(1, 2).shape).transpose(1, 2) for one in states]
+
+
 @_rotary.register_fake
 def _(cos, sin, states, kind):
-    sizes = [(batch, columns, heads, size) for batch, heads, columns, size in (one.shape for one in states)]
-    return [one.new_empty(shape).transpose(1, 2) for one, shape in zip(states, sizes, strict=True)]
+    return _like(states)
+
+
+@register_op(
+    "hf_specdec::rotate_and_store",
+    mutates_args=("keys", "values"),
+    schema="(Tensor cos, Tensor sin, Tensor[] states, bool[] kind, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor value_states, Tensor positions) -> Tensor[]",
+)
+def _rotate_and_store(cos, sin, states, kind, *stored):
+    from .kernels.rotary import rotate_and_store
+
+    return rotate_and_store(cos, sin, states, RotaryKind(*kind), *stored)
+
+
+@_rotate_and_store.register_fake
+def _(cos, sin, states, *rest):
+    return _like(states[:-1])
+
+
+@register_op(
+    "hf_specdec::rotary_angles",
+    schema="(Tensor frequencies, Tensor positions, ScalarType dtype, str repeats, float scaling) -> (Tensor, Tensor)",
+)
+def _rotary_angles(frequencies, positions, dtype, repeats, scaling):
+    from .kernels.rotary_angles import rotary_angles
+
+    return rotary_angles(frequencies, positions, dtype, AnglesKind(repeats, scaling))
+
+
+@_rotary_angles.register_fake
+def _(frequencies, positions, dtype, repeats, scaling):
+    shape = *positions.shape, len(frequencies) * (1 if repeats == "once" else 2)
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 @register_op("hf_specdec::gated_activation", schema="(Tensor gate, Tensor up, str activation) -> Tensor")
@@ -60,11 +132,32 @@ def _(gate, up, activation):
     return gate.new_empty(gate.shape)
 
 
+@register_op("hf_specdec::gather_rows", schema="(Tensor table, Tensor index, Tensor? fill) -> Tensor")
+def _gather_rows(table, index, fill):
+    from .kernels.gather_rows import gather_rows
+
+    return gather_rows(table, index, fill)
+
+
+@_gather_rows.register_fake
+def _(table, index, fill):
+    return table.new_empty(*index.shape, table.shape[2])
+
+
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
     """See `kernels.rms_norm_reference.rms_norm`; a Triton kernel on GPUs, for rows of up to `MAX_NORM_WIDTH`."""
     if is_for_triton(inputs) and inputs.shape[-1] <= MAX_NORM_WIDTH:
         return _rms_norm(inputs, weight, eps, *kind)
     return rms_norm_reference.rms_norm(inputs, weight, eps, kind)
+
+
+def add_rms_norm(
+    inputs: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.rms_norm_reference.add_rms_norm`; a Triton kernel on GPUs, for rows of up to `MAX_NORM_WIDTH`."""
+    if is_for_triton(inputs) and inputs.shape[-1] <= MAX_NORM_WIDTH:
+        return _add_rms_norm(inputs, addend, weight, eps, *kind)
+    return rms_norm_reference.add_rms_norm(inputs, addend, weight, eps, kind)
 
 
 def rotary(
@@ -76,8 +169,31 @@ def rotary(
     return rotary_reference.rotary(cos, sin, states, kind)
 
 
+def rotary_angles(
+    frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, kind: AnglesKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.rotary_angles_reference.rotary_angles`; a Triton kernel on GPUs."""
+    if is_for_triton(frequencies):
+        return _rotary_angles(frequencies, positions, dtype, *kind)
+    return rotary_angles_reference.rotary_angles(frequencies, positions, dtype, kind)
+
+
+def rotate_and_store(
+    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind, *stored: torch.Tensor
+) -> list[torch.Tensor]:
+    """See `kernels.rotary_reference.rotate_and_store`; a Triton kernel on GPUs."""
+    if is_for_triton(states[0]):
+        return _rotate_and_store(cos, sin, list(states), list(kind), *stored)
+    return rotary_reference.rotate_and_store(cos, sin, states, kind, *stored)
+
+
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """See `kernels.gated_activation_reference.gated_activation`; a Triton kernel on GPUs."""
     return (_gated_activation if is_for_triton(gate) else gated_activation_reference.gated_activation)(
         gate, up, activation
     )
+
+
+def gather_rows(table: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
+    """See `kernels.gather_rows_reference.gather_rows`; a Triton kernel on GPUs."""
+    return choose(_gather_rows, gather_rows_reference.gather_rows, table)(table, *args)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from . import state_ops
 from .kernels.types import NO_TOKEN, NO_TOP_K, SamplingSettings, VerificationResult
 from .patching.cache import LayerKind, RaggedCache
 from .patching.packed_cache import PackedCache
@@ -320,23 +321,18 @@ class DecodeState:
         """The slot to which keys and values are written that no query reads: of padding and of finished rows."""
         return self.slots - 1
 
-    def slot_of(self, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of `positions`, `[B]` or `[B, n]` int64.
+    def next_slots(self, first: int, count: int = 1) -> torch.Tensor:
+        """Slots `[B, count]` int64 of the positions from `lengths + first` on.
 
         The dummy slot for finished rows, and for positions that the length limit leaves without a next token.
         """
-        finished, limits = self.finished, self.limits
-        if positions.dim() == 2:
-            finished, limits = finished[:, None], limits[:, None]
-        return torch.where(finished | (positions > limits - 2), self.dummy_slot, positions)
+        return state_ops.next_slots(self.lengths, self.limits, self.finished, first, count, self.dummy_slot)
 
     def text_positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions of `slots` in their texts; 0 for the dummy slot, whose number may exceed a position embedding."""
-        return torch.where(slots < self.dummy_slot, self._in_row(slots), 0)
-
-    def _in_row(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots of a row of the call, of `slots` of this state, whose rows may be packed in one."""
-        return slots if self.row_slots == self.slots else slots % self.row_slots
+        if self.row_slots == self.slots:
+            return state_ops.position_ids(slots, None, self.dummy_slot)
+        return torch.where(slots < self.dummy_slot, slots % self.row_slots, 0)
 
     def position_ids(self, slots: torch.Tensor, sections: bool = False) -> torch.Tensor:
         """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot.
@@ -348,9 +344,10 @@ class DecodeState:
         """
         if self.records is not None:
             return self.records.position_ids(slots, sections)
-        is_packed = self.row_slots != self.slots
-        offsets = self.position_offsets[slots // self.row_slots] if is_packed else self.position_offsets[:, None]
-        return torch.where(slots < self.dummy_slot, self._in_row(slots) + offsets, 0)
+        if self.row_slots == self.slots:
+            return state_ops.position_ids(slots, self.position_offsets, self.dummy_slot)
+        offsets = self.position_offsets[slots // self.row_slots]  # of rows that are packed in one
+        return torch.where(slots < self.dummy_slot, slots % self.row_slots + offsets, 0)
 
     def last_tokens(self) -> torch.Tensor:
         """The last committed token of each row, `[B, 1]`."""
@@ -358,9 +355,7 @@ class DecodeState:
 
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
-        last = self.last_tokens()
-        steps = torch.arange(drafts.shape[1] + 1, device=last.device)
-        return torch.cat([last, drafts], dim=1), self.slot_of((self.lengths - 1)[:, None] + steps)
+        return state_ops.block(self.tokens, self.lengths, self.limits, self.finished, drafts, self.dummy_slot)
 
     def last_block(self, width: int) -> tuple[torch.Tensor | None, VerificationResult]:
         """The first `width` columns of what the last round leaves for drafting, at least `block_width`.
@@ -372,20 +367,6 @@ class DecodeState:
         result = self.result
         return hidden, VerificationResult(result.tokens[:, :width], result.accepted, result.committed)
 
-    def keep_block(self, aux_hidden_states: torch.Tensor | None, result: VerificationResult) -> None:
-        """Copy what drafting needs of a round, see `last_block`, into memory that is always the same.
-
-        Args:
-            aux_hidden_states: `[B, K + 1, width]` or None.
-            result: what the round accepted and committed.
-        """
-        width = result.tokens.shape[1]
-        if aux_hidden_states is not None:
-            self.aux_hidden_states[:, :width].copy_(aux_hidden_states)
-        self.result.tokens[:, :width].copy_(result.tokens.clamp(min=0))  # `NO_TOKEN`, of rows that have ended
-        self.result.accepted.copy_(result.accepted)
-        self.result.committed.copy_(result.committed)
-
     def narrow_block(self) -> None:
         """Forget what the last round leaves for drafting, except of each row's last committed token."""
         last = (self.result.committed - 1).clamp(min=0)
@@ -396,27 +377,21 @@ class DecodeState:
         self.result.accepted.zero_()
         self.result.committed.clamp_(max=1)
 
-    def commit(self, result: VerificationResult) -> VerificationResult:
+    def commit(self, result: VerificationResult, keeps: bool = False) -> VerificationResult:
         """Append the result's tokens to the rows, up to an end-of-sequence token or the length limit.
 
         A row ends at `NO_TOKEN`, too, for which it gets token 0: it is the last one of what the result commits.
 
+        Args:
+            result: of a verification, tokens `[B, n]`.
+            keeps: whether to keep it for drafting, see `last_block`, in memory that is always the same.
+
         Returns:
             the result with `committed` reduced accordingly.
         """
-        steps = torch.arange(result.tokens.shape[1], device=result.tokens.device)
-        remaining = torch.where(self.finished, 0, self.limits - self.lengths)
-        committed = torch.minimum(result.committed, remaining)
-        ends = (result.tokens[..., None] == self.eos[:, None]).any(dim=-1) | (result.tokens == NO_TOKEN)
-        ends &= steps < committed[:, None]
-        has_ended = ends.any(dim=1)
-        if len(steps) > 1:  # else a row that has ended commits its one token
-            committed = torch.where(has_ended, ends.int().argmax(dim=1) + 1, committed)
-
-        slots = torch.where(steps < committed[:, None], self.lengths[:, None] + steps, self.dummy_slot)
-        self.tokens.scatter_(1, slots, result.tokens.clamp(min=0))
-        self.lengths += committed
-        self.finished |= has_ended | (self.lengths >= self.limits)
+        kept = self.result if keeps else None
+        rows = self.tokens, self.lengths, self.finished
+        committed = state_ops.commit(*rows, self.limits, self.eos, result, kept)
         return VerificationResult(result.tokens, result.accepted, committed)
 
 

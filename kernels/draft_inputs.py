@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .types import DraftInputs
 
 
@@ -64,6 +65,7 @@ def _prepare_inputs_kernel(
     mask_token,
     shift,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Prepare one row.
 
@@ -71,6 +73,7 @@ def _prepare_inputs_kernel(
     columns; writes the row of the four results.
     """
     row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
     length = tl.load(lengths_ptr + row * lengths_stride)
     committed = tl.load(committed_ptr + row * committed_stride)
     # With a limit of 0 every column is padding.
@@ -132,4 +135,5 @@ def prepare_inputs(
         shift=shift,
         BLOCK=triton.next_power_of_2(width),
         num_warps=1,
+        **dependent_launch(tokens.device),
     )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from . import reduction
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .random import exponential
 from .reduction import LEAST_KEY, argmax_keys, index_of_key, largest_key, merge_softmax_stats, softmax_stats
 from .types import RandomStream
@@ -82,7 +83,15 @@ def _draw_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _merge_draft_kernel(keys_ptr, target_ids_ptr, out_ptr, num_blocks, BLOCKS: tl.constexpr, HAS_IDS: tl.constexpr):
+def _merge_draft_kernel(
+    keys_ptr,
+    target_ids_ptr,
+    out_ptr,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Merge the keys of a row, and map the index to the target's vocabulary if HAS_IDS.
 
     Grid: (B * n,). Reads `keys` `[B * n, blocks]` and one element of `target_ids` `[V_d]`; writes one of `out`
@@ -90,6 +99,7 @@ def _merge_draft_kernel(keys_ptr, target_ids_ptr, out_ptr, num_blocks, BLOCKS: t
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
+    wait_for_inputs(PDL)
     keys = tl.load(keys_ptr + row * num_blocks + block, mask=block < num_blocks, other=LEAST_KEY)
     index = index_of_key(tl.max(keys, axis=0))
     if HAS_IDS:
@@ -107,6 +117,7 @@ def _merge_draft(keys: torch.Tensor, target_ids: torch.Tensor | None, shape: tor
         keys.shape[1],
         BLOCKS=triton.next_power_of_2(keys.shape[1]),
         HAS_IDS=target_ids is not None,
+        **dependent_launch(keys.device),
     )
     return out
 

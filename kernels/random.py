@@ -1,17 +1,20 @@
-"""Triton random numbers, for use inside kernels; the reference is `random_reference`.
+"""Triton random numbers, for use inside kernels, and one for each row; the reference is `random_reference`.
 
 With the first Philox4x32-10 word w of the key (low and high word of the seed) and the counter (token, position, stream,
 step):
 
     uniform = min((w + 1/2) / 2^32, 1 - 2^-24),    exponential = -log(1 - uniform)
 
-The functions read and write no memory.
+The functions of numbers read and write no memory.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from .dependent_launch import dependent_launch, wait_for_inputs
 
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)
 _MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
@@ -54,3 +57,44 @@ def exponential(seed, position, token, step, stream: tl.constexpr):
     square = ratio * ratio
     series = 1.0 + square * (1.0 / 3.0 + square * (1.0 / 5.0 + square * (1.0 / 7.0 + square * (1.0 / 9.0))))
     return tl.where(number < 0.25, 2.0 * ratio * series, -tl.log(1.0 - number))
+
+
+@triton.jit(do_not_specialize=["num_rows", "tokens_stride"])
+def _row_uniform_kernel(
+    seeds_ptr,
+    positions_ptr,
+    tokens_ptr,
+    out_ptr,
+    num_rows,
+    tokens_stride,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK numbers. Grid: (blocks,). Reads the program's elements of `[B]` tensors; writes those of `out`."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    wait_for_inputs(PDL)
+    seed = tl.load(seeds_ptr + row, mask=is_row, other=0)
+    position = tl.load(positions_ptr + row, mask=is_row, other=0)
+    token = tl.load(tokens_ptr + row * tokens_stride, mask=is_row, other=0)
+    tl.store(out_ptr + row, uniform(seed, position, token, token * 0, STREAM), mask=is_row)
+
+
+def row_uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: int) -> torch.Tensor:
+    """See `random_reference.uniform`, of `[B]` tensors; equal. One launch."""
+    assert seeds.shape == positions.shape == tokens.shape and seeds.is_contiguous() and positions.is_contiguous()
+    out = torch.empty(len(seeds), dtype=torch.float32, device=seeds.device)
+    _row_uniform_kernel[(triton.cdiv(len(seeds), 128),)](
+        seeds,
+        positions,
+        tokens,
+        out,
+        len(seeds),
+        tokens.stride(0),
+        STREAM=stream,
+        BLOCK=128,
+        num_warps=1,
+        **dependent_launch(seeds.device),
+    )
+    return out

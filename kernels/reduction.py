@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .types import VerificationResult
 
 LEAST_KEY = tl.constexpr(-(2**63))
@@ -69,7 +70,16 @@ def merge_softmax_stats(maxima, totals):
 
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
 @triton.jit(do_not_specialize=["width"])
-def _argmax_kernel(scores_ptr, keys_ptr, scores_stride_b, scores_stride_n, width, vocabulary, BLOCK: tl.constexpr):
+def _argmax_kernel(
+    scores_ptr,
+    keys_ptr,
+    scores_stride_b,
+    scores_stride_n,
+    width,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Key of one block of a row.
 
     Grid: (B * n, blocks). Reads BLOCK scores of `scores` `[B, n, V]`; writes one key of `keys` `[B * n, blocks]`.
@@ -78,6 +88,7 @@ def _argmax_kernel(scores_ptr, keys_ptr, scores_stride_b, scores_stride_n, width
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
     scores_ptr += row // width * scores_stride_b + row % width * scores_stride_n
+    wait_for_inputs(PDL)
     score = tl.load(scores_ptr + token, mask=is_token, other=0.0).to(tl.float32)
     key = largest_key(score, token, is_token)
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
@@ -124,7 +135,14 @@ def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
     assert scores.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
     keys = torch.empty(batch * width, triton.cdiv(vocabulary, REDUCE_BLOCK), dtype=torch.int64, device=scores.device)
     _argmax_kernel[keys.shape](
-        scores, keys, *scores.stride()[:2], width, vocabulary, BLOCK=REDUCE_BLOCK, num_warps=REDUCE_WARPS
+        scores,
+        keys,
+        *scores.stride()[:2],
+        width,
+        vocabulary,
+        BLOCK=REDUCE_BLOCK,
+        num_warps=REDUCE_WARPS,
+        **dependent_launch(scores.device),
     )
     return keys
 

@@ -1,8 +1,9 @@
-"""Triton normalisation over the last dimension; the reference is `rms_norm_reference.rms_norm`.
+"""Triton normalisation over the last dimension, also of a sum; the references are in `rms_norm_reference`.
 
-Shapes: inputs and result `[rows, D]`, weight `[D]`:
+Shapes: inputs, addend, total and result `[rows, D]`, weight `[D]`:
 
     result[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (offset + weight),  x[r] = inputs[r], less its mean if CENTERED
+    total[r] = inputs[r] + addend[r], rounded to the dtype, and normed in the place of inputs[r]
 
 One program computes whole rows. The order of its sums depends on D and the dtype only: the sizes of blocks do, and
 rows are given to the kernel so that Triton's compiler knows the same about their alignment for every number of rows
@@ -31,6 +32,8 @@ _ALIGNMENT = 16
 @triton.jit(do_not_specialize=["num_rows", "inner"])
 def _rms_norm_kernel(
     inputs_ptr,
+    addend_ptr,
+    total_ptr,
     weight_ptr,
     out_ptr,
     num_rows,
@@ -38,6 +41,7 @@ def _rms_norm_kernel(
     stride_outer,
     stride_inner,
     eps,
+    IS_SUM: tl.constexpr,
     OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     CAST_FIRST: tl.constexpr,
@@ -49,7 +53,8 @@ def _rms_norm_kernel(
 ):
     """ROWS rows. Row r is at `r // inner * stride_outer + r % inner * stride_inner` of the inputs.
 
-    Grid: (blocks of rows). Reads the program's rows of `inputs` and all of `weight`; writes its rows of `out`.
+    Grid: (blocks of rows). Reads the program's rows of `inputs` and all of `weight`; writes its rows of `out`. With
+    IS_SUM it also reads its rows of `addend`, and writes those of `total`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -63,6 +68,12 @@ def _rms_norm_kernel(
 
     first = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
     x = tl.load(inputs_ptr + first[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    own = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    if IS_SUM:
+        x += tl.load(addend_ptr + own, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(out_ptr.dtype.element_ty)
+        tl.store(total_ptr + own, total, mask=mask)
+        x = total.to(tl.float32)
     if CENTERED:
         x = tl.where(is_column[None, :], x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
     x *= tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
@@ -70,8 +81,7 @@ def _rms_norm_kernel(
         x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
         x *= weight[None, :]
-    out = out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + own, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.cache
@@ -112,6 +122,29 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
 
     Rows may be at up to two strides, as the heads of a part of a wider tensor are; others are copied first.
     """
+    return _rms_norm(inputs, None, None, weight, eps, kind)
+
+
+def add_rms_norm(
+    inputs: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `rms_norm_reference.add_rms_norm`; the same bits as a sum by PyTorch and then `rms_norm`. One launch.
+
+    Rows of `inputs` may be at up to two strides.
+    """
+    assert inputs.shape == addend.shape and inputs.dtype == addend.dtype, "terms must have the same shape and dtype"
+    total = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    return total, _rms_norm(inputs, addend, total, weight, eps, kind)
+
+
+def _rms_norm(
+    inputs: torch.Tensor,
+    addend: torch.Tensor | None,
+    total: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: NormKind,
+) -> torch.Tensor:
     width = inputs.shape[-1]
     assert weight is None or (weight.shape == (width,) and weight.is_contiguous()), "the weight must be [D], contiguous"
     out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
@@ -119,16 +152,20 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
     if num_rows == 0:
         return out
     rows = _rows_of(inputs) or _rows_of(inputs.clone(memory_format=torch.contiguous_format))
-    if weight is not None and weight.data_ptr() % _ALIGNMENT:
-        weight = weight.clone()
+    weight, addend = (
+        one.clone() if one is not None and one.data_ptr() % _ALIGNMENT else one for one in (weight, addend)
+    )
     block, rows_of_program, num_warps = _sizes(width)
     _rms_norm_kernel[(-(-num_rows // rows_of_program),)](
         rows[0],
+        None if addend is None else addend.contiguous(),
+        total,
         weight,
         out,
         num_rows,
         *rows[1:],
         eps,
+        IS_SUM=addend is not None,
         OFFSET=kind.offset,
         HAS_WEIGHT=weight is not None,
         CAST_FIRST=kind.cast_first,

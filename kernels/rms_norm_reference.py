@@ -1,4 +1,4 @@
-"""PyTorch reference of normalisation over the last dimension: RMSNorm, and LayerNorm without bias."""
+"""PyTorch references of normalisation over the last dimension: RMSNorm, and LayerNorm without bias; also of a sum."""
 
 from __future__ import annotations
 
@@ -32,3 +32,11 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
     if weight is not None:
         states = states * (weight if kind.cast_first else weight.to(dtype) + kind.offset)
     return states.to(inputs.dtype)
+
+
+def add_rms_norm(
+    inputs: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of `inputs` and `addend`, `[..., D]` of one dtype, in that dtype; and `rms_norm` of it."""
+    total = inputs + addend
+    return total, rms_norm(total, weight, eps, kind)

@@ -1,9 +1,13 @@
-"""Triton rotary position embedding of query and key in one launch; the reference is `rotary_reference.rotary`.
+"""Triton rotary position embedding of query and key in one launch, which may store key and value; the references are
+in `rotary_reference`.
 
 Shapes: query, key and results `[B, heads, n, D]`, cosines and sines `[B or 1, n, R]` or `[B or 1, n, R / 2]`. For pair
 (x1, x2) of a head, with cosines (c1, c2) and sines (s1, s2) of its token:
 
     result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
+
+With a cache of keys `[B, slots, heads, D]` and values `[B, slots, heads, Dv]`, token i of row b stores its key and its
+value at slot positions[b, i].
 
 Every product and sum is rounded as PyTorch rounds it when each is a kernel of its own, so the result is the same bits.
 """
@@ -39,6 +43,7 @@ def _rotate_heads(
     first_head,
     num_heads,
     stride_h,
+    out_stride_h,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
     HEADS: tl.constexpr,
@@ -54,7 +59,7 @@ def _rotate_heads(
     head = first_head + tl.arange(0, HEADS)
     is_head = (head < num_heads)[:, None]
     states_ptr += head.to(tl.int64)[:, None] * stride_h
-    out_ptr += head[:, None] * (2 * PAIRS + REST)
+    out_ptr += head.to(tl.int64)[:, None] * out_stride_h
     pair = tl.arange(0, PAIR_BLOCK)
     is_pair = pair < PAIRS
     mask = is_head & is_pair[None, :]
@@ -86,8 +91,41 @@ def _rotate_heads(
         tl.store(out_ptr + (2 * PAIRS + rest)[None, :], kept, mask=mask)
 
 
+@triton.jit
+def _copy_heads(
+    states_ptr,
+    out_ptr,
+    first_head,
+    num_heads,
+    stride_h,
+    stride_d,
+    out_stride_h,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+):
+    """HEADS heads of one token, from `first_head` on."""
+    head = (first_head + tl.arange(0, HEADS)).to(tl.int64)
+    place = tl.arange(0, SIZE_BLOCK)
+    mask = (head < num_heads)[:, None] & (place < SIZE)[None, :]
+    kept = tl.load(states_ptr + head[:, None] * stride_h + place[None, :] * stride_d, mask=mask, other=0.0)
+    tl.store(out_ptr + head[:, None] * out_stride_h + place[None, :], kept, mask=mask)
+
+
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_tokens", "first_heads", "second_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "first_heads",
+        "second_heads",
+        "second_out_stride_b",
+        "value_stride_b",
+        "value_stride_n",
+        "values_stride_b",
+        "positions_stride_b",
+        "positions_stride_n",
+    ]
+)
 def _rotary_kernel(
     cos_ptr,
     sin_ptr,
@@ -108,6 +146,24 @@ def _rotary_kernel(
     second_stride_b,
     second_stride_h,
     second_stride_n,
+    second_out_stride_b,
+    second_out_stride_s,
+    second_out_stride_h,
+    value_ptr,
+    values_ptr,
+    positions_ptr,
+    value_stride_b,
+    value_stride_h,
+    value_stride_n,
+    value_stride_d,
+    values_stride_b,
+    values_stride_s,
+    values_stride_h,
+    positions_stride_b,
+    positions_stride_n,
+    STORES: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
     HEADS: tl.constexpr,
@@ -119,10 +175,11 @@ def _rotary_kernel(
     ROUNDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of one token: of the query, or in later blocks of the key.
+    """HEADS heads of one token: of the query, in later blocks of the key, and in the last ones of the value.
 
-    Grid: (B * n, blocks of query heads and then of key heads). Reads the program's heads, and the cosines and sines of
-    its token; writes these heads of the result, `[B, n, heads, D]`.
+    Grid: (B * n, blocks of query heads, of key heads and, with STORES, of value heads). Reads the program's heads, and
+    the cosines and sines of its token; writes these heads of the result, `[B, n, heads, D]`. With STORES heads of key
+    and value are written to the slot `positions[b, i]` of the caches `second_out` and `values`.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -131,7 +188,9 @@ def _rotary_kernel(
     sin_ptr += row * sin_stride_b + column * sin_stride_n
     size: tl.constexpr = 2 * PAIRS + REST
     first_blocks = tl.cdiv(first_heads, HEADS)
+    second_blocks = tl.cdiv(second_heads, HEADS)
     wait_for_inputs(PDL)
+    slot = tl.load(positions_ptr + row * positions_stride_b + column * positions_stride_n) if STORES else column
     if block < first_blocks:
         _rotate_heads(
             first_ptr + row * first_stride_b + column * first_stride_n,
@@ -141,6 +200,7 @@ def _rotary_kernel(
             block * HEADS,
             first_heads,
             first_stride_h,
+            size,
             PAIRS,
             REST,
             HEADS,
@@ -151,15 +211,16 @@ def _rotary_kernel(
             SHARED_ANGLES,
             ROUNDED,
         )
-    else:
+    elif block < first_blocks + second_blocks:
         _rotate_heads(
             second_ptr + row * second_stride_b + column * second_stride_n,
-            second_out_ptr + token * second_heads * size,
+            second_out_ptr + row * second_out_stride_b + slot * second_out_stride_s,
             cos_ptr,
             sin_ptr,
             (block - first_blocks) * HEADS,
             second_heads,
             second_stride_h,
+            second_out_stride_h,
             PAIRS,
             REST,
             HEADS,
@@ -169,6 +230,19 @@ def _rotary_kernel(
             OUTPUTS_INTERLEAVED,
             SHARED_ANGLES,
             ROUNDED,
+        )
+    elif STORES:
+        _copy_heads(
+            value_ptr + row * value_stride_b + column * value_stride_n,
+            values_ptr + row * values_stride_b + slot * values_stride_s,
+            (block - first_blocks - second_blocks) * HEADS,
+            second_heads,
+            value_stride_h,
+            value_stride_d,
+            values_stride_h,
+            VALUE_SIZE,
+            HEADS,
+            VALUE_BLOCK,
         )
 
 
@@ -189,37 +263,98 @@ def rotary(
     Results have the memory of `[B, n, heads, D]`.
     """
     assert 1 <= len(states) <= 2, "one or two tensors are rotated"
+    outputs = [_empty_like(one) for one in states]
+    first, *second = [(one, out.transpose(1, 2)) for one, out in zip(states, outputs, strict=True)]
+    _launch(cos, sin, first, second[0] if second else None, kind, None)
+    return outputs
+
+
+def rotate_and_store(
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    kind: RotaryKind,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    value_states: torch.Tensor,
+    positions: torch.Tensor,
+) -> list[torch.Tensor]:
+    """See `rotary_reference.rotate_and_store`; equal bit for bit. One launch; safe in a CUDA graph."""
+    *query, key = states
+    assert len(query) <= 1 and value_states.shape[:3] == key.shape[:3] and positions.shape == key.shape[::2]
+    assert keys.dtype == key.dtype and values.dtype == value_states.dtype, "states are stored as they are"
+    assert keys.stride(3) == values.stride(3) == 1 and keys.shape[2:] == (key.shape[1], key.shape[3])
+    assert values.shape[2:] == value_states.shape[1::2], "shapes must agree"
+    outputs = [_empty_like(one) for one in query]
+    first = (query[0], outputs[0].transpose(1, 2)) if query else None
+    _launch(cos, sin, first, (key, keys), kind, (value_states, values, positions))
+    return outputs
+
+
+def _empty_like(states: torch.Tensor) -> torch.Tensor:
+    """`[B, heads, n, D]` with the memory of `[B, n, heads, D]`."""
+    batch, heads, columns, size = states.shape
+    return torch.empty(batch, columns, heads, size, dtype=states.dtype, device=states.device).transpose(1, 2)
+
+
+def _launch(
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    first: tuple[torch.Tensor, torch.Tensor] | None,
+    second: tuple[torch.Tensor, torch.Tensor] | None,
+    kind: RotaryKind,
+    stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        cos, sin, kind: of the rotation.
+        first, second: what is rotated, `[B, heads, n, D]`, and where to; either may be None. `first` is written to
+            contiguous `[B, n, heads, D]`, `second` likewise or, with `stored`, to a cache.
+        stored: new values, `[B, heads, n, Dv]`, their cache and the positions of both caches.
+    """
     assert kind.shared_angles or not kind.half_angles, "half as many angles as elements are shared"
-    batch, _, num_tokens, size = states[0].shape
+    given = [one[0] for one in (first, second) if one is not None]
+    batch, _, num_tokens, size = given[0].shape
     pairs = cos.shape[-1] if kind.half_angles else cos.shape[-1] // 2
     assert cos.shape == sin.shape and cos.shape[0] in (1, batch) and 2 * pairs <= size and cos.shape[1] == num_tokens
-    assert all(one.shape[::2] == (batch, num_tokens) and one.shape[3] == size for one in states)
-    assert len({one.dtype for one in states}) == 1, "query and key must have the same dtype"
-    states = [one if one.stride(3) == 1 else one.contiguous() for one in states]
-    cos, sin = (one if one.stride(2) == 1 else one.contiguous() for one in (cos, sin))
-    outputs = [
-        torch.empty(batch, num_tokens, one.shape[1], size, dtype=one.dtype, device=one.device).transpose(1, 2)
-        for one in states
-    ]
-    first, second = states[0], states[-1]
-    rest = size - 2 * pairs
-    heads, block, rest_block, num_warps = _sizes(max(one.shape[1] for one in states), pairs, rest)
-    num_blocks = sum(-(-one.shape[1] // heads) for one in states)
+    assert all(one.shape[::2] == (batch, num_tokens) and one.shape[3] == size for one in given)
+    assert len({one.dtype for one in given}) == 1, "query and key must have the same dtype"
     if batch * num_tokens == 0:
-        return outputs
+        return
+    cos, sin = (one if one.stride(2) == 1 else one.contiguous() for one in (cos, sin))
+    heads_of = [0 if one is None else one[0].shape[1] for one in (first, second)]
+    (first, first_out), (second, second_out) = (
+        (one[0] if one[0].stride(3) == 1 else one[0].contiguous(), one[1])
+        for one in (first or second, second or first)  # of one without heads nothing is read
+    )
+    value, values, positions = stored or (None, None, None)
+    value_size = 1 if value is None else value.shape[3]
+    rest = size - 2 * pairs
+    heads, block, rest_block, num_warps = _sizes(max(heads_of), pairs, rest)
+    num_blocks = sum(-(-count // heads) for count in (*heads_of, heads_of[1] if stored else 0))
     _rotary_kernel[(batch * num_tokens, num_blocks)](
         cos,
         sin,
         first,
-        outputs[0],
+        first_out,
         second,
-        outputs[-1],
+        second_out,
         num_tokens,
-        first.shape[1],
-        second.shape[1],
+        *heads_of,
         *(0 if len(one) == 1 and axis == 0 else one.stride(axis) for one in (cos, sin) for axis in (0, 1)),
         *first.stride()[:3],
         *second.stride()[:3],
+        *second_out.stride()[:3],
+        value,
+        values,
+        positions,
+        *((0, 0, 0, 0) if value is None else value.stride()),
+        *((0, 0, 0) if values is None else values.stride()[:3]),
+        *((0, 0) if positions is None else positions.stride()),
+        STORES=stored is not None,
+        VALUE_SIZE=value_size,
+        VALUE_BLOCK=triton.next_power_of_2(value_size),
         PAIRS=pairs,
         REST=rest,
         HEADS=heads,
@@ -232,6 +367,5 @@ def rotary(
         num_warps=num_warps,
         # Products that are added are not fused with the sum, which would leave out a rounding.
         enable_fp_fusion=False,
-        **dependent_launch(first.device),
+        **dependent_launch(cos.device),
     )
-    return outputs

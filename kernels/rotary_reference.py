@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .kv_cache_reference import write_kv
 from .types import RotaryKind
 
 
@@ -27,6 +28,30 @@ def rotary(
         of each of `states` the rotated heads, in its shape and dtype.
     """
     return [_rotate(one, cos.unsqueeze(1), sin.unsqueeze(1), kind) for one in states]
+
+
+def rotate_and_store(
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    kind: RotaryKind,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    value_states: torch.Tensor,
+    positions: torch.Tensor,
+) -> list[torch.Tensor]:
+    """`rotary` of a key, the last of `states`, and of a query before it if there is one; stores the key and its value.
+
+    Args:
+        cos, sin, states, kind: of `rotary`.
+        keys, values, value_states, positions: of `kv_cache_reference.write_kv`.
+
+    Returns:
+        the rotated query, or nothing.
+    """
+    *query, key = rotary(cos, sin, states, kind)
+    write_kv(keys, values, key, value_states, positions)
+    return query
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind) -> torch.Tensor:

@@ -155,6 +155,19 @@ class NormKind(NamedTuple):
     centered: bool = False
 
 
+class AnglesKind(NamedTuple):
+    """How cosines and sines of a rotary embedding are laid out and scaled.
+
+    Attributes:
+        repeats: `"halves"` where each of R / 2 angles is in both halves, `"pairs"` where it comes twice in a row,
+            `"once"` where there are R / 2 only.
+        scaling: factor on cosines and sines.
+    """
+
+    repeats: str = "halves"
+    scaling: float = 1.0
+
+
 class RotaryKind(NamedTuple):
     """Which elements of a head a rotary embedding rotates in pairs, by which angles, and how it rounds.
 

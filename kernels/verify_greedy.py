@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .reduction import LEAST_KEY, argmax_keys, empty_result, index_of_key
 from .types import VerificationResult
 
@@ -30,6 +31,7 @@ def _merge_greedy_kernel(
     num_blocks,
     STEPS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge the keys of the blocks, and count the accepted drafts of one row.
 
@@ -39,6 +41,7 @@ def _merge_greedy_kernel(
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, STEPS)
     block = tl.arange(0, BLOCKS)
+    wait_for_inputs(PDL)
     keys = tl.load(
         keys_ptr + (row * (num_drafts + 1) + step)[:, None] * num_blocks + block[None, :],
         mask=(step <= num_drafts)[:, None] & (block < num_blocks)[None, :],
@@ -70,5 +73,6 @@ def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationRes
         keys.shape[1],
         STEPS=triton.next_power_of_2(num_drafts + 1),
         BLOCKS=triton.next_power_of_2(keys.shape[1]),
+        **dependent_launch(scores.device),
     )
     return out

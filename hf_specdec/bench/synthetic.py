@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .. import ops
+from .. import state_ops
 from ..engine import rounds
 from ..kernels.types import Proposal, RandomStream, VerificationResult
 from ..patching.patch import replaced
@@ -84,7 +84,7 @@ def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterato
         if not drafts.shape[1]:
             return result
         rows = torch.arange(len(drafts), device=drafts.device)
-        number = ops.uniform(rows, state.lengths, drafts[:, 0], _STREAM)
+        number = state_ops.row_uniform(rows, state.lengths, drafts[:, 0], _STREAM)
         accepted = (number[:, None] < shares[: drafts.shape[1]]).sum(dim=1)
         steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         padded = torch.cat([drafts, drafts[:, :1]], dim=1)

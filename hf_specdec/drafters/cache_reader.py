@@ -192,7 +192,7 @@ class CacheReaderDrafter(CachedDrafter):
         hidden = aux_hidden_states[rows, (result.committed - 1).clamp(min=0)][:, None].to(self.dtype)
         newest = (state.lengths - 1)[:, None]
         # The last token whose key the target has stored; without one, and in rows that take no part, nothing is seen.
-        last = torch.where(newest > 0, state.slot_of(newest - 1), state.dummy_slot)
+        last = torch.where(newest > 0, state.next_slots(-2), state.dummy_slot)
         state.cache.show(state.live, last.device)
         keys = {kind: state.cache.layers[index].shown() for kind, index in self._layers_read.items()}
         positions = last[:, None, :, None]

@@ -225,7 +225,7 @@ class CachedDrafter(Drafter):
             return no_drafts(state)
         drafts = [self.draw(state, logits, first=0)]
         for step in range(1 + num_masks, state.num_draft_tokens):
-            slots = state.slot_of(state.lengths - 1 - self.shift + step)[:, None]
+            slots = state.next_slots(step - 1 - self.shift)
             last = drafts[-1].tokens
             positions = self.position_ids(state, slots)
             logits, feedback = self.extend_cache(state, last, slots, positions, feedback, num_logits=1)

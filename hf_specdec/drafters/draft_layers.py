@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .. import layer_ops
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DraftLayersConfig
 from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
@@ -129,5 +130,4 @@ class DraftLayersDrafter(CachedDrafter):
         return len(self.layers)
 
     def gather_hidden_states(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        gathered = hidden.gather(1, sources.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
-        return torch.where(sources[..., None] < 0, 0.0 if self.mask_state is None else self.mask_state, gathered)
+        return layer_ops.gather_rows(hidden, sources, self.mask_state)

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from .. import layer_ops
 from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Config
 from ..host.modeling import ACT2FN, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 from ..layer_ops import RotaryKind
-from ..patching.layer_kernels import uses_layer_kernels
+from ..patching.deferred import residual_stream, rotated
+from ..patching.layer_choice import uses_layer_kernels
 
 
 class Attend(Protocol):
@@ -47,7 +47,7 @@ def rotary_embedding(config: DraftLayersConfig) -> LlamaRotaryEmbedding:
 def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """RoPE on `[B, heads, n, head_dim]`, given cosines and sines `[B or 1, n, head_dim]`."""
     if uses_layer_kernels(states):
-        return layer_ops.rotary(*rotary, [states], RotaryKind())[0]
+        return rotated(*rotary, [states], RotaryKind())[0]
     cos, sin = (part.unsqueeze(1) for part in rotary)
     return states * cos + rotate_half(states) * sin
 
@@ -73,16 +73,25 @@ class DraftAttention(nn.Module):
         self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend, num_outputs: int
     ) -> torch.Tensor:
         query = self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2)
-        key, value = self.keys_and_values(hidden, rotary)
-        query = rotate(query[:, :, -num_outputs:], tuple(part[:, -num_outputs:] for part in rotary))
+        if num_outputs == hidden.shape[1] and uses_layer_kernels(query):
+            key, value = self._keys(hidden), self._values(hidden)
+            query, key = rotated(*rotary, [query, key], RotaryKind())
+        else:
+            key, value = self.keys_and_values(hidden, rotary)
+            query = rotate(query[:, :, -num_outputs:], tuple(part[:, -num_outputs:] for part in rotary))
         return self.o_proj(attend(self.layer_idx, query, key, value, self.window).flatten(2))
 
     def keys_and_values(
         self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of `[B, n, input_size]`, `[B, kv_heads, n, head_dim]` each."""
-        key = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
-        return rotate(key, rotary), self._heads(self.v_proj(hidden)).transpose(1, 2)
+        return rotate(self._keys(hidden), rotary), self._values(hidden)
+
+    def _keys(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
+
+    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._heads(self.v_proj(hidden)).transpose(1, 2)
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.view(*states.shape[:2], -1, self.head_dim)
@@ -144,7 +153,7 @@ class DraftDecoderLayer(nn.Module):
         else:
             residual = hidden
             inputs = self.input_layernorm(hidden)
-        hidden = residual[:, -num_outputs:] + self.self_attn(inputs, rotary, attend, num_outputs)
+        hidden = residual_stream(residual[:, -num_outputs:]) + self.self_attn(inputs, rotary, attend, num_outputs)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -187,7 +196,8 @@ class BlockDecoderLayer(nn.Module):
         def attention(inputs: torch.Tensor) -> torch.Tensor:
             return self.self_attn(torch.cat([context, inputs], dim=1), rotary, attend, num_outputs=inputs.shape[1])
 
-        hidden = hidden + _convolved(self.attention_conv, attention, self.input_layernorm(hidden), block_length)
+        normed = self.input_layernorm(hidden)
+        hidden = residual_stream(hidden) + _convolved(self.attention_conv, attention, normed, block_length)
         return hidden + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden), block_length)
 
 

@@ -461,7 +461,7 @@ class MtpDrafter(CachedDrafter):
             normed, feedback = self.run(state, step, tokens[:, new], slots[:, new], hidden[:, new])
             drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
             tokens = torch.cat([tokens, drafts[-1].tokens], dim=1)
-            slots = torch.cat([slots, state.slot_of(state.lengths - self.shift + step)[:, None]], dim=1)
+            slots = torch.cat([slots, state.next_slots(step - self.shift)], dim=1)
             hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
         return drafts
 

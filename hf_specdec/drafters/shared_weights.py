@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .. import layer_ops
 from ..checkpoints.tensors import is_plain, plain_weight
 from ..optimizer_steps import last_step
 from ..parallel.tensor_parallel import local_shard
+from ..patching.layer_choice import uses_layer_kernels
 from ..patching.linear import linear
 
 # Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
@@ -126,6 +128,9 @@ def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> st
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Embeddings `[..., H]` of `tokens` `[...]` int64 by `weight` `[V, H]`, on the tokens' device."""
+    is_here = weight.device == tokens.device and weight.dtype == dtype and tokens.dim() == 2
+    if is_here and not weight.requires_grad and uses_layer_kernels(weight):
+        return layer_ops.gather_rows(weight[None], tokens, None)
     # The embedding of a target that is split over devices may be on another device than its last layer.
     return F.embedding(tokens.to(weight.device), weight).to(tokens.device, dtype)
 

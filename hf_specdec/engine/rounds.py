@@ -102,8 +102,9 @@ def verify_and_commit(
     state: DecodeState, scores: torch.Tensor, proposal: Proposal, aux_hidden_states: torch.Tensor | None
 ) -> VerificationResult:
     """Second half of a round: verify the drafts by `scores` `[B, K + 1, V]`, and commit tokens."""
-    result = state.commit(verify(scores, state, proposal))
-    state.keep_block(aux_hidden_states, result)
+    result = state.commit(verify(scores, state, proposal), keeps=True)
+    if aux_hidden_states is not None:
+        state.aux_hidden_states[:, : result.tokens.shape[1]].copy_(aux_hidden_states)
     return result
 
 

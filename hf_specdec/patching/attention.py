@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .. import ops
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, eager_mask
 from .cache import RaggedCache
+from .deferred import plain
 from .implementations import runs_flash_attention, submodel_configs
 from .mask_rules import MaskRule, rules_by_module
 from .patch import Replacements, constant, original
@@ -99,6 +100,7 @@ def _attend(
     sinks: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
+    query = plain(query)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     starts = None
@@ -237,6 +239,7 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
 
     def attend(layer_idx, query, key, value, window):
         keys, values = cache.update(key, value, layer_idx)
+        query = plain(query)
         positions, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
         starts = cache.starts_of(positions)
         last = None if ends is None else ends[layer_idx]

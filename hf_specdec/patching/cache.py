@@ -11,6 +11,7 @@ from .. import ops
 from ..host.caches import Cache, CacheLayerMixin
 from ..virtual_memory import RowMemory
 from .compressed_layers import CompressedWindows
+from .deferred import store_kv
 from .recurrent_layers import RecurrentLayer
 from .recurrent_positions import RecurrencePositions
 from .rings import Block
@@ -90,7 +91,7 @@ class RaggedLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        ops.write_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
+        store_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
         keys, values = self.shown()
         return (keys.contiguous(), values.contiguous()) if self._cache.takes_mask else (keys, values)
 

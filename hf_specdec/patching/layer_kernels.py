@@ -1,4 +1,4 @@
-"""Norms and gated MLPs whose small operations run as one kernel each, see `layer_ops`."""
+"""Norms and gated MLPs whose small operations run as one kernel each, see `layer_ops`; so do sums before norms."""
 
 from __future__ import annotations
 
@@ -10,56 +10,81 @@ import torch
 from torch import nn
 
 from .. import layer_ops
-from ..device_policy import policy_of
+from .deferred import normed, residual_stream
 from .hidden_states import modules_of
-from .layer_probes import GatedMlp, Norm, Probes
+from .layer_choice import DTYPES, has_layer_kernels, uses_layer_kernels
+from .layer_probes import Angles, GatedMlp, Norm, Probes
+from .linear import PLAIN_WEIGHTS
 from .module_hooks import has_hooks
-from .patch import Replacements, runs_engine
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def uses_layer_kernels(states: torch.Tensor) -> bool:
-    """Whether the layers that compute with `states` run the ops of `layer_ops`.
-
-    Not in code that is to be compiled: the compiler fuses small operations with their neighbours, residual sums, too.
-    """
-    return not torch.compiler.is_compiling() and runs_engine() and has_layer_kernels(states.device)
-
-
-def has_layer_kernels(device: torch.device) -> bool:
-    """Whether layers on `device` may run the ops of `layer_ops`."""
-    return policy_of(device).layer_kernels
+from .patch import Replacements
 
 
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if len(args) == 1 and not kwargs and uses_layer_kernels(args[0]):
         weight, inputs = module._parameters.get("weight"), args[0]
         if inputs.dtype in DTYPES and (weight is None or weight.dtype == inputs.dtype):
-            return layer_ops.rms_norm(inputs, weight, norm.eps, norm.kind)
+            return normed(inputs, weight, *norm)
     return type(module).forward(module, *args, **kwargs)
 
 
 def _mlp_forward(module: nn.Module, mlp: GatedMlp, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if len(args) == 1 and not kwargs and uses_layer_kernels(args[0]) and args[0].dtype in DTYPES:
         gate, up = mlp.gate_and_up(module._modules, args[0])
-        return module._modules[mlp.down](layer_ops.gated_activation(gate, up, mlp.activation))
+        return residual_stream(module._modules[mlp.down](layer_ops.gated_activation(gate, up, mlp.activation)))
     return type(module).forward(module, *args, **kwargs)
+
+
+def _embedding_forward(module: nn.Embedding, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    weight = module.weight
+    is_plain = type(module) is nn.Embedding and type(weight) in PLAIN_WEIGHTS and module.max_norm is None
+    if is_plain and len(args) == 1 and not kwargs and uses_layer_kernels(weight) and weight.is_contiguous():
+        tokens = args[0]
+        if tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.device == weight.device:
+            return residual_stream(layer_ops.gather_rows(weight[None], tokens, None))
+    return residual_stream(type(module).forward(module, *args, **kwargs))
+
+
+def _angles_forward(
+    module: nn.Module, found: dict[str | None, Angles], *args: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(args) + len(kwargs) in (2, 3) and (given := _given_to_angles(*args, **kwargs)) is not None:
+        states, positions, layer_type = given
+        angles = found.get(layer_type)
+        frequencies = None if angles is None else module._buffers.get(angles.buffer)
+        if frequencies is not None and uses_layer_kernels(states) and _fit(frequencies, states, positions):
+            return layer_ops.rotary_angles(frequencies, positions, states.dtype, angles.kind)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _given_to_angles(
+    x: torch.Tensor, position_ids: torch.Tensor | None = None, layer_type: str | None = None, **others: Any
+) -> tuple[torch.Tensor, torch.Tensor, str | None] | None:
+    """The arguments of a rotary embedding; None if there are others."""
+    return None if others or position_ids is None else (x, position_ids, layer_type)
+
+
+def _fit(frequencies: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Whether `layer_ops.rotary_angles` takes `positions`, for `states`."""
+    is_on_device = frequencies.device == states.device == positions.device
+    is_known = states.dtype in DTYPES and frequencies.dtype in DTYPES and frequencies.is_contiguous()
+    return is_on_device and is_known and positions.dim() == 2 and positions.dtype == torch.int64
+
+
+_FORWARDS = (_norm_forward, _mlp_forward, _embedding_forward, _angles_forward)
 
 
 def _is_unchanged(module: nn.Module) -> bool:
     """Whether `module` has neither hooks nor a `forward` attribute but one that another call's context has set."""
     forward = vars(module).get("forward")
-    return not has_hooks([module]) and (
-        forward is None or getattr(forward, "func", None) in (_norm_forward, _mlp_forward)
-    )
+    return not has_hooks([module]) and (forward is None or getattr(forward, "func", None) in _FORWARDS)
 
 
 def layer_kernels(*models: nn.Module) -> Replacements:
     """Context in which norms and gated MLPs of `models` run the ops of `layer_ops`, on devices whose policy says so.
 
-    A module is recognised by what it computes, see `layer_probes`. Modules with hooks or a `forward` attribute, and
-    norms whose weight is quantised or sharded, are left as they are; children of MLPs are called as before.
+    Sums of outputs of embeddings and MLPs with other tensors, the residual stream, are computed by the norms that read
+    them. A module is recognised by what it computes, see `layer_probes`. Modules with hooks or a `forward` attribute,
+    and norms whose weight is quantised or sharded, are left as they are; children of MLPs are called as before.
     """
     modules = modules_of(*models)
     if not any_has_layer_kernels(modules):
@@ -72,6 +97,10 @@ def layer_kernels(*models: nn.Module) -> Replacements:
             chosen.append((module, _maker(_norm_forward, norm)))
         elif mlp is not None:
             chosen.append((module, _maker(_mlp_forward, mlp)))
+        elif angles := probes.angles(module):
+            chosen.append((module, _maker(_angles_forward, angles)))
+        elif isinstance(module, nn.Embedding):
+            chosen.append((module, _maker(_embedding_forward)))
     return Replacements({"forward": chosen})
 
 
@@ -81,5 +110,5 @@ def any_has_layer_kernels(modules: list[nn.Module]) -> bool:
     return any(map(has_layer_kernels, devices))
 
 
-def _maker(forward: Callable, found: Norm | GatedMlp) -> Callable[[nn.Module], Callable]:
-    return lambda module: functools.partial(forward, module, found)
+def _maker(forward: Callable, *found: Norm | GatedMlp | dict[str | None, Angles]) -> Callable[[nn.Module], Callable]:
+    return lambda module: functools.partial(forward, module, *found)

@@ -1,4 +1,4 @@
-"""Which modules are norms and gated MLPs that the ops compute: found out by running them on a few random values.
+"""Which modules are norms, gated MLPs and rotary embeddings: found out by running them on a few random values.
 
 A module is copied without its weights, given random ones, and run on a CPU in bfloat16, where every rounding shows. It
 is one of a kind if its outputs are those of that kind's reference.
@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import layer_ops, ops
-from ..layer_ops import ACTIVATIONS, MAX_NORM_WIDTH, NormKind
+from ..layer_ops import ACTIVATIONS, MAX_NORM_WIDTH, AnglesKind, NormKind
+from .layer_choice import DTYPES
 from .linear import PLAIN_WEIGHTS
 from .module_hooks import has_hooks
 
@@ -70,6 +71,13 @@ class GatedMlp(NamedTuple):
         return (first, second) if self.gate_first else (second, first)
 
 
+class Angles(NamedTuple):
+    """A rotary embedding, with frequencies in a buffer: see `layer_ops.rotary_angles`."""
+
+    buffer: str
+    kind: AnglesKind
+
+
 class Probes:
     """Tries modules, each kind of them once: class, shapes, and the values of attributes."""
 
@@ -101,23 +109,47 @@ class Probes:
         settings = itertools.chain.from_iterable(map(_settings, others))
         return self._try(module, (*sizes.items(), *children, *settings), lambda: _find_gated_mlp(module, sizes))
 
-    def _try(self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any]) -> Any:
-        """What `find` returns of the first module that has the settings of `module` and the same `others`."""
+    def angles(self, module: nn.Module) -> dict[str | None, Angles]:
+        """The rotary embeddings that `module` is, by the `layer_type` that it is called with; None where it has none.
+
+        None of those whose frequencies depend on the positions.
+        """
+        buffers = {name: one for name, one in module._buffers.items() if one is not None}
+        has_others = module._modules or any(one is not None for one in module._parameters.values())
+        is_plain = all(one.dim() == 1 and one.dtype in DTYPES for one in buffers.values())
+        if has_others or not buffers or not is_plain:
+            return {}
+        sizes = {name: (len(one), one.dtype) for name, one in buffers.items()}
+        found = {}
+        for layer_type in (None, *_layer_types(module)):
+            key = ("angles", layer_type, *sizes.items())
+            one = self._try(module, key, lambda given=layer_type: _find_angles(module, sizes, given), None)
+            if one is not None:
+                found[layer_type] = one
+        return found
+
+    def _try(
+        self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any], count: int | None = 1
+    ) -> Any:
+        """What `find` returns of the first module that has the settings of `module` and the same `others`.
+
+        None if `forward` needs another number of arguments than `count`.
+        """
         key = (*_settings(module), *others)
         if key not in self._found:
             try:
                 with torch.no_grad(), ops.references():
-                    self._found[key] = find() if _takes_one(module) else None
+                    self._found[key] = find() if count is None or _needs(module, count) else None
             except Exception:  # a module may raise anything, such as on a CPU
                 self._found[key] = None
         return self._found[key]
 
 
-def _takes_one(module: nn.Module) -> bool:
-    """Whether `forward` can be called with one argument."""
+def _needs(module: nn.Module, count: int) -> bool:
+    """Whether `forward` needs `count` arguments."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    return len(needed) == 1
+    return len(needed) == count
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -184,6 +216,43 @@ def _are_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return is_close and float((found != expected).float().mean()) <= most
 
 
+def _layer_types(module: nn.Module) -> list[str]:
+    """The types of layers that a rotary embedding has frequencies for."""
+    types = getattr(module, "layer_types", ())
+    return sorted(one for one in set(types) if isinstance(one, str)) if isinstance(types, (list, tuple, set)) else []
+
+
+# Of tokens: any rotary embedding that depends on the length of a text does so at the last ones.
+_POSITIONS = ((0, 1, 5), (7, 300, 2**20))
+
+
+def _find_angles(module: nn.Module, sizes: dict[str, tuple[int, torch.dtype]], layer_type: str | None) -> Angles | None:
+    buffers = {name: _draw(size, seed=seed, dtype=dtype) for seed, (name, (size, dtype)) in enumerate(sizes.items())}
+    positions = torch.tensor(_POSITIONS, device="cpu")
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    scalings = {1.0, *(value for value in vars(module).values() if type(value) is float)}
+    candidates = [
+        Angles(name, AnglesKind(repeats, scaling))
+        for name, repeats, scaling in itertools.product(buffers, ("halves", "pairs", "once"), sorted(scalings))
+    ]
+    for dtype in (torch.bfloat16, torch.float32):
+        # Copies: a module may write to its buffers, or register others.
+        clone = _copy(module, _buffers={name: one.clone() for name, one in buffers.items()})
+        found = clone(_draw(2, 3, 8, seed=9, dtype=dtype), positions, **options)
+        if not isinstance(found, tuple) or len(found) != 2:
+            return None
+        candidates = [
+            one
+            for one in candidates
+            if all(map(_equal, found, layer_ops.rotary_angles(buffers[one.buffer], positions, dtype, one.kind)))
+        ]
+    return candidates[0] if candidates else None
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
 class _Stub(nn.Module):
     """A linear layer with random weights `[out, in]`."""
 
@@ -208,7 +277,7 @@ def _find_gated_mlp(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> Gat
     for candidate in _candidates(sizes):
         gate, up = candidate.gate_and_up(stubs, inputs)
         expected = stubs[candidate.down](layer_ops.gated_activation(gate, up, candidate.activation))
-        if found.dtype == expected.dtype and torch.equal(found, expected):
+        if _equal(found, expected):
             return candidate
     return None
 

@@ -20,8 +20,10 @@ from torch import nn
 from .. import layer_ops, ops
 from ..host.modeling import ROTATIONS
 from ..layer_ops import RotaryKind
+from .deferred import plain, rotated
 from .hidden_states import modules_of
-from .layer_kernels import DTYPES, any_has_layer_kernels, uses_layer_kernels
+from .layer_choice import DTYPES, uses_layer_kernels
+from .layer_kernels import any_has_layer_kernels
 from .patch import Replacements, original
 from .variants import Identity, files_of, functions_of
 
@@ -47,7 +49,7 @@ def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **k
     is_understood = len(args) == count + 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
     if not is_understood or not uses_layer_kernels(args[0]):
         return function(*args, **kwargs)
-    *states, cos, sin = args
+    *states, cos, sin = map(plain, args)
     if heads_dim == 2:
         states = [one.transpose(1, 2) for one in states]
     kind = None
@@ -57,10 +59,10 @@ def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **k
         kind = _kind_of(function, state, count, states[0].dtype, cos.dtype, *sizes, options)
     if kind is None:
         return function(*args, **kwargs)
-    rotated = layer_ops.rotary(cos, sin, states, kind)
+    found = rotated(cos, sin, states, kind) if heads_dim == 1 else layer_ops.rotary(cos, sin, states, kind)
     if heads_dim == 2:
-        rotated = [one.transpose(1, 2) for one in rotated]
-    return rotated[0] if count == 1 else tuple(rotated)
+        found = [one.transpose(1, 2) for one in found]
+    return found[0] if count == 1 else tuple(found)
 
 
 def _fit(states: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:

@@ -10,12 +10,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_specdec.kernels import gated_activation_reference, rms_norm_reference, rotary_reference
+from hf_specdec.kernels import (
+    gated_activation_reference,
+    gather_rows_reference,
+    rms_norm_reference,
+    rotary_angles_reference,
+    rotary_reference,
+)
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.gated_activation_reference import ACTIVATIONS
-from hf_specdec.kernels.rms_norm import rms_norm
-from hf_specdec.kernels.rotary import rotary
-from hf_specdec.kernels.types import NormKind, RotaryKind
+from hf_specdec.kernels.gather_rows import gather_rows
+from hf_specdec.kernels.rms_norm import add_rms_norm, rms_norm
+from hf_specdec.kernels.rotary import rotary, rotate_and_store
+from hf_specdec.kernels.rotary_angles import rotary_angles
+from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes in numpy, which has no bfloat16.
@@ -75,6 +83,27 @@ def test_norm(kind, width, dtype, poisoned):
         found = rms_norm(inputs, some, 1e-6, NORMS[kind])
         assert found.dtype == dtype
         assert_rounded(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("width", [8, 100, 576] if DEVICE == "cpu" else [100, 4096, 16384])
+def test_norm_of_a_sum(kind, width, dtype, poisoned):
+    """The bits of a sum and of its norm by themselves; rows of any strides."""
+    inputs, addend, weight = (draw(5, 3, width, dtype=dtype, seed=seed) for seed in range(3))
+    weight = weight[0, 0].clone()
+    views = [(inputs, addend), (within_nan(inputs), within_nan(addend))]
+    views.append((within_nan(inputs)[:, -1:], addend[:, -1:]))
+    for (first, second), some in itertools.product(views, (weight, None)):
+        expected = rms_norm_reference.add_rms_norm(first, second, some, 1e-6, NORMS[kind])
+        total, found = add_rms_norm(first, second, some, 1e-6, NORMS[kind])
+        assert total.dtype == found.dtype == dtype and torch.equal(total, expected[0])
+        assert torch.equal(found, rms_norm(total, some, 1e-6, NORMS[kind]))
+        exact = rms_norm_reference.rms_norm(
+            total.double(), some if some is None else some.double(), 1e-6, kind=NORMS[kind]
+        )
+        assert_rounded(found, exact, dtype)
+        assert_rounded(expected[1], exact, dtype)
 
 
 def test_norms_are_those_of_torch():
@@ -140,6 +169,62 @@ def test_rotary_equals_its_reference_bit_for_bit(kind, dtype, poisoned):
             assert all(torch.equal(a, b) for a, b in zip(views, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ROTARIES)
+def test_rotated_keys_are_stored(kind, dtype, poisoned):
+    """Bit for bit, in the slots of the positions and nowhere else, with values of another width, of any strides."""
+    kind = ROTARIES[kind]
+    for heads, rest, columns in (((4, 2), 0, 3), ((9, 1), 20, 1), ((2,), 3, 2), ((5,), 0, 4)):
+        cos, sin, states = rotary_example(kind, dtype, heads=heads, rest=rest, columns=columns)
+        size, value_size = states[0].shape[-1], 7 + rest
+        value = draw(2, columns, heads[-1], 2 * value_size, dtype=dtype, seed=5)[..., ::2].transpose(1, 2)
+        positions = torch.stack([torch.arange(3, 3 + columns), torch.arange(columns).flip(0)]).to(DEVICE)
+        caches = [draw(2, 9, heads[-1], one, dtype=dtype, seed=6) for one in (size, value_size)]
+        runs = []
+        for run in (rotary_reference.rotate_and_store, rotate_and_store):
+            keys, values = (within_nan(one) for one in caches)
+            runs.append((run(cos, sin, states, kind, keys, values, value, positions), keys, values))
+        (query, keys, values), (found_query, found_keys, found_values) = runs
+        assert len(query) == len(found_query) == len(heads) - 1
+        assert all(torch.equal(*pair) for pair in zip(query, found_query, strict=True))
+        assert torch.equal(keys, found_keys) and torch.equal(values, found_values)
+        rows = torch.arange(2, device=DEVICE)[:, None]
+        assert torch.equal(keys[rows, positions], rotary(cos, sin, states, kind)[-1].transpose(1, 2))
+        untouched = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+        untouched[rows, positions] = False
+        assert torch.equal(keys[untouched], caches[0][untouched])
+        views = [within_nan(one) for one in states]
+        again = [within_nan(one) for one in caches]
+        found = rotate_and_store(cos, sin, views, kind, *again, within_nan(value), positions)
+        assert all(torch.equal(*pair) for pair in zip((*found, *again), (*query, keys, values), strict=True))
+
+
+@pytest.mark.parametrize("repeats", ["halves", "pairs", "once"])
+@pytest.mark.parametrize("scaling", [1.0, 0.83])
+def test_angles(repeats, scaling, poisoned):
+    frequencies = 10000.0 ** -torch.linspace(0, 1, 12, device=DEVICE)
+    positions = torch.tensor([[0, 1, 7, 500], [4000, 2, 131071, 3]], device=DEVICE)
+    kind = AnglesKind(repeats, scaling)
+    angles = (positions[..., None].float() * frequencies).double()
+    if repeats != "once":
+        angles = torch.cat([angles] * 2, -1) if repeats == "halves" else angles.repeat_interleave(2, -1)
+    for dtype, given in itertools.product((torch.float32, DTYPES[1]), (positions, within_integers(positions))):
+        found = rotary_angles(frequencies, given, dtype, kind)
+        expected = rotary_angles_reference.rotary_angles(frequencies, given, dtype, kind)
+        for one, right, exact in zip(found, expected, (angles.cos(), angles.sin()), strict=True):
+            assert one.dtype == right.dtype == dtype and one.is_contiguous()
+            assert DEVICE == "cpu" or torch.equal(one, right)
+            for computed in (one, right):
+                torch.testing.assert_close(computed.double(), scaling * exact, rtol=0, atol=EPSILON[dtype])
+
+
+def within_integers(values):
+    """A view of the values with others around."""
+    wide = torch.full([size + 2 for size in values.shape], -99, device=values.device)
+    wide[1:-1, 1:-1] = values
+    return wide[1:-1, 1:-1]
+
+
 def test_rotary_turns_pairs():
     """Against complex numbers."""
     cos, sin, (states,) = rotary_example(RotaryKind(), torch.float32, heads=(3,))
@@ -171,3 +256,17 @@ def test_activations_are_those_of_torch():
     assert modules.keys() == ACTIVATIONS.keys()
     for name, module in modules.items():
         torch.testing.assert_close(gated_activation(values, torch.ones_like(values), name), module(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gathered_rows(batch, dtype, poisoned):
+    table, fill = draw(batch, 6, 2100, dtype=dtype), draw(2100, dtype=dtype, seed=1)
+    index = torch.tensor([[0, -1, 5, 2], [5, 5, -1, 3], [1, -1, -1, 4]], device=DEVICE)
+    for given, some in itertools.product((index, within_integers(index)), (fill, None)):
+        found = gather_rows(within_nan(table), given, some)
+        assert torch.equal(found, gather_rows_reference.gather_rows(table, given, some))
+        for row, column in itertools.product(range(3), range(4)):
+            at = index[row, column].item()
+            expected = table[row % batch, at] if at >= 0 else (torch.zeros_like(fill) if some is None else fill)
+            assert torch.equal(found[row, column], expected)

@@ -75,7 +75,10 @@ def used(monkeypatch):
 
     set_policy(monkeypatch, "cpu", layer_kernels=True, transposed_linear=False)
     counted("rms_norm", lambda inputs, weight, eps, kind: kind)
+    counted("add_rms_norm", lambda inputs, addend, weight, eps, kind: kind)
     counted("rotary", lambda cos, sin, states, kind: kind)
+    counted("rotate_and_store", lambda cos, sin, states, kind, *stored: kind)
+    counted("rotary_angles", lambda frequencies, positions, dtype, kind: kind)
     counted("gated_activation", lambda gate, up, activation: activation)
     return counts
 
@@ -84,8 +87,12 @@ def target_of(name):
     return build_target(name, **BUILT[name]) if name in BUILT else tiny_target(name)
 
 
-def kinds_of(used, name):
-    return {kind for (op, kind) in used if op == name}
+def kinds_of(used, *names):
+    return {kind for (op, kind) in used if op in names}
+
+
+def count_of(used, name):
+    return sum(count for (op, _), count in used.items() if op == name)
 
 
 @pytest.mark.core_for(name=["llama", "gemma3", "phi3"])
@@ -98,9 +105,9 @@ def test_texts_are_the_same_and_ops_run(used, name):
     assert torch.equal(greedy(target, inputs, drafter), plain)
     assert drafter.stats.engine == "static"
     norms, activations, _ = EXPECTED[name]
-    assert kinds_of(used, "rms_norm") == norms
+    assert kinds_of(used, "rms_norm", "add_rms_norm") == norms
     assert kinds_of(used, "gated_activation") == set(activations)
-    assert len(kinds_of(used, "rotary")) == 1
+    assert len(kinds_of(used, "rotary", "rotate_and_store")) == 1
     used.clear()
     assert torch.equal(greedy(target, inputs), plain) and not used
 
@@ -159,7 +166,8 @@ def test_modules_that_somebody_changed_are_left_as_they_are(used):
     layers = target.model.layers
     norms = [module for module in target.modules() if type(module) is modeling_llama.LlamaRMSNorm]
     mlps = [layer.mlp for layer in layers]
-    assert patched(target) == {*norms, *mlps}
+    others = {target.model.embed_tokens, target.model.rotary_emb}
+    assert patched(target) == {*others, *norms, *mlps}
     heard = []
     hooks = [
         norms[0].register_forward_hook(lambda *_: heard.append("norm")),
@@ -172,10 +180,10 @@ def test_modules_that_somebody_changed_are_left_as_they_are(used):
     norms[2].forward = lambda hidden: own(hidden)
     norms[3].weight = nn.Parameter(torch.ones(1, 32))
     mlps[2].act_fn = nn.Sequential(nn.SiLU())
-    assert patched(target) == {*norms[4:], mlps[3]}
+    assert patched(target) == {*others, *norms[4:], mlps[3]}
     activation = mlps[3].act_fn
     activation.forward = types.MethodType(type(activation).forward, activation)
-    assert patched(target) == set(norms[4:])
+    assert patched(target) == {*others, *norms[4:]}
     del activation.forward
     everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert not patched(target)

@@ -1,0 +1,195 @@
+"""Tensors whose elements are computed when something reads them: together with what reads them, where that is an op.
+
+Modules add to the residual stream and norm the sum, or rotate keys and store them, in Python of their own. So what
+computes such a tensor waits until its reader is known: an op that computes both in one kernel takes it over
+(`layer_ops.add_rms_norm`, `rotate_and_store`), and before anything else reads the tensor, it runs by itself. Nobody
+else notices: torch calls `Deferred.__torch_function__` before any of its functions reads one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .. import layer_ops, ops
+from ..layer_ops import RotaryKind
+from .layer_choice import DTYPES, uses_layer_kernels
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+# What reads neither elements nor where they are.
+_OF_METADATA = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")]
+    + [getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point")]
+)
+_SUMS = frozenset([torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__])
+
+
+class Pending(Protocol):
+    """What computes tensors when one is needed. It does not know the `Deferred` that stand for them."""
+
+    def result(self, index: int) -> torch.Tensor:
+        """Tensor number `index`."""
+
+
+class Deferred(torch.Tensor):
+    """Stands for a tensor that may not be computed yet; sums of one with another tensor are deferred, too.
+
+    Its own memory is that of another tensor of the same shape, dtype and device, and is never read.
+
+    Attributes:
+        value: the tensor, a plain one; None if it is not computed.
+        pending: what computes it, as its result number `index`; None if it is computed.
+    """
+
+    value: torch.Tensor | None
+    pending: Pending | None
+    index: int
+
+    @staticmethod
+    def of(like: torch.Tensor, value: torch.Tensor | None, pending: Pending | None = None, index: int = 0) -> Deferred:
+        """For `value`, or for what `pending` computes: a tensor like `like`."""
+        deferred = torch.Tensor._make_subclass(Deferred, like)
+        deferred.value, deferred.pending, deferred.index = value, pending, index
+        return deferred
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _OF_METADATA:
+                return function(*args, **kwargs)
+            if function in _SUMS and len(args) == 2 and not kwargs:
+                total = _deferred_sum(*args)
+                if total is not None:
+                    return total
+        return function(*_computed(args), **_computed(kwargs))
+
+
+def _computed(values: Any) -> Any:
+    """`values`, and those in tuples, lists and dictionaries of them, with plain tensors for deferred ones."""
+    if isinstance(values, Deferred):
+        return plain(values)
+    if isinstance(values, (list, tuple)):
+        made = [_computed(one) for one in values]
+        return type(values)(*made) if hasattr(values, "_fields") else type(values)(made)
+    if isinstance(values, dict):
+        return {key: _computed(one) for key, one in values.items()}
+    return values
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, computed, as no `Deferred`."""
+    if not isinstance(tensor, Deferred):
+        return tensor
+    if tensor.value is None:
+        tensor.value, tensor.pending = tensor.pending.result(tensor.index), None
+    return tensor.value
+
+
+def _may_defer(states: torch.Tensor) -> bool:
+    return states.dtype in DTYPES and not torch.is_grad_enabled() and uses_layer_kernels(states)
+
+
+class Sum:
+    """A sum of two tensors of one shape and dtype.
+
+    Attributes:
+        terms: of the sum.
+    """
+
+    def __init__(self, *terms: torch.Tensor):
+        self.terms = terms
+
+    def result(self, index: int) -> torch.Tensor:
+        return torch.add(*self.terms)
+
+
+def _deferred_sum(first: Any, second: Any) -> Deferred | None:
+    """The sum of two tensors, not computed; None where a norm would not compute it."""
+    if not all(type(one) is Deferred or type(one) in _PLAIN_TENSORS for one in (first, second)):
+        return None
+    if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
+        return None
+    if not _may_defer(first):
+        return None
+    terms = plain(first), plain(second)
+    return Deferred.of(terms[1], None, Sum(*terms))
+
+
+def residual_stream(states: torch.Tensor) -> torch.Tensor:
+    """`states`, sums with which are computed by the norm that reads them, where layers run the ops of `layer_ops`."""
+    return Deferred.of(states, states) if type(states) is torch.Tensor and _may_defer(states) else states
+
+
+def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: layer_ops.NormKind) -> torch.Tensor:
+    """`layer_ops.rms_norm`; computes `inputs`, too, if they are a sum that is not computed."""
+    pending = inputs.pending if isinstance(inputs, Deferred) else None
+    if not isinstance(pending, Sum) or inputs.shape[-1] > layer_ops.MAX_NORM_WIDTH:
+        return layer_ops.rms_norm(plain(inputs), weight, eps, kind)
+    inputs.value, out = layer_ops.add_rms_norm(*pending.terms, weight, eps, kind)
+    inputs.pending = None
+    return out
+
+
+class Rotation:
+    """Rotary embedding of query and key, or of one of them.
+
+    Args:
+        cos, sin, states, kind: of `layer_ops.rotary`.
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind):
+        self._cos, self._sin, self._states, self._kind = cos, sin, states, kind
+        self._results: list[torch.Tensor | None] = [None] * len(states)
+
+    def result(self, index: int) -> torch.Tensor:
+        if self._results[index] is None:
+            missing = [place for place, one in enumerate(self._results) if one is None]
+            states = [self._states[place] for place in missing]
+            for place, rotated in zip(missing, layer_ops.rotary(self._cos, self._sin, states, self._kind), strict=True):
+                self._results[place] = rotated
+        return self._results[index]
+
+    def store(self, index: int, keys: torch.Tensor, values: torch.Tensor, *new: torch.Tensor) -> bool:
+        """Compute all but the key, tensor number `index`, which goes to the cache with its value.
+
+        Args:
+            index: of the key; the last one.
+            keys, values, new: of `ops.write_kv`, but for the key.
+
+        Returns:
+            whether it did so; not if anything is computed already, or the cache is of another dtype.
+        """
+        is_new = index == len(self._results) - 1 and all(one is None for one in self._results)
+        if not is_new or keys.dtype != self._states[-1].dtype or values.dtype != new[0].dtype:
+            return False
+        rotation = self._cos, self._sin, self._states, self._kind
+        self._results[:-1] = layer_ops.rotate_and_store(*rotation, keys, values, *new)
+        return True
+
+
+def rotated(
+    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
+) -> list[torch.Tensor]:
+    """`layer_ops.rotary` of query and key, computed when they are read; of keys, by what stores them."""
+    if torch.is_grad_enabled():
+        return layer_ops.rotary(cos, sin, states, kind)
+    rotation = Rotation(cos, sin, states, kind)
+    return [Deferred.of(one, None, rotation, index) for index, one in enumerate(states)]
+
+
+def store_kv(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """`ops.write_kv`; also rotates query and key, if these are a rotation that is not computed."""
+    pending, value_states = key_states.pending if isinstance(key_states, Deferred) else None, plain(value_states)
+    if isinstance(pending, Rotation) and pending.store(key_states.index, keys, values, value_states, positions):
+        return
+    ops.write_kv(keys, values, plain(key_states), value_states, positions)

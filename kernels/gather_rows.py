@@ -1,0 +1,79 @@
+"""Triton gathering of rows, such as embeddings; the reference is `gather_rows_reference.gather_rows`.
+
+Shapes: table `[B or 1, n, H]`, index `[B, W]`, fill `[H]`, result `[B, W, H]`:
+
+    result[b, w] = table[b, index[b, w]] if index[b, w] >= 0, else fill, or 0 without one
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .dependent_launch import dependent_launch, wait_for_inputs
+
+_BLOCK, _WARPS = 2048, 4
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["count", "index_stride_b", "index_stride_n"])
+def _gather_rows_kernel(
+    table_ptr,
+    index_ptr,
+    fill_ptr,
+    out_ptr,
+    count,
+    width,
+    index_stride_b,
+    index_stride_n,
+    table_stride_b,
+    table_stride_n,
+    HAS_FILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK elements of one row.
+
+    Grid: (B * W, blocks of H). Reads an element of `index`, and the program's elements of a row of `table`, or of
+    `fill` if HAS_FILL; writes those of `out`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    wait_for_inputs(PDL)
+    batch = row // count
+    index = tl.load(index_ptr + batch * index_stride_b + row % count * index_stride_n)
+    source = table_ptr + batch * table_stride_b + index * table_stride_n + column
+    is_row = column * 0 + index >= 0
+    values = tl.load(source, mask=is_column & is_row, other=0.0)
+    if HAS_FILL:
+        values = tl.where(is_row, values, tl.load(fill_ptr + column, mask=is_column, other=0.0))
+    tl.store(out_ptr + row * width + column, values, mask=is_column)
+
+
+def gather_rows(table: torch.Tensor, index: torch.Tensor, fill: torch.Tensor | None) -> torch.Tensor:
+    """See `gather_rows_reference.gather_rows`. One launch that depends on shapes and strides only."""
+    batch, count = index.shape
+    width = table.shape[2]
+    assert table.stride(2) == 1 and table.shape[0] in (1, batch), "rows must have unit stride"
+    assert fill is None or (fill.shape == (width,) and fill.is_contiguous() and fill.dtype == table.dtype)
+    out = torch.empty(batch, count, width, dtype=table.dtype, device=table.device)
+    if out.numel() == 0:
+        return out
+    _gather_rows_kernel[(batch * count, triton.cdiv(width, _BLOCK))](
+        table,
+        index,
+        fill,
+        out,
+        count,
+        width,
+        *index.stride(),
+        0 if table.shape[0] == 1 else table.stride(0),
+        table.stride(1),
+        HAS_FILL=fill is not None,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+        **dependent_launch(table.device),
+    )
+    return out

@@ -1,0 +1,283 @@
+"""Triton kernels of what a round does with the rows of a `DecodeState`; the references are in `round_state_reference`.
+
+Shapes: tokens `[B, slots]`; lengths, limits, finished and offsets `[B]`; drafts `[B, K]`; ends `[B, E]`; tokens of a
+result `[B, n]`, accepted and committed `[B]`. For position p = lengths[b] + first + i of row b:
+
+    slot = dummy if finished[b] or p > limits[b] - 2, else p
+    position id = slot + offsets[b], 0 for the dummy slot
+    committed'[b] = min(committed[b], limits[b] - lengths[b]) up to the first i with result[b, i] in ends[b] or
+                    NO_TOKEN, that one included; 0 if finished[b]
+
+and tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b]. One program computes a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .dependent_launch import dependent_launch, wait_for_inputs
+from .types import NO_TOKEN, VerificationResult
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "first", "count", "dummy"])
+def _slots_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    limits_ptr,
+    finished_ptr,
+    drafts_ptr,
+    block_ptr,
+    slots_ptr,
+    tokens_stride,
+    drafts_stride_b,
+    drafts_stride_n,
+    first,
+    count,
+    dummy,
+    HAS_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Slots of a row, and with HAS_BLOCK the tokens at its positions.
+
+    Grid: (B,). Reads an element of `lengths`, `limits` and `finished`; writes a row of `slots` `[B, count]`. With
+    HAS_BLOCK it reads the last committed token of `tokens` and a row of `drafts`, and writes one of `block`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH).to(tl.int64)
+    is_column = column < count
+    wait_for_inputs(PDL)
+    length = tl.load(lengths_ptr + row)
+    is_finished = tl.load(finished_ptr + row)
+    position = length + first + column
+    is_dummy = is_finished | (position > tl.load(limits_ptr + row) - 2)
+    slot = tl.where(is_dummy, dummy, position)
+    tl.store(slots_ptr + row * count + column, slot, mask=is_column)
+    if HAS_BLOCK:
+        last = tl.load(tokens_ptr + row * tokens_stride + length - 1)
+        draft = drafts_ptr + row * drafts_stride_b + (column - 1) * drafts_stride_n
+        token = tl.load(draft, mask=is_column & (column > 0), other=0)
+        tl.store(block_ptr + row * count + column, tl.where(column == 0, last, token), mask=is_column)
+
+
+def next_slots(
+    lengths: torch.Tensor, limits: torch.Tensor, finished: torch.Tensor, first: int, count: int, dummy: int
+) -> torch.Tensor:
+    """See `round_state_reference.next_slots`; equal. One launch."""
+    assert lengths.is_contiguous() and limits.is_contiguous() and finished.is_contiguous()
+    slots = torch.empty(len(lengths), count, dtype=torch.int64, device=lengths.device)
+    _slots_kernel[(len(lengths),)](
+        None,
+        lengths,
+        limits,
+        finished,
+        None,
+        None,
+        slots,
+        0,
+        0,
+        0,
+        first,
+        count,
+        dummy,
+        HAS_BLOCK=False,
+        WIDTH=triton.next_power_of_2(count),
+        num_warps=1,
+        **dependent_launch(lengths.device),
+    )
+    return slots
+
+
+def block(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    limits: torch.Tensor,
+    finished: torch.Tensor,
+    drafts: torch.Tensor,
+    dummy: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `round_state_reference.block`; equal. One launch."""
+    assert lengths.is_contiguous() and limits.is_contiguous() and finished.is_contiguous() and tokens.stride(1) == 1
+    count = drafts.shape[1] + 1
+    slots, out = (torch.empty(len(lengths), count, dtype=torch.int64, device=lengths.device) for _ in range(2))
+    _slots_kernel[(len(lengths),)](
+        tokens,
+        lengths,
+        limits,
+        finished,
+        drafts,
+        out,
+        slots,
+        tokens.stride(0),
+        *drafts.stride(),
+        -1,
+        count,
+        dummy,
+        HAS_BLOCK=True,
+        WIDTH=triton.next_power_of_2(count),
+        num_warps=1,
+        **dependent_launch(lengths.device),
+    )
+    return out, slots
+
+
+@triton.jit(do_not_specialize=["slots_stride_b", "slots_stride_n", "width", "dummy"])
+def _position_ids_kernel(
+    slots_ptr,
+    offsets_ptr,
+    out_ptr,
+    slots_stride_b,
+    slots_stride_n,
+    width,
+    dummy,
+    HAS_OFFSETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK position ids of a row.
+
+    Grid: (B, blocks). Reads the program's elements of `slots` `[B, n]`, and one of `offsets`; writes those of `out`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    is_column = column < width
+    wait_for_inputs(PDL)
+    slot = tl.load(slots_ptr + row * slots_stride_b + column * slots_stride_n, mask=is_column, other=0)
+    position = slot + tl.load(offsets_ptr + row) if HAS_OFFSETS else slot
+    tl.store(out_ptr + row * width + column, tl.where(slot < dummy, position, 0), mask=is_column)
+
+
+def position_ids(slots: torch.Tensor, offsets: torch.Tensor | None, dummy: int) -> torch.Tensor:
+    """See `round_state_reference.position_ids`; equal. One launch."""
+    batch, width = slots.shape
+    assert offsets is None or offsets.is_contiguous()
+    out = torch.empty(batch, width, dtype=torch.int64, device=slots.device)
+    size = min(triton.next_power_of_2(width), 1024)
+    _position_ids_kernel[(batch, triton.cdiv(width, size))](
+        slots,
+        offsets,
+        out,
+        *slots.stride(),
+        width,
+        dummy,
+        HAS_OFFSETS=offsets is not None,
+        BLOCK=size,
+        num_warps=1,
+        **dependent_launch(slots.device),
+    )
+    return out
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens_stride",
+        "ends_stride",
+        "result_stride_b",
+        "result_stride_n",
+        "kept_stride",
+        "width",
+        "num_ends",
+    ]
+)
+def _commit_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    finished_ptr,
+    limits_ptr,
+    ends_ptr,
+    result_ptr,
+    accepted_ptr,
+    committed_ptr,
+    out_ptr,
+    kept_ptr,
+    kept_accepted_ptr,
+    kept_committed_ptr,
+    tokens_stride,
+    ends_stride,
+    result_stride_b,
+    result_stride_n,
+    kept_stride,
+    width,
+    num_ends,
+    KEEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ENDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Commit one row.
+
+    Grid: (B,). Reads a row of the result and of `ends`, and an element of `limits`; updates one of `lengths` and
+    `finished`; writes the committed tokens of `tokens` and an element of `out`, and with KEEPS a row of `kept`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.arange(0, WIDTH)
+    end_index = tl.arange(0, ENDS)
+    is_step = step < width
+    wait_for_inputs(PDL)
+    length = tl.load(lengths_ptr + row)
+    limit = tl.load(limits_ptr + row)
+    was_finished = tl.load(finished_ptr + row)
+    token = tl.load(result_ptr + row * result_stride_b + step * result_stride_n, mask=is_step, other=0)
+    end = tl.load(ends_ptr + row * ends_stride + end_index, mask=end_index < num_ends, other=0)
+    committed = tl.minimum(tl.load(committed_ptr + row), tl.where(was_finished, 0, limit - length))
+    is_same = (token[:, None] == end[None, :]) & (end_index < num_ends)[None, :]
+    is_last = (tl.max(is_same.to(tl.int32), axis=1) != 0) | (token == _NO_TOKEN)
+    is_end = is_last & (step < committed) & is_step
+    token = tl.maximum(token, 0)
+    first_end = tl.min(tl.where(is_end, step, WIDTH), axis=0)
+    has_ended = first_end < WIDTH
+    committed = tl.where(has_ended, first_end + 1, committed).to(tl.int64)
+
+    tl.store(tokens_ptr + row * tokens_stride + length + step, token, mask=is_step & (step < committed))
+    tl.store(lengths_ptr + row, length + committed)
+    is_finished = was_finished | has_ended | (length + committed >= limit)
+    tl.store(finished_ptr + row, is_finished)
+    tl.store(out_ptr + row, committed)
+    if KEEPS:
+        tl.store(kept_ptr + row * kept_stride + step, token, mask=is_step)
+        tl.store(kept_accepted_ptr + row, tl.load(accepted_ptr + row))
+        tl.store(kept_committed_ptr + row, committed)
+
+
+def commit(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    finished: torch.Tensor,
+    limits: torch.Tensor,
+    ends: torch.Tensor,
+    result: VerificationResult,
+    kept: VerificationResult | None,
+) -> torch.Tensor:
+    """See `round_state_reference.commit`; equal, but the last slot of `tokens` is not written. One launch."""
+    batch, width = result.tokens.shape
+    assert all(one.is_contiguous() for one in (lengths, finished, limits, result.accepted, result.committed))
+    assert tokens.stride(1) == ends.stride(1) == 1
+    assert kept is None or (kept.tokens.stride(1) == 1 and kept.tokens.shape[1] >= width)
+    out = torch.empty(batch, dtype=torch.int64, device=tokens.device)
+    _commit_kernel[(batch,)](
+        tokens,
+        lengths,
+        finished,
+        limits,
+        ends,
+        *result,
+        out,
+        *((None, None, None) if kept is None else kept),
+        tokens.stride(0),
+        ends.stride(0),
+        *result.tokens.stride(),
+        0 if kept is None else kept.tokens.stride(0),
+        width,
+        ends.shape[1],
+        KEEPS=kept is not None,
+        WIDTH=triton.next_power_of_2(width),
+        ENDS=triton.next_power_of_2(max(ends.shape[1], 1)),
+        num_warps=1,
+        **dependent_launch(tokens.device),
+    )
+    return out

@@ -1,0 +1,82 @@
+"""Kernels as ops of torch: schemas, fakes, and compiled code, which sees what they write.
+
+On a machine without a GPU the kernels run in Triton's interpreter.
+"""
+
+import pytest
+import torch
+
+from hf_specdec import state_ops
+from hf_specdec.kernels.types import VerificationResult
+from hf_specdec.layer_ops import AnglesKind, NormKind
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, SLOTS, WIDTH = 3, 12, 4
+
+
+def integers(*shape, seed=0):
+    return torch.randint(9, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def rows():
+    """Tokens, lengths, flags, limits and ends of rows; of a result; and where that is kept."""
+    lengths, limits = torch.tensor([3, 4, 5], device=DEVICE), torch.tensor([11, 11, 8], device=DEVICE)
+    finished, ends = torch.tensor([False, True, False], device=DEVICE), torch.tensor([[1, -1]] * BATCH, device=DEVICE)
+    accepted = torch.tensor([1, 2, 3], device=DEVICE)
+    state = [integers(BATCH, SLOTS), lengths, finished, limits, ends]
+    result = [integers(BATCH, WIDTH, seed=1), accepted, accepted + 1]
+    return state, result, [torch.zeros_like(one) for one in (integers(BATCH, WIDTH + 1), accepted, accepted)]
+
+
+def examples():
+    """Arguments of the ops, by name, which the modules have registered."""
+    state, result, kept = rows()
+    tokens, lengths, finished, limits, _ = state
+    states, weight, angles = draw(2, 3, 16), draw(16, seed=1), draw(2, 2, 3, 8)
+    heads = [draw(2, count, 3, 8, seed=count) for count in (4, 2)]
+    stored = [draw(2, 6, 2, 8), draw(2, 6, 2, 8, seed=1), draw(2, 2, 3, 8), integers(2, 3).clamp(max=5)]
+    return {
+        "commit": [(*state, *result, *kept), (*state, *result, None, None, None)],
+        "next_slots": [(lengths, limits, finished, -2, 3, SLOTS - 1)],
+        "block": [(tokens, lengths, limits, finished, result[0][:, 1:], SLOTS - 1)],
+        "position_ids": [(tokens, one, SLOTS - 1) for one in (lengths, None)],
+        "row_uniform": [(lengths, limits, tokens[:, 0], 4)],
+        "add_rms_norm": [(states, states, one, 1e-5, *NormKind(cast_first=True)) for one in (weight, None)],
+        "rotary_angles": [
+            (draw(4), tokens, torch.float32, *AnglesKind(one, 1.5)) for one in ("halves", "pairs", "once")
+        ],
+        "gather_rows": [(states, integers(2, 2) // 4 - 1, one) for one in (weight, None)],
+        "rotate_and_store": [(*angles, one, [False] * 5, *stored) for one in (heads, heads[1:])],
+    }
+
+
+@pytest.mark.parametrize("name", examples())
+def test_schemas_and_fakes(name):
+    op = getattr(torch.ops.hf_specdec, name).default
+    for arguments in examples()[name]:
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@torch.no_grad()
+def test_compiled_code_sees_what_ops_write(monkeypatch):
+    monkeypatch.setattr(state_ops, "choose", lambda kernel, *_: kernel)
+    monkeypatch.setattr(state_ops, "is_for_triton", lambda _: True)
+
+    def step(state, result, kept):
+        tokens, lengths, finished, limits, _ = state
+        before = state_ops.next_slots(lengths, limits, finished, 0, 2, SLOTS - 1) + 1
+        block, slots = state_ops.block(tokens, lengths, limits, finished, result[0][:, 1:], SLOTS - 1)
+        committed = state_ops.commit(*state, VerificationResult(*result), VerificationResult(*kept))
+        after = state_ops.next_slots(lengths, limits, finished, 0, 2, SLOTS - 1) + committed[:, None]
+        return before, block, slots, after, tokens[:, :-1] + 1, kept[0] * 2
+
+    given, expected = rows(), rows()
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(*given)
+    assert all(torch.equal(*pair) for pair in zip(found, step(*expected), strict=True))
+    for ours, theirs in zip(given, expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert not torch.equal(given[0][1], rows()[0][1])
