@@ -960,32 +960,30 @@ def test_long_prompts_end_between_chunks(running, monkeypatch, family, rows):
     """By `cancel_request` and by a hard stop; others that came with them, and later, say what they say alone."""
     monkeypatch.setattr(session_prefill, "EAGER_COLUMNS", 8)
     monkeypatch.setattr(buckets, "PACKED_TOKENS", (8,))
-    chunks, run_next = [], session_prefill.SessionPrefill.run_next
+    # Columns of the passes over a prompt.
+    run, run_chunk = [], session_prefill.SessionPrefill._run_chunk
 
-    def slowly(self):
-        chunks.append(time.perf_counter())
-        time.sleep(0.02)
-        return run_next(self)
+    def slowly(self, columns):
+        run.append(columns)
+        time.sleep(0.003 * columns)
+        return run_chunk(self, columns)
 
     target = tiny_target(family)
     manager = running(target, random_eagle3(target), rows=rows)
-    assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0, family)]
-    monkeypatch.setattr(session_prefill.SessionPrefill, "run_next", slowly)
-    chunks.clear()
-    name = manager.add_request([5] * 200)
-    while not chunks:
-        time.sleep(0.001)
-    begin, before = time.perf_counter(), len(chunks)
-    manager.cancel_request(name)
-    assert "was cancelled" in manager.get_result(name, timeout=20).error
-    assert len(chunks) - before <= 2, f"it ended after {time.perf_counter() - begin:.2f} s"
-    others = [manager.add_request(prompts()[one]) for one in (0, 3)]
-    assert texts_of(manager, others) == [alone(0, family), alone(3, family)]
-    chunks.clear()
-    name = manager.add_request([5] * 200)
-    while not chunks:
-        time.sleep(0.001)
-    before = len(chunks)
+    first = manager.add_requests([prompts()[one] for one in (0, 2, 3)])
+    assert texts_of(manager, first) == [alone(one, family) for one in (0, 2, 3)]
+    monkeypatch.setattr(session_prefill.SessionPrefill, "_run_chunk", slowly)
+    for ends in ("cancel", "stop"):
+        run.clear()
+        name = manager.add_request([5] * 200)
+        while not run:
+            time.sleep(0.001)
+        if ends == "cancel":
+            manager.cancel_request(name)
+            assert "was cancelled" in manager.get_result(name, timeout=20).error
+            assert sum(run) <= 24
+            others = [manager.add_request(prompts()[one]) for one in (0, 3)]
+            assert texts_of(manager, others) == [alone(0, family), alone(3, family)]
     manager.stop(hard_stop=True)
-    assert len(chunks) - before <= 2 and not manager.is_running()
+    assert sum(run) <= 24 and not manager.is_running()
     assert "stopped" in manager.get_result(name, timeout=1).error
