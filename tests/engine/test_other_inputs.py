@@ -12,9 +12,6 @@ from zoo_models import build, enliven, prompts, rows_of
 
 from hf_specdec.host.caches import OUTPUT_NAME
 
-# Of the vision tower of Mllama in transformers 5.17, about its own arguments.
-pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
-
 OPTIONS = {"max_new_tokens": 16, "do_sample": False}
 IMAGE_SIZE, PATCH = 28, 14
 
