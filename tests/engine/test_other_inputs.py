@@ -91,7 +91,10 @@ def test_proteins_of_padded_prompts_are_refused():
     plain = target.generate(**alone, **OPTIONS)
     answers = torch.nn.functional.pad(plain[:, alone["input_ids"].shape[1] :], (0, 8))
     drafter = OracleDrafter(target, answers, [alone["input_ids"].shape[1]], 0.5)
-    assert torch.equal(target.generate(**alone, **OPTIONS, assistant_model=drafter), plain)
+    try:
+        assert torch.equal(target.generate(**alone, **OPTIONS, assistant_model=drafter), plain)
+    except ValueError as error:  # blocks of tokens fail after a protein in transformers 5.17
+        assert "protein_input_ids, on which it fails there" in str(error)
     padded = {name: value[1:] for name, value in inputs.items()} | given
     with pytest.raises(ValueError, match=r"protein_input_ids, on which plain generate\(\) fails"):
         target.generate(**padded, **OPTIONS, assistant_model=drafter)
