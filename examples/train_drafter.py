@@ -14,6 +14,7 @@ import copy
 import json
 import math
 import random
+import shutil
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -103,7 +104,7 @@ def add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; 0 is the target's")
     add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard and pard2")
     about = "trained drafter to initialize from; may have fewer layers, wider or smaller MLPs"
-    add("--init-from", default=None, help=f"{about}; of eagle3 and p-eagle")
+    add("--init-from", default=None, help=f"{about}; not of pard, pard2 and mtp")
     about = "of all but eagle3 and mtp; by default one not in the data"
     add("--mask-token-id", type=int, default=None, help=about)
     add("--markov-rank", type=int, default=None, help=f"width of the Markov head; {by_family('markov_rank')}")
@@ -118,6 +119,8 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--minutes", type=float, default=None, help="train for this time; the schedule follows the clock")
     add("--steps", type=int, default=None, help="train for this many optimizer steps")
+    about = "end this part of the training after so long, with a checkpoint that --resume continues from"
+    add("--part-minutes", type=float, default=None, help=f"{about}; the schedule is still that of --minutes or --steps")
     about = "depth of training-time test; of dflash and dspark, drafts of a block"
     add("--num-steps", type=int, default=None, help=f"{about}; {by_family('num_steps')}")
     add("--anchors", type=int, default=None, help=f"most blocks of a document; {by_family('anchors')}")
@@ -126,6 +129,8 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--depth-ratio", type=float, default=None, help=f"{about}; {by_family('depth_ratio')}")
     about = "loss weight of places after the end of a greedy chain of right drafts"
     add("--survival-floor", type=float, default=None, help=f"{about}; {by_family('survival_floor')}")
+    about = "loss weight of chains that greedy decoding with the present drafts would not begin"
+    add("--round-floor", type=float, default=None, help=f"{about}; {by_family('round_floor')}")
     add("--greedy-share", type=float, default=0.0, help="of the labels: so much of the most likely token alone")
     about = "padded tokens a step and process; a token of a prompt counts a quarter"
     add("--tokens-per-batch", type=int, default=32768, help=about)
@@ -134,7 +139,8 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--weight-decay", type=float, default=0.01)
     add("--held-out", type=int, default=512, help="documents kept for measuring")
     add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
-    add("--resume", action="store_true", help="resume from the checkpoint in --out")
+    about = "resume from the checkpoint in --out, if there is one"
+    add("--resume", action="store_true", help=about)
     add("--max-shard-size", default="50GB", help="of the drafter's files, such as 15MB; no tensor is split")
     add("--compile", action="store_true", help="compile layers and the loss")
 
@@ -206,7 +212,9 @@ class Trainer:
         if "anchors" in DEFAULTS[args.family]:
             objective = BlockObjective(drafter, args.num_steps, args.step_decay, args.survival_floor, args.anchors)
         else:
-            objective = DraftObjective(drafter, args.num_steps, args.step_decay, args.depth_ratio, args.survival_floor)
+            objective = DraftObjective(
+                drafter, args.num_steps, args.step_decay, args.depth_ratio, args.survival_floor, args.round_floor
+            )
         if args.compile:
             objective.compile_parts()
             compile_layers(target)
@@ -221,15 +229,24 @@ class Trainer:
         self.train_indices, self.held_out_indices = documents.split(min(args.held_out, len(documents) // 2), args.seed)
         self.progress = Progress()
         accelerator.register_for_checkpointing(self.progress)
-        if args.resume:
-            accelerator.load_state(str(args.out / "checkpoint"))
+        self.checkpoint = args.out / "checkpoint"
+        if args.resume and (found := self._found_checkpoint()):
+            accelerator.load_state(str(found))
+
+    def _found_checkpoint(self) -> Path | None:
+        """The last checkpoint that is whole: that of a run which was killed between two names is under the other."""
+        return next((path for path in (self.checkpoint, self._before) if path.exists()), None)
+
+    @property
+    def _before(self) -> Path:
+        return self.checkpoint.with_name("checkpoint.before")
 
     def train(self) -> None:
         bar = tqdm(desc="train", unit="step", initial=self.progress.step, disable=not self.accelerator.is_main_process)
         batches, counts = self.batches(), None
         before = self.progress.seconds
         start = time.monotonic()
-        while (share := self.share_done()) < 1:
+        while (share := self.share_done()) < 1 and not self.part_is_done(before):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.args.lr * schedule(share)
             self.objective.train()
@@ -260,7 +277,15 @@ class Trainer:
         """Share of the budget, steps or time, that is spent; the same on all processes."""
         if self.args.steps is not None:
             return self.progress.step / self.args.steps
-        share = self.progress.seconds / (60 * self.args.minutes)
+        return self._agreed(self.progress.seconds / (60 * self.args.minutes))
+
+    def part_is_done(self, before: float) -> bool:
+        """Whether this part of the training, begun after `before` seconds, is to end; the same on all processes."""
+        minutes = self.args.part_minutes
+        return minutes is not None and self._agreed((self.progress.seconds - before) / (60 * minutes)) >= 1
+
+    def _agreed(self, share: float) -> float:
+        """`share` of the first process."""
         if self.accelerator.num_processes == 1:
             return share
         return broadcast(torch.tensor(share, device=self.accelerator.device)).item()
@@ -299,9 +324,19 @@ class Trainer:
         return self.accelerator.unwrap_model(self.objective)
 
     def save(self) -> None:
-        """Write a checkpoint to resume from, the drafter, `training.json` and the model card."""
-        self.accelerator.save_state(str(self.args.out / "checkpoint"))
+        """Write a checkpoint to resume from, the drafter, `training.json` and the model card.
+
+        The new checkpoint has another name until it is whole, so that a run may be killed at any time.
+        """
+        partial = self.checkpoint.with_name("checkpoint.partial")
+        self.accelerator.save_state(str(partial))
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
+            if self.checkpoint.exists():
+                shutil.rmtree(self._before, ignore_errors=True)
+                self.checkpoint.rename(self._before)
+            partial.rename(self.checkpoint)
+            shutil.rmtree(self._before, ignore_errors=True)
             save_drafter(self.drafter, self.args.out, self.args.max_shard_size)
             places = ("target", "data", "out")
             arguments = {key: value for key, value in vars(self.args).items() if key not in places}
@@ -342,15 +377,22 @@ def main(arguments: list[str] | None = None) -> None:
     vocab_size = target.config.get_text_config().vocab_size
     stop_ids = [tokenizer.eos_token_id]
     draft_size = min(args.draft_vocab_size or vocab_size, vocab_size)
-    d2t, coverage = draft_vocabulary(documents.answer_counts(vocab_size), draft_size, stop_ids)
+    counts = documents.answer_counts(vocab_size)
+    d2t, coverage = draft_vocabulary(counts, draft_size, stop_ids)
+    trained = None
+    if args.init_from is not None:
+        trained = AutoDrafter.from_pretrained(args.init_from, target=target, dtype=torch.float32)
+        if hasattr(trained, "markov_head") and trained.d2t is not None:  # which has weights for each draft token
+            d2t = trained.d2t.cpu()
+            coverage = float(counts[d2t + torch.arange(len(d2t))].sum() / counts.sum().clamp(min=1))
     mask_token_id = None
     if "mask_token_id" in DEFAULTS[args.family]:
         mask_token_id = args.mask_token_id
         if mask_token_id is None:
             mask_token_id = choose_mask_token(documents.counts(vocab_size), tokenizer)
     drafter = new_drafter(args, target, d2t, mask_token_id)
-    if args.init_from is not None:
-        start_from(drafter, AutoDrafter.from_pretrained(args.init_from, target=target, dtype=torch.float32))
+    if trained is not None:
+        start_from(drafter, trained)
     about = {
         "family": args.family,
         "target": drafter.config.target_name_or_path,

@@ -61,7 +61,7 @@ output = model.generate(**inputs, custom_generate="{repo_id}", trust_remote_code
 ones were dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
 {chains} with weights {step_decay}^step; cross-entropy against the target's
-distribution over {vocabulary}. {greedy}{masks}{samples}{began}{steps:,} steps in {minutes:.0f} minutes,
+distribution over {vocabulary}. {greedy}{masks}{samples}{rounds}{began}{steps:,} steps in {minutes:.0f} minutes,
 {tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr}, cosine schedule.
 
 Top-1 agreement with the target on held-out documents of the same kind, by step, after correct drafts of greedy text:
@@ -132,6 +132,8 @@ MASKS = "Steps after the first read the mask token. "
 SAMPLES = """Step s
 ran on {depth_ratio}^s of the documents; places after the end of a greedy chain of right drafts weighed
 {survival_floor}, others 1. """
+ROUNDS = """Chains
+that greedy decoding would not begin weighed {round_floor} of that. """
 BLOCK_SAMPLES = """Drafts after the end
 of a greedy chain of right ones weighed {survival_floor}, others 1. """
 
@@ -172,6 +174,7 @@ REPEATED = (
         "step_decay",
         "depth_ratio",
         "survival_floor",
+        "round_floor",
         "greedy_share",
         "tokens_per_batch",
         "max_length",
@@ -198,6 +201,7 @@ def write_card(folder: Path) -> None:
     details = {"mask_token_id": None, "depth_ratio": 1.0, "survival_floor": 1.0, **arguments, **training}
     family = arguments.get("family", "eagle3")
     in_blocks = arguments.get("anchors") is not None
+    weighs_rounds = arguments.get("round_floor") not in (None, 1.0)
     is_sampled = (details["depth_ratio"], details["survival_floor"]) != (1.0, 1.0)
     text = CARD.format(
         family=family,
@@ -219,6 +223,7 @@ def write_card(folder: Path) -> None:
         chains=(BLOCKS if in_blocks else UNROLLED).format(**details),
         masks=MASKS if details["mask_token_id"] is not None and not in_blocks else "",
         samples=(BLOCK_SAMPLES if in_blocks else SAMPLES).format(**details) if is_sampled else "",
+        rounds=ROUNDS.format(**details) if weighs_rounds else "",
         greedy=GREEDY.format(**arguments) if arguments.get("greedy_share") else "",
         began=BEGAN.format(init_from=Path(arguments["init_from"]).name) if arguments.get("init_from") else "",
         steps=last["step"],

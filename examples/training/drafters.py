@@ -30,10 +30,11 @@ from hf_specdec.drafters import (
     PEagleDrafter,
 )
 from hf_specdec.drafters.cached import CachedDrafter
+from hf_specdec.drafters.draft_layers import DraftLayersDrafter
 from hf_specdec.patching.hidden_states import decoder_layers
 
-_TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0}
-_AT_MASKS = {"mask_token_id": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2}
+_TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0, "round_floor": 1.0}
+_AT_MASKS = {"mask_token_id": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2, "round_floor": 1.0}
 _EAGLE = {"draft_vocab_size": 16384, "intermediate_size": None, "init_from": None, "fc_norm": True, "norm_output": True}
 _BLOCKS = {
     "draft_vocab_size": 16384,
@@ -42,6 +43,7 @@ _BLOCKS = {
     "num_steps": 7,
     "anchors": 64,
     "survival_floor": 0.2,
+    "init_from": None,
 }
 # Options that differ between families, with their defaults, by family.
 DEFAULTS = {
@@ -213,21 +215,33 @@ def _new_pard(args: argparse.Namespace, target: PreTrainedModel, mask_token_id: 
 
 
 @torch.no_grad()
-def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
+def start_from(drafter: DraftLayersDrafter, trained: DraftLayersDrafter) -> None:
     """Initialize `drafter` with the weights of `trained`, which may have fewer layers or MLPs of other widths.
 
     Of a wider MLP the units with the largest weights are kept. The outputs of layers and of units of MLPs that
     `trained` lacks begin at zero, so the first draft token is that of `trained`. The hidden state of mask tokens is
-    copied if `trained` has one.
+    copied if `trained` has one. EAGLE-3 and P-EAGLE begin from one another, DFlash and DSpark each from its own kind.
 
     Raises:
-        ValueError: the mask tokens or the shapes of other tensors differ.
+        ValueError: the families, the mask tokens, the draft vocabularies of Markov heads or the shapes of other tensors
+            differ.
     """
-    is_parallel = isinstance(drafter, PEagleDrafter) and isinstance(trained, PEagleDrafter)
-    if is_parallel and trained.config.mask_token_id != drafter.config.mask_token_id:
+    if type(drafter) is not type(trained) and not (_is_eagle(drafter) and _is_eagle(trained)):
         raise ValueError(
-            f"--init-from was trained with mask token {trained.config.mask_token_id}, but the new drafter has "
-            f"{drafter.config.mask_token_id}; expected the same one. Pass --mask-token-id."
+            f"--init-from is a {type(trained).__name__}, but a {type(drafter).__name__} is to be trained; expected one "
+            "of the same family, or of eagle3 and p-eagle for one of these."
+        )
+    masks = trained.config.mask_token_id, drafter.config.mask_token_id
+    is_parallel = None not in masks
+    if is_parallel and masks[0] != masks[1]:
+        raise ValueError(
+            f"--init-from was trained with mask token {masks[0]}, but the new drafter has {masks[1]}; expected the "
+            "same one. Pass --mask-token-id."
+        )
+    d2ts = [one.d2t for one in (drafter, trained) if one.d2t is not None]
+    if hasattr(drafter, "markov_head") and len(d2ts) == 2 and not torch.equal(*d2ts):
+        raise ValueError(
+            "--init-from has a Markov head for another draft vocabulary than the new drafter's; expected the same one."
         )
     source = trained.state_dict()
     for index, layer in enumerate(drafter.layers):
@@ -255,6 +269,10 @@ def start_from(drafter: Eagle3Drafter, trained: Eagle3Drafter) -> None:
                 "the same options as it was trained with, but for more --layers and another --intermediate-size."
             )
         tensor.copy_(source[name])
+
+
+def _is_eagle(drafter: CachedDrafter) -> bool:
+    return isinstance(drafter, (Eagle3Drafter, PEagleDrafter))
 
 
 def _layer_of(name: str) -> int:

@@ -131,7 +131,7 @@ class Objective(nn.Module):
         compile_layers(self.drafter)
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and `[num_steps, 6]` float64 counts that `summarize` reads."""
+        """The loss, and float64 counts `[num_steps, 6]`, or 8 where there are rounds, that `summarize` reads."""
         raise NotImplementedError(f"{type(self).__name__} does not implement forward().")
 
 
@@ -181,9 +181,10 @@ class BlockObjective(Objective):
             reached = here & alive
             weights = torch.where(reached, 1.0, self.survival_floor) * (here & target_outputs.covered[rows])
             hidden = inputs[..., step, :].flatten(0, 1)
-            loss, drafts = _SoftCrossEntropy.apply(
-                hidden, head, target_outputs.probs[rows], weights, compute_dtype(hidden), self.row_losses
+            losses, drafts = _SoftCrossEntropy.apply(
+                hidden, head, target_outputs.probs[rows], compute_dtype(hidden), self.row_losses
             )
+            loss = (losses * weights).sum()
             total = total + weight * loss / weights.sum().clamp(min=1)
 
             drafts = drafts if drafter.target_ids is None else drafter.target_ids[drafts]
@@ -211,6 +212,9 @@ class DraftObjective(Objective):
     Args:
         drafter, num_steps, step_decay, survival_floor: as of `Objective`.
         depth_ratio: in training, step s unrolls only `depth_ratio ** s` of a batch's rows.
+        round_floor: weight of the chains that greedy decoding with these drafts would not begin (`round_starts`), times
+            that of `survival_floor`. Rounds begin where drafts have just failed, at harder places than most; Draft-OPD
+            (arXiv 2605.29343) replays drafting from these.
     """
 
     def __init__(
@@ -220,9 +224,10 @@ class DraftObjective(Objective):
         step_decay: float,
         depth_ratio: float = 1.0,
         survival_floor: float = 1.0,
+        round_floor: float = 1.0,
     ):
         super().__init__(drafter, num_steps, step_decay, survival_floor)
-        self.depth_ratio = depth_ratio
+        self.depth_ratio, self.round_floor = depth_ratio, round_floor
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Objective`.
@@ -234,31 +239,63 @@ class DraftObjective(Objective):
         rows = leading_rows(len(target_outputs.input_ids), num_steps, self.depth_ratio if self.training else 1.0)
         input_ids, first = target_outputs.input_ids, max(target_outputs.shortest_prompt - drafter.shift, 0)
         outputs = drafter.unroll(input_ids, target_outputs.aux_hidden_states, num_steps, rows, first)
-        width = input_ids.shape[1]
-        head, target_ids = drafter.head_weight, drafter.target_ids
-        alive = torch.ones_like(target_outputs.is_greedy)
-        total, counts = 0.0, []
-        for step, (weight, normed) in enumerate(zip(self.step_weights, outputs, strict=True)):
+        width, head, target_ids = input_ids.shape[1], drafter.head_weight, drafter.target_ids
+        number = torch.arange(len(target_outputs.places), device=input_ids.device)
+        alive, drafted = torch.ones_like(number, dtype=torch.bool), torch.zeros_like(number)
+        steps = []
+        for step, normed in enumerate(outputs):
             unrolled = slice(target_outputs.places_before[len(normed)])
-            places = target_outputs.places[unrolled]
             exists = target_outputs.depths[unrolled] >= step
-            slots = (places - step - drafter.shift).clamp(min=0)
-            reached = exists & alive[slots]
-            weights = torch.where(reached, 1.0, self.survival_floor) * (exists & target_outputs.covered[unrolled])
+            slots = (target_outputs.places[unrolled] - step - drafter.shift).clamp(min=0)
             unrolled_slots = slots // width * (width - first) + (slots % width - first).clamp(min=0)
             hidden = normed.flatten(0, 1)[unrolled_slots] * drafter.logit_scale
-            loss, drafts = _SoftCrossEntropy.apply(
-                hidden, head, target_outputs.probs[unrolled], weights, compute_dtype(hidden), self.row_losses
+            losses, drafts = _SoftCrossEntropy.apply(
+                hidden, head, target_outputs.probs[unrolled], compute_dtype(hidden), self.row_losses
             )
-            total = total + weight * loss / weights.sum().clamp(min=1)
-
             hits = (drafts if target_ids is None else target_ids[drafts]) == target_outputs.best[unrolled]
+            chains = (number[unrolled] - step).clamp(min=0)
+            reached = exists & alive[chains]
             accepted = reached & hits
+            drafted.index_add_(0, chains, accepted.long())
+            goes_on = accepted & target_outputs.is_greedy[target_outputs.places[unrolled]]
+            alive = torch.zeros_like(drafted).index_add_(0, chains, goes_on.long()) > 0
+            steps.append((losses, exists, hits, reached, accepted, chains))
+
+        begins = round_starts(drafted, target_outputs.places_before)
+        total, counts = 0.0, []
+        for weight, (losses, exists, hits, reached, accepted, chains) in zip(self.step_weights, steps, strict=True):
+            in_round = begins[chains]
+            weights = torch.where(reached, 1.0, self.survival_floor) * torch.where(in_round, 1.0, self.round_floor)
+            weights = weights * (exists & target_outputs.covered[: len(exists)])
+            loss = (losses * weights).sum()
+            total = total + weight * loss / weights.sum().clamp(min=1)
             row = (loss.detach(), weights.sum(), exists.sum(), (exists & hits).sum(), reached.sum(), accepted.sum())
-            counts.append(torch.stack([count.double() for count in row]))
-            goes_on = accepted & target_outputs.is_greedy[places]
-            alive = torch.zeros_like(alive, dtype=torch.int32).index_add_(0, slots, goes_on.int()) > 0
+            of_rounds = ((accepted & in_round).sum(), begins[: len(exists)].sum())
+            counts.append(torch.stack([count.double() for count in (*row, *of_rounds)]))
         return total, torch.stack(counts)
+
+
+def round_starts(drafted: torch.Tensor, places_before: list[int]) -> torch.Tensor:
+    """The places at which rounds of greedy decoding would begin: the first of each answer, and every place behind the
+    tokens that a round commits, the accepted drafts and the target's own token. `[N]` bool.
+
+    Args:
+        drafted: `[N]` int64, how many drafts of the chain of each place are accepted.
+        places_before: B + 1 numbers: how many of the places are in the rows before each.
+    """
+    count, device = len(drafted), drafted.device
+    bounds = torch.tensor(places_before, device=device)
+    number = torch.arange(count, device=device)
+    end = bounds[torch.searchsorted(bounds, number, right=True)]
+    jump = number + drafted + 1
+    jump = torch.cat([jump.where(jump < end, count), jump.new_tensor([count])])
+    begins = torch.zeros(count + 1, dtype=torch.int64, device=device)
+    begins[bounds[:-1]] = 1
+    longest = max((after - before for before, after in pairwise(places_before)), default=0)
+    for _ in range(max(longest - 1, 0).bit_length()):  # after n turns, all that up to 2 ** n - 1 rounds reach
+        begins = begins.index_add(0, jump, begins).clamp(max=1)
+        jump = jump[jump]
+    return begins[:count] > 0
 
 
 def leading_rows(batch: int, num_steps: int, ratio: float) -> list[int]:
@@ -267,13 +304,14 @@ def leading_rows(batch: int, num_steps: int, ratio: float) -> list[int]:
 
 
 def summarize(counts: torch.Tensor) -> dict:
-    """Metrics of each step, from sums of the counts of `DraftObjective`.
+    """Metrics of each step, from sums of the counts of an `Objective`.
 
     `acceptance[s]` is the share of chains that reach step s, all drafts before it right and the text greedy, whose
     draft there is the target's most likely token. `acceptance_length[K]` is 1 + the drafts that a greedy chain of K
-    would have accepted.
+    would have accepted. Where the drafter drafts from every place, `round_acceptance[s]` is the share of the rounds of
+    greedy decoding of the texts in which draft s is accepted, and `round_length` the tokens that a round commits.
     """
-    loss, weighed, existing, hits, reached, accepted = counts.t().tolist()
+    loss, weighed, existing, hits, reached, accepted, *of_rounds = counts.t().tolist()
 
     def shares(parts: list[float], wholes: list[float]) -> list[float]:
         return [round(part / max(whole, 1), 4) for part, whole in zip(parts, wholes, strict=True)]
@@ -284,12 +322,16 @@ def summarize(counts: torch.Tensor) -> dict:
         survival *= share
         length += survival
         lengths[step + 1] = round(length, 4)
-    return {
+    result = {
         "loss": shares(loss, weighed),
         "top1": shares(hits, existing),
         "acceptance": acceptance,
         "acceptance_length": lengths,
     }
+    if of_rounds:
+        result["round_acceptance"] = shares(*of_rounds)
+        result["round_length"] = round(1 + sum(result["round_acceptance"]), 4)
+    return result
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -311,49 +353,59 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
-def _row_losses(
-    logits: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weighted cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients in `logits`, best tokens."""
+def _row_losses(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients in `logits`, best tokens."""
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
-    losses = (probs * (norm - scores)).sum(dim=-1) * weights
-    return losses, (((scores - norm).exp() - probs) * weights[:, None]).to(logits.dtype), logits.argmax(dim=-1)
+    losses = (probs * (norm - scores)).sum(dim=-1)
+    return losses, ((scores - norm).exp() - probs).to(logits.dtype), logits.argmax(dim=-1)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
     """Draft head and cross-entropy in one function, so that the logits of a step are never in memory all at once.
 
-    The gradient is computed in the forward pass, one chunk of rows at a time, and scaled in the backward pass.
+    The gradient of each row's loss in its hidden state is computed in the forward pass, one chunk of rows at a time,
+    and scaled in the backward pass, since the weights of rows depend on the drafts. That of a head that is trained
+    needs the weights: its logits are computed again.
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, probs, weights, dtype, row_losses) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, hidden, head, probs, dtype, row_losses) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses `[n]` float32 and most likely draft tokens `[n]` int64 of `hidden` `[n, H]`."""
         weight = head.to(dtype)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_head = torch.zeros(weight.shape, dtype=torch.float32, device=head.device) if needs_head else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         drafts = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        size = rows_per_chunk(len(weight))
-        for start in range(0, len(hidden), size):
-            rows = slice(start, start + size)
-            inputs = hidden[rows].to(dtype)
-            logits = inputs @ weight.t()
-            losses, grad_logits, drafts[rows] = row_losses(logits, probs[rows], weights[rows])
-            total += losses.sum()
+        for rows in _chunks(len(hidden), len(weight)):
+            logits = hidden[rows].to(dtype) @ weight.t()
+            losses[rows], grad_logits, drafts[rows] = row_losses(logits, probs[rows])
             if needs_hidden:
                 grad_hidden[rows] = (grad_logits @ weight).to(hidden.dtype)
-            if needs_head:
-                grad_head += grad_logits.t() @ inputs
-        ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.head_dtype = head.dtype
+        ctx.save_for_backward(grad_hidden, *((hidden, head, probs) if needs_head else ()))
+        ctx.dtype, ctx.row_losses = dtype, row_losses
         ctx.mark_non_differentiable(drafts)
-        return total, drafts
+        return losses, drafts
 
     @staticmethod
     def backward(ctx, grad, _) -> tuple:
-        grad_hidden, grad_head = ctx.saved_tensors
-        grad_hidden = grad_hidden * grad.to(grad_hidden.dtype) if grad_hidden is not None else None
-        grad_head = (grad_head * grad).to(ctx.head_dtype) if grad_head is not None else None
-        return grad_hidden, grad_head, None, None, None, None
+        grad_hidden, *of_head = ctx.saved_tensors
+        grad_head = None
+        if of_head:
+            hidden, head, probs = of_head
+            weight = head.to(ctx.dtype)
+            grad_head = torch.zeros(weight.shape, dtype=torch.float32, device=head.device)
+            for rows in _chunks(len(hidden), len(weight)):
+                inputs = hidden[rows].to(ctx.dtype)
+                _, grad_logits, _ = ctx.row_losses(inputs @ weight.t(), probs[rows])
+                grad_head += (grad_logits * grad[rows, None].to(ctx.dtype)).t() @ inputs
+            grad_head = grad_head.to(head.dtype)
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad[:, None].to(grad_hidden.dtype)
+        return grad_hidden, grad_head, None, None, None
+
+
+def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
+    """Parts of the rows whose logits are in memory at once."""
+    size = rows_per_chunk(vocab_size)
+    return [slice(start, start + size) for start in range(0, num_rows, size)]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import shutil
+import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -185,6 +189,62 @@ def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, fam
         torch.testing.assert_close(tensor, other.state_dict()[name], rtol=0, atol=0)
 
 
+KILLED = """
+import sys
+sys.path[:0] = {paths!r}
+import pytest
+from test_training import tiny_target, train
+train(pytest.MonkeyPatch(), tiny_target(), *map({path}, {folders!r}), "--steps", "100", "--save-every", "4", *{more!r})
+"""
+
+
+def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
+    """A process is killed somewhere, twice: at any place of a step, or while it writes a checkpoint."""
+    target, curve = tiny_target(), []
+    folder = write_tiny_data(target, tmp_path / "data")
+    more = ("--round-floor", "0.5", "--survival-floor", "0.5")
+    whole = train(monkeypatch, target, folder, tmp_path / "whole", "--steps", "100", "--save-every", "4", *more)
+
+    out = tmp_path / "killed"
+    for points, resume in ((3, ()), (12, ("--resume",))):
+        program = KILLED.format(
+            paths=[str(Path(__file__).parent), str(Path(targets.__file__).parent)],
+            path="__import__('pathlib').Path",
+            folders=(str(folder), str(out)),
+            more=(*more, *resume),
+        )
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while len(curve) < points:
+            assert process.poll() is None, process.stderr.read().decode()[-2000:]
+            time.sleep(0.002)
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+                curve = json.loads((out / "training.json").read_text())["curve"]
+        time.sleep(random.Random(points).random() * 0.1)
+        process.kill()
+        process.communicate()
+    assert len(curve) < len(whole)
+    resumed = train(monkeypatch, target, folder, out, "--steps", "100", "--save-every", "4", "--resume", *more)
+    for a, b in zip(whole, resumed, strict=True):
+        assert (a["step"], a["train"], a["held_out"]) == (b["step"], b["train"], b["held_out"])
+
+
+def test_parts_of_a_run_go_on_where_the_one_before_ended(monkeypatch, tmp_path):
+    """Parts that end by the clock, at any step, see the batches and learning rates of one long run."""
+    target = tiny_target()
+    folder = write_tiny_data(target, tmp_path / "data")
+    steps = ("--steps", "30", "--save-every", "30")
+    train(monkeypatch, target, folder, tmp_path / "whole", *steps)
+    ends = [0]
+    while ends[-1] < 30:
+        curve = train(monkeypatch, target, folder, tmp_path / "parts", *steps, "--part-minutes", "0.002", "--resume")
+        assert curve[-1]["step"] > ends[-1]
+        ends.append(curve[-1]["step"])
+    assert len(ends) > 3
+    one, other = (AutoDrafter.from_pretrained(tmp_path / name, target=target) for name in ("whole", "parts"))
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[name], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "pard2", *BLOCK_FAMILIES])
 def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
     target, out = tiny_target(), tmp_path / "out"
@@ -233,12 +293,14 @@ def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
     assert (out / "custom_generate" / "requirements.txt").read_text() == "hf-specdec\n"
     report = json.loads((out / "training.json").read_text())
     assert "more prompts" not in (out / "README.md").read_text()
-    report["arguments"] |= {"init_from": "runs/before", "greedy_share": 0.2}
+    report["arguments"] |= {"init_from": "runs/before", "greedy_share": 0.2, "round_floor": 0.3}
+    assert "Chains" not in (out / "README.md").read_text()
     report["data"]["long_prompts"] = 1234
     (out / "training.json").write_text(json.dumps(report))
     card.write_card(out)
     text = (out / "README.md").read_text()
     assert "Training began\nwith the weights of `before`." in text and "distribution 20% was moved" in text
+    assert "Chains\nthat greedy decoding would not begin weighed 0.3 of that." in text
     assert "1,234 more prompts\nare long, up to 4,096 tokens" in text
     assert "no data set was used. Prompts:" in text
     given = {**report["data"], "given_prompts": 5}
@@ -586,7 +648,7 @@ def test_draft_models_are_initialised_from_layers_of_the_target():
         ("eagle3", "mask-token-id"),
         ("p-eagle", None),
         *[("pard", name) for name in ("draft-vocab-size", "intermediate-size", "init-from", "no-norm-output")],
-        *[("dflash", name) for name in ("markov-rank", "depth-ratio", "fc-norm", "init-from")],
+        *[("dflash", name) for name in ("markov-rank", "depth-ratio", "round-floor", "fc-norm")],
         *[("mtp", name) for name in ("draft-vocab-size", "init-from", "fc-norm", "no-fc-norm", "mask-token-id")],
     ],
 )
@@ -685,6 +747,38 @@ def test_init_from_a_trained_drafter():
         drafters.start_from(trained, new_eagle(target, "eagle3", "--no-fc-norm"))
 
 
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
+def test_block_drafters_go_on_from_trained_ones(monkeypatch, tmp_path, family):
+    """From a folder of weights alone, on other data: with its draft vocabulary, if its weights are by draft token."""
+    target = tiny_target()
+    folder = write_tiny_data(target, tmp_path / "data")
+    train(monkeypatch, target, folder, tmp_path / "before", "--steps", "30", family=family)
+    trained = AutoDrafter.from_pretrained(tmp_path / "before", target=target, dtype=torch.float32)
+    shutil.rmtree(tmp_path / "before" / "checkpoint")
+
+    other = write_tiny_data(tiny_target(3), tmp_path / "other")
+    more = ("--init-from", str(tmp_path / "before"), "--steps", "1", "--lr", "0")
+    train(monkeypatch, target, other, tmp_path / "after", *more, family=family)
+    drafter = AutoDrafter.from_pretrained(tmp_path / "after", target=target, dtype=torch.float32)
+    of_data = data.Documents.load(other, 512).answer_counts(VOCAB)
+    d2t, _ = data.draft_vocabulary(of_data, 48, [STOP])
+    assert not torch.equal(d2t, trained.d2t)
+    assert torch.equal(drafter.d2t, trained.d2t if family == "dspark" else d2t)
+    report = json.loads((tmp_path / "after" / "training.json").read_text())
+    ids = drafter.d2t + torch.arange(48)
+    assert report["coverage"] == pytest.approx(float(of_data[ids].sum() / of_data.sum()))
+    for name, tensor in drafter.state_dict().items():
+        assert name == "d2t" or torch.equal(tensor, trained.state_dict()[name])
+    assert "Training began\nwith the weights of `before`." in (tmp_path / "after" / "README.md").read_text()
+
+    with pytest.raises(ValueError, match=f"is a {type(trained).__name__}, but a Eagle3Drafter is to be trained"):
+        drafters.start_from(new_eagle(target, "eagle3"), trained)
+    if family == "dspark":
+        drafter.d2t[0] += 1
+        with pytest.raises(ValueError, match="Markov head for another draft vocabulary"):
+            drafters.start_from(drafter, trained)
+
+
 def test_mask_tokens_are_unused_special_tokens():
     class Entry:
         special = True
@@ -711,8 +805,8 @@ def test_masks_of_a_batch():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("floor", [1.0, 0.25])
-def test_counts_and_loss_of_the_objective_by_hand(family, floor):
+@pytest.mark.parametrize("floors", [(1.0, 1.0), (0.25, 1.0), (0.25, 0.5)])
+def test_counts_and_loss_of_the_objective_by_hand(family, floors):
     target = tiny_target()
     drafter = tiny_drafter(target, family)
     # Greedy text but for one token, and a drafter that is often right: some chains live on and some end.
@@ -726,7 +820,9 @@ def test_counts_and_loss_of_the_objective_by_hand(family, floor):
     batch = documents.batch(torch.tensor([0]))
     lesson = objective.Teacher(target, drafter).read(batch)
     steps, decay = 3, 0.5
-    loss, counts = objective.DraftObjective(drafter, steps, decay, survival_floor=floor)(lesson)
+    survival_floor, round_floor = floors
+    made = objective.DraftObjective(drafter, steps, decay, survival_floor=survival_floor, round_floor=round_floor)
+    loss, counts = made(lesson)
 
     ids = torch.arange(VOCAB) if drafter.target_ids is None else drafter.target_ids
     logits = target(batch.input_ids).logits[0]
@@ -734,34 +830,68 @@ def test_counts_and_loss_of_the_objective_by_hand(family, floor):
     drafts = [
         hidden @ drafter.head_weight.t() for hidden in drafter.unroll(batch.input_ids, lesson.aux_hidden_states, steps)
     ]
-    expected_loss, alive = 0.0, [True] * 16
+
+    def is_hit(start: int, step: int) -> bool:
+        return int(ids[drafts[step][0, start - drafter.shift].argmax()] == best[start + step])
+
+    def is_alive(start: int, step: int) -> bool:
+        return all(is_hit(start, s) and tokens[0, start + s + 1] == best[start + s] for s in range(step))
+
+    def num_accepted(start: int) -> int:
+        there = [step for step in range(steps) if start + step <= 14]
+        return sum(is_alive(start, step) and is_hit(start, step) for step in there)
+
+    rounds = [3]  # the places that rounds of greedy decoding begin at
+    while (following := rounds[-1] + num_accepted(rounds[-1]) + 1) <= 14:
+        rounds.append(following)
+    assert family != "pard" or len(rounds) < 12
+    expected_loss = 0.0
     for step in range(steps):
-        losses, weights, existing, hits, reached, accepted = [], [], 0, 0, 0, 0
-        for slot in range(3 - drafter.shift, 16):
-            place = slot + drafter.shift + step
-            if place > 14:
-                continue
-            draft = drafts[step][0, slot]
+        losses, weights, existing, hits, reached, accepted, in_rounds = [], [], 0, 0, 0, 0, 0
+        for start in range(3, 15 - step):
+            draft, place = drafts[step][0, start - drafter.shift], start + step
             existing += 1
-            hit = int(ids[draft.argmax()] == best[place])
-            hits += hit
-            reached += alive[slot]
-            accepted += alive[slot] and hit
+            hits += is_hit(start, step)
+            alive = is_alive(start, step)
+            reached += alive
+            accepted += alive and is_hit(start, step)
+            in_rounds += alive and is_hit(start, step) and start in rounds
             if best[place] in ids:
-                weights.append(1.0 if alive[slot] else floor)
+                weights.append((1.0 if alive else survival_floor) * (1.0 if start in rounds else round_floor))
                 losses.append(-weights[-1] * (logits[place, ids].softmax(-1) * draft.log_softmax(-1)).sum())
-            alive[slot] = bool(alive[slot] and hit and tokens[0, place + 1] == best[place])
         mean = sum(losses) / max(sum(weights), 1)
         expected_loss = expected_loss + decay**step / sum(decay**s for s in range(steps)) * mean
-        assert counts[step, 1:].tolist() == [sum(weights), existing, hits, reached, accepted]
+        assert counts[step, 1:].tolist() == [
+            sum(weights), existing, hits, reached, accepted, in_rounds, len(rounds)
+        ]  # fmt: skip
         assert family != "pard" or step != 1 or 0 < reached < existing
     torch.testing.assert_close(loss, torch.as_tensor(expected_loss))
+    found = objective.summarize(counts)
+    committed = sum(min(start + num_accepted(start), 14) - start + 1 for start in rounds)
+    if all(start + num_accepted(start) <= 14 for start in rounds):
+        assert found["round_length"] == pytest.approx(committed / len(rounds), abs=1e-3)
 
     trained = dict(drafter.named_parameters())
     grads = torch.autograd.grad(loss, list(trained.values()), retain_graph=True)
     expected = torch.autograd.grad(expected_loss, list(trained.values()))
     for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_rounds_begin_behind_what_the_round_before_commits():
+    rng = random.Random(0)
+    for _ in range(20):
+        lengths = [rng.randrange(12) for _ in range(rng.randrange(1, 6))]
+        drafted = [rng.randrange(5) for _ in range(sum(lengths))]
+        expected, begin = [False] * len(drafted), 0
+        for length in lengths:
+            place = begin
+            while place < begin + length:
+                expected[place] = True
+                place += drafted[place] + 1
+            begin += length
+        before = np.cumsum([0, *lengths]).tolist()
+        assert objective.round_starts(torch.tensor(drafted).long(), before).tolist() == expected
 
 
 @pytest.mark.parametrize("family", BLOCK_FAMILIES)
