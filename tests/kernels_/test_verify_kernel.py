@@ -3,7 +3,6 @@
 On a machine without a GPU the kernels run in Triton's interpreter.
 """
 
-import functools
 import math
 from contextlib import contextmanager
 from random import Random
@@ -208,34 +207,22 @@ def test_extreme_random_numbers(stream, seed, position):
     assert torch.equal(numbers_in_triton(*arguments, int(stream))[0], expected)
 
 
-def noting_exponential(sizes, *args, exponential=random_reference.exponential):
-    numbers = exponential(*args)
-    sizes.append(numbers.numel())
-    return numbers
-
-
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.3, 1.0])
-@pytest.mark.parametrize("at_a_time", [7, 2**16])
-def test_numbers_for_what_can_be_drawn_are_enough(share, at_a_time, monkeypatch):
-    """On a CPU the race draws what a race of all numbers at once draws, however many tokens have a weight."""
+@pytest.mark.parametrize("at_a_time", [7, 100, 2**16])
+def test_numbers_in_pieces_draw_the_same_tokens(at_a_time, monkeypatch):
+    """On a CPU the race draws what a race of all numbers at once draws."""
     monkeypatch.setattr(random_reference, "_AT_A_TIME", at_a_time)
     batch, width, vocabulary = 3, 2, 257
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(batch, width, vocabulary, generator=generator).mul(3).softmax(-1)
-    weights *= torch.rand(weights.shape, generator=generator) < share
     weights[0, 0] = 0  # then token 0 is drawn
+    weights[1, :, 1:250] = 0
     seeds, positions = torch.tensor([[5], [2**62 + 1], [9]]), torch.tensor([[40], [1], [7]])
     for steps in (0, torch.tensor([[3], [4]])):
         numbers = random_reference.exponential(
             seeds[..., None], positions[..., None], torch.arange(vocabulary), RandomStream.DRAFT, steps
         )
-        sizes = []
-        with monkeypatch.context() as patch:
-            patch.setattr(random_reference, "exponential", functools.partial(noting_exponential, sizes))
-            found = random_reference.exponential_sample(weights, seeds, positions, RandomStream.DRAFT, steps)
+        found = random_reference.exponential_sample(weights, seeds, positions, RandomStream.DRAFT, steps)
         assert torch.equal(found, (weights / numbers).argmax(-1)) and found.shape == (batch, width)
-        count = int((weights != 0).sum())
-        assert sum(sizes) == (count if count <= weights.numel() / 4 else weights.numel())
 
 
 # ---- greedy
