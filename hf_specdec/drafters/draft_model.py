@@ -195,7 +195,8 @@ class DraftModelDrafter(CachedDrafter):
             return_dict=True,
             **{self._cache_name: cache},
         ).logits
-        return logits[..., : self.config.draft_vocab_size] if num_logits else None, None
+        # Classes without `logits_to_keep` compute those of all tokens.
+        return logits[:, -num_logits:, : self.config.draft_vocab_size] if num_logits else None, None
 
     @property
     def head_weight(self) -> torch.Tensor:

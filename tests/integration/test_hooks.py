@@ -13,7 +13,14 @@ from lossless import PROMPTS, continuations
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, OracleDrafter, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import ContinuousBatchingManager, GenerationMixin
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.generation.streamers import BaseStreamer
@@ -111,6 +118,34 @@ def test_install_twice_and_uninstall(owner):
         assert dict(vars(owner)) == ours
     finally:
         install()
+
+
+@pytest.mark.core
+def test_configurations_that_a_model_prepares_itself():
+    """Musicgen's own `generate()` makes its configuration without `_prepare_generation_config`."""
+    torch.manual_seed(0)
+    config = MusicgenDecoderConfig(
+        vocab_size=64,
+        hidden_size=16,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_codebooks=2,
+        pad_token_id=64,
+        bos_token_id=64,
+    )
+    model = MusicgenForCausalLM(config).eval()
+    prompt = torch.randint(64, (2 * config.num_codebooks, 5))
+    # It fills in no defaults.
+    options = {"num_return_sequences": 1, "guidance_scale": 1.0, "decoder_start_token_id": 64}
+    generated = []
+    for prepare in (install, uninstall):
+        try:
+            prepare()
+            generated.append(model.generate(prompt, do_sample=False, max_new_tokens=8, **options))
+        finally:
+            install()
+    assert generated[0].shape[-1] > 5 and torch.equal(*generated)
 
 
 @pytest.mark.core
