@@ -82,7 +82,7 @@ def is_for_triton(tensor: torch.Tensor) -> bool:
     """Whether an op of `tensor` runs its Triton kernel."""
     if not torch.compiler.is_compiling() and _choice.references_only:
         return False
-    return has_kernels(tensor.device) and tensor.dtype != torch.float64
+    return policy_of(tensor.device).triton and tensor.dtype != torch.float64
 
 
 def unseen() -> AbstractContextManager[None]:

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache, recording_layers, set_recording
+from ..host.caches import (
+    OUTPUT_NAME,
+    GenerateDecoderOnlyOutput,
+    given_cache,
+    is_of_caller,
+    recording_layers,
+    set_recording,
+)
 from ..host.generation import BaseStreamer, CandidateGenerator
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
@@ -27,7 +34,7 @@ from ..patching.mask_rules import why_not_kept
 from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.relative_bias import relative_biases
-from ..patching.support import has_recurrent_layers, length_limits
+from ..patching.support import has_only_states, has_recurrent_layers, length_limits
 from ..state import DecodeState, Shape
 from ..stats import Counters
 from .equivalence import why_not_equivalent, why_not_equivalent_row
@@ -463,6 +470,11 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"{type(request.drafter).__name__} reads the keys and values of {name} on the static engine only, which "
             f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
             "assistant_model: transformers runs it in its own loop, one row at a time."
+        )
+    if has_only_states(request.model) and is_of_caller(given_cache(model_kwargs)):
+        raise ValueError(
+            f"{name} cannot continue such a cache with a drafter: {reason}. Pass the whole text without the cache, or "
+            "generate without assistant_model."
         )
     if prompts.hidden:
         raise ValueError(

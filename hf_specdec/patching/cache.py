@@ -41,7 +41,7 @@ def attention_layers(count: int) -> tuple[LayerKind, ...]:
 
 def only_keys(kinds: Sequence[LayerKind]) -> bool:
     """Whether layers of `kinds` store keys and values only, and attention takes no mask."""
-    return not any(kind.num_states or kind.takes_mask or kind.compress_rate for kind in kinds)
+    return not any([kind.num_states or kind.takes_mask or kind.compress_rate for kind in kinds])
 
 
 class RaggedLayer(CacheLayerMixin):

@@ -296,7 +296,9 @@ def test_random_modules_from_a_config(family, num_modules, tmp_path):
         assert len(drafter.frames) == len(drafter.decoder.layers) == num_modules
         assert drafter.config.chaining == ("target" if num_modules == 1 else "modules")
         for model in (target, drafter):
-            assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+            # Routers are kept in float32 by classes of transformers 5.24.
+            others = [one for name, one in model.named_parameters() if not name.endswith("mlp.gate.weight")]
+            assert {parameter.dtype for parameter in others} == {dtype}
             experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
             assert experts and all(parameter.isfinite().all() and parameter.std() > 0 for parameter in experts)
 
