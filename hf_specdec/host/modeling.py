@@ -102,6 +102,22 @@ RECURRENCES = {
     "convolution": in_modeling_files("causal_conv1d_fn", "causal_conv1d_update", why=_REPLACED),
 }
 (RECURRENT_MASK,) = in_modeling_files("create_recurrent_attention_mask", why="replaced: which tokens a layer reads")
+# Parameters of `forward` of modules that make biases of distances, the newest first.
+RELATIVE_BIASES = (
+    in_modeling_files(
+        "hidden_states",
+        "relative_distance",
+        "position_ids",
+        why="parameters by which modules that make biases of distances are told",
+        since="5.24; before, as the ones below",
+    ),
+    in_modeling_files(
+        "relative_states",
+        "query_positions",
+        "key_positions",
+        why="parameters by which modules that make biases of distances are told",
+    ),
+)
 # Attributes of a compressor, of those that choose among its entries, and the function by which its file rotates.
 COMPRESSOR = in_modeling_files(
     "kv_proj",

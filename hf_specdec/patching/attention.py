@@ -18,7 +18,7 @@ from .cache import RaggedCache
 from .deferred import plain
 from .implementations import runs_flash_attention, submodel_configs
 from .mask_rules import MaskRule, rules_by_module
-from .patch import Replacements, constant, original
+from .patch import Replacements, constant, original, runs_engine
 from .relative_bias import biased_attention
 from .support import uses_attention_interface
 
@@ -162,6 +162,8 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
     """
     name = original(module.config, ATTENTION_ENTRY)
     if name == MASKED_NAME:  # for good, where eager masks are made
+        name = "eager"
+    if name == ATTENTION_NAME and runs_engine():  # a layer of a drafter's model that attends to no tokens
         name = "eager"
     if name == ATTENTION_NAME:
         raise RuntimeError(

@@ -13,10 +13,9 @@ import inspect
 import torch
 from torch import nn
 
+from ..host.modeling import RELATIVE_BIASES
 from .hidden_states import modules_of
 from .patch import Replacements, runs_engine
-
-_ARGUMENTS = ["self", "relative_states", "query_positions", "key_positions"]
 
 
 def _makes_biases(module: nn.Module) -> bool:
@@ -25,7 +24,7 @@ def _makes_biases(module: nn.Module) -> bool:
     return (
         "proj" in module._parameters
         and hasattr(module, "rel_extent")
-        and list(inspect.signature(inspect.unwrap(type(module).forward)).parameters) == _ARGUMENTS
+        and tuple(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:] in RELATIVE_BIASES
         and (forward is None or getattr(forward, "func", None) is _forward)
     )
 
@@ -40,23 +39,26 @@ def _forward_of(module: nn.Module) -> functools.partial:
     return functools.partial(_forward, module)
 
 
-def _forward(
-    module: nn.Module, relative_states: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor
-) -> torch.Tensor:
+def _forward(module: nn.Module, states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """The `forward` of a module that makes biases.
 
     Args:
         module: it.
-        relative_states: `[B, n, heads, d_rel]`.
-        query_positions, key_positions: `[n]` and `[m]` int64, as the modeling file counts them.
+        states: what queries say of distances, `[B, n, heads, d_rel]`; or, with a module that computes that, the hidden
+            states `[B, n, H]`.
+        others: positions of queries and keys, `[n]` and `[m]` int64; or distances `[n, m]` and position ids `[B, n]`.
 
     Returns:
         the biases of the distances 0, 1 and so on, `[B, heads, n, rel_extent]`; outside of an engine those of the keys,
         `[B, heads, n, m]`.
     """
     if not runs_engine():
-        return type(module).forward(module, relative_states, query_positions, key_positions)
-    return (relative_states @ module.proj).transpose(1, 2)
+        return type(module).forward(module, states, *others)
+    if states.dim() == 3:
+        _, position_ids = others
+        states = module.linear(states).view(*states.shape[:-1], module.num_heads, -1)
+        states = module.norm(states, position_ids)
+    return (states @ module.proj).transpose(1, 2)
 
 
 def biased_attention(

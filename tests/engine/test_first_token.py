@@ -133,9 +133,12 @@ def test_a_cache_that_lacks_the_last_token_only(passes, monkeypatch):
         target(input_ids=inputs["input_ids"][:, :-1], **{OUTPUT_NAME: cache})
         passes.clear()
         out = greedy(target, inputs, drafter, K, max_new_tokens=5, **{OUTPUT_NAME: cache})
-        assert torch.equal(out, plain) and sum(passes[:1]) <= 2 and len(passes) == 1 + drafter.stats.num_rounds
-        if kept[-1] is not None:  # the hidden state before the last token is not known, in a packed row either
-            assert not kept[-1][:, 0].any() and kept[-1][:, 1].any(dim=1).all()
+        # Drafters that read hidden states get those of the cached tokens, too: the target runs these once more.
+        is_run_again = kind != "draft-model"
+        assert torch.equal(out, plain) and len(passes) == is_run_again + 1 + drafter.stats.num_rounds
+        assert passes[is_run_again] <= 2
+        if kept[-1] is not None:
+            assert kept[-1].any(dim=-1).all()
 
 
 def test_the_first_token_drawn_with_a_seed_does_not_depend_on_drafts():

@@ -400,6 +400,8 @@ class SimulatedRows(row_memory.MemoryOfRows):
         for prefix, request in zip(prefixes, requests, strict=True):
             self.held[prefix.row] = request.text.tolist()[: request.num_prefilled]
             self.finished.discard(prefix.row)
+
+    def prefill_next(self):
         return "first"
 
 
@@ -415,7 +417,6 @@ def test_equal_prompts_take_rows_that_share_memory():
 
         def prefill(self, prefixes, requests):
             entered.extend(requests)
-            return "first"
 
     requests = [RowRequest(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
     rows = RequestRows(Place(2, 1024), requests, Counters(2, 1), ContinuousBatching())

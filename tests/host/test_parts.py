@@ -30,6 +30,7 @@ OWN_NAMES = frozenset(
         *("_keys_to_ignore_on_load_unexpected", "name_or_path", "generation_config"),
         *("cache", "state", "hybrid", "conv", "moe", "mlp", "rotary_emb", "gate_proj"),
         *("full_attention", "sliding_attention", "compress_rate", "index_topk"),
+        *("hidden_states", "position_ids"),
     }
 )
 
