@@ -22,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_HUB = "needs the Hub"
+HTTP_CLIENTS = {"httpx", "httpx2", "requests", "urllib3", "urllib"}
 
 # Tests whose calls have an assistant, by name or file.
 ASSISTED_NAMES = re.compile(r"assist|speculat|mtp|dflash")
@@ -150,11 +151,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 def asked_hub(error: BaseException | None) -> bool:
     """Whether an error came of a file that is not on this machine."""
-    import httpx
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     while error is not None:
-        if isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError, httpx.TransportError, ConnectionError)):
+        of_client = type(error).__module__.partition(".")[0] in HTTP_CLIENTS
+        if of_client or isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError, ConnectionError)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -135,13 +135,19 @@ def folder_of(test: str) -> str:
     return parts[2] if parts[1] == "models" else parts[1]
 
 
-def short_name(test: str) -> str:
-    return "::".join(test.split("::")[-2:])
+def class_of(test: str) -> str:
+    """The class that a test belongs to, or the test itself where it is a function."""
+    return test.split("::")[1]
+
+
+def cell(value: object) -> str:
+    """What stands for `value` in a table."""
+    return str(value).replace("|", "/")
 
 
 def table(head: list[str], rows: list[list[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
 
 
 def by_folder(tests: dict[str, tuple[Outcome, ...]]) -> Iterator[tuple[str, dict[str, tuple[Outcome, ...]]]]:
@@ -210,26 +216,30 @@ class Assisted:
             name: after for name, (before, after) in self.tests.items() if before.outcome == "passed" != after.outcome
         }
 
-    def reasons(self) -> str:
-        """A table of `failures`, one row for tests of a folder with one reason."""
-        grouped: dict[tuple[str, str], list[str]] = {}
+    def reasons(self) -> list[list[str]]:
+        """Why `failures` do not pass, with the classes of tests and the number of theirs."""
+        grouped: dict[str, Counter[str]] = {}
         for name, after in self.failures.items():
-            grouped.setdefault((folder_of(name), after.reason), []).append(short_name(name))
-        rows = [[folder, ", ".join(f"`{one}`" for one in tests), why] for (folder, why), tests in grouped.items()]
-        return table(["folder", "tests", "why not with a drafter"], rows) if rows else "Every test passes."
+            grouped.setdefault(after.reason, Counter())[class_of(name)] += 1
+        return [
+            [why, ", ".join(f"`{one}` {count}" for one, count in sorted(counts.items()))]
+            for why, counts in sorted(grouped.items())
+        ]
 
-    def stock_reasons(self) -> str:
-        """Why the stock engine ran, with the number of tests."""
-        notes = [note for _, one in self.tests.values() for note in one.notes if note.startswith("stock:")]
-        counts = Counter(re.sub(r"\d[\d.e+-]*", "N", note.partition(": ")[2]) for note in notes)
-        return table(["why the stock engine", "tests"], [[why, count] for why, count in counts.most_common()])
+    def unlisted(self, lines: list[str]) -> list[tuple[str, str]]:
+        """Those of `failures`, with the reason, of which no line of a page has the reason and the class of tests."""
+        return [
+            (name, after.reason)
+            for name, after in self.failures.items()
+            if not any(cell(after.reason) in line and f"`{class_of(name)}`" in line for line in lines)
+        ]
 
-    def stand_ins(self) -> str:
-        """Why an assistant could not be a drafter itself, with the number of tests."""
-        start = "a Llama in place of the assistant: "
-        notes = [note for _, one in self.tests.values() for note in one.notes if note.startswith(start)]
-        counts = Counter(note.removeprefix(start) for note in notes)
-        return table(["why a small Llama drafts instead", "tests"], [[why, n] for why, n in counts.most_common()])
+    def notes(self, start: str) -> list[list[object]]:
+        """What the plugin noted after `start`, with how often."""
+        notes = [
+            note.removeprefix(start) for _, one in self.tests.values() for note in one.notes if note.startswith(start)
+        ]
+        return [[re.sub(r"\d[\d.e+-]*", "N", why), count] for why, count in Counter(notes).most_common()]
 
 
 def run_assisted(runner: Runner, alone: Outcomes | None) -> Assisted:
@@ -277,15 +287,15 @@ def main(arguments: list[str] | None = None) -> int:
         faults += [f"differs: {one}" for one in differences]
     if options.only != "a":
         assisted = run_assisted(runner, alone)
-        parts = [assisted.table(), assisted.reasons(), assisted.stock_reasons(), assisted.stand_ins()]
+        reasons = table(["why not with a drafter", "tests"], assisted.reasons())
+        parts = [WAYS, assisted.table(), reasons]
+        for head, start in NOTES.items():
+            rows = assisted.notes(start)
+            parts += [table([head, "calls"], rows)] if rows else []
         sections.append("### With a drafter in place of the assistant\n\n" + "\n\n".join(parts))
         if options.write is None:
-            listed = PAGE.read_text()
-            faults += [
-                f"not listed in {PAGE.name}: {name}: {after.reason}"
-                for name, after in assisted.failures.items()
-                if f"`{short_name(name)}`" not in listed
-            ]
+            listed = PAGE.read_text().splitlines()
+            faults += [f"not listed in {PAGE.name}: {name}: {why}" for name, why in assisted.unlisted(listed)]
     text = f"{HEADING}\n\n{INTRODUCTION.format(versions=versions())}\n\n" + "\n\n".join(sections) + "\n"
     print(text)
     if options.write is not None:
@@ -298,8 +308,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 INTRODUCTION = """\
-Made by `python tests/peers/transformers_tests.py --source CHECKOUT --write docs/transformers.md` with {versions}
-on a CPU. Files of the Hub are not downloaded; tests that compile or export models are left out."""
+Made by `python tests/peers/transformers_tests.py --source CHECKOUT --write docs/transformers.md` with
+{versions} on a CPU. Files of the Hub are not downloaded; tests that compile or export models
+are left out."""
+
+WAYS = """\
+Every test of a model runs twice: as it is, and as an ordinary call, without attention weights, which the static engine
+does not compute, and with masks that hide no token, where the tester draws masks with holes."""
+
+# By the heading of a table: how the notes of the plugin begin that it is of.
+NOTES = {
+    "why the stock engine": "stock: ",
+    "why a small Llama drafts in place of the assistant": "a Llama in place of the assistant: ",
+}
 
 
 if __name__ == "__main__":
