@@ -252,11 +252,17 @@ def run_assisted(runner: Runner, alone: Outcomes | None) -> Assisted:
     return Assisted(tests | {f"{name}, ordinary": pair for name, pair in together(*ordinary).items()})
 
 
-def versions() -> str:
+def versions(source: Path) -> str:
+    """What was tested, and the version of which the tests are."""
     import torch
     import transformers
 
-    return f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
+    setup = source / "setup.py"
+    found = re.search(r'version="([^"]+)"', setup.read_text()) if setup.exists() else None
+    return (
+        f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]} on a CPU, "
+        f"with the tests of {'an unknown version' if found is None else found[1]}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -296,11 +302,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.write is None:
             listed = PAGE.read_text().splitlines()
             faults += [f"not listed in {PAGE.name}: {name}: {why}" for name, why in assisted.unlisted(listed)]
-    text = f"{HEADING}\n\n{INTRODUCTION.format(versions=versions())}\n\n" + "\n\n".join(sections) + "\n"
+    text = f"{HEADING}\n\n{INTRODUCTION.format(versions=versions(runner.source))}\n\n" + "\n\n".join(sections) + "\n"
     print(text)
     if options.write is not None:
         page = options.write.read_text() if options.write.exists() else ""
-        options.write.write_text(page.partition(HEADING)[0] + text)
+        options.write.write_text(f"{page.partition(HEADING)[0].rstrip()}\n\n{text}")
     for fault in faults:
         print(fault, file=sys.stderr)
     print(f"{len(faults)} outcomes to explain")
@@ -309,8 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 INTRODUCTION = """\
 Made by `python tests/peers/transformers_tests.py --source CHECKOUT --write docs/transformers.md` with
-{versions} on a CPU. Files of the Hub are not downloaded; tests that compile or export models
-are left out."""
+{versions}.
+Files of the Hub are not downloaded; tests that compile or export models are left out."""
 
 WAYS = """\
 Every test of a model runs twice: as it is, and as an ordinary call, without attention weights, which the static engine
