@@ -58,7 +58,7 @@ UNSOUND = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.core_for(case=["doge"])
 @pytest.mark.parametrize("case", UNSOUND)
 def test_targets_with_custom_masks_run_on_the_stock_engine(case):
     model_type, options, reason = UNSOUND[case]

@@ -122,6 +122,7 @@ def test_experts_are_more_than_are_chosen():
     assert 1 < text.num_experts_per_tok < text.num_experts
 
 
+@pytest.mark.core_for(name=["MambaForCausalLM"])
 @pytest.mark.parametrize(
     ("name", "bulk"),
     [("Gemma2ForCausalLM", zoo.RIGHT), ("MambaForCausalLM", zoo.RIGHT), ("DogeForCausalLM", zoo.REFUSED)],
