@@ -67,7 +67,7 @@ def _owner(where: str) -> Any:
 def _look_up(where: str, names: tuple[str, ...]) -> Any:
     try:
         owner = _owner(where)
-    except (ImportError, AttributeError):
+    except Exception:  # a module whose packages are not installed may raise anything
         return None
     return next((getattr(owner, name) for name in names if hasattr(owner, name)), None) if names else owner
 
@@ -117,7 +117,7 @@ def named_in(where: str, name: str, *, why: str, since: str = "", is_needed: boo
     def is_found() -> bool:
         try:
             owner = _owner(where)
-        except (ImportError, AttributeError):
+        except Exception:  # a module whose packages are not installed may raise anything
             return False
         return hasattr(owner, name) or any(name in (*code.co_names, *code.co_consts) for code in _code_of(owner))
 

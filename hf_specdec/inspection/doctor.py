@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .. import __version__
 from ..errors import first_line
-from ..host.parts import PARTS, TESTED, Part, is_tested, missing, why_broken
+from ..host import parts as host_parts
+from ..host.parts import TESTED, Part, is_tested, missing, why_broken
 
 _PACKAGES = ("torch", "transformers", "triton", "accelerate", "safetensors", "huggingface-hub")
 _NO_TRITON = "triton is not installed; expected it beside a GPU: pip install triton"
@@ -80,9 +81,9 @@ def _describe_installation() -> list[str]:
     if gpus:
         lines.append(f"cuda.bindings     {_describe_module('cuda.bindings', 'memory of rows follows their texts')}")
     lines.append(f"server            {_describe_module('fastapi', 'hf-specdec serve')}")
-    found = len(PARTS) - len([one for one in PARTS if not one.is_found()])
-    lines.append(f"transformers      {found} of {len(PARTS)} parts found")
-    lines += [f"                  {_describe_missing(one)}" for one in PARTS if not one.is_found()]
+    found = len(host_parts.PARTS) - len([one for one in host_parts.PARTS if not one.is_found()])
+    lines.append(f"transformers      {found} of {len(host_parts.PARTS)} parts found")
+    lines += [f"                  {_describe_missing(one)}" for one in host_parts.PARTS if not one.is_found()]
     return lines
 
 
@@ -134,7 +135,7 @@ def _without_weights(name: str) -> PreTrainedModel:
 def parts_table() -> str:
     """The table of docs/transformers.md."""
     lines = ["| part of transformers | why | versions |", "|---|---|---|"]
-    for part in sorted(PARTS, key=lambda one: (one.where, one.names)):
+    for part in sorted(host_parts.PARTS, key=lambda one: (one.where, one.names)):
         names = ", ".join(f"`{name}`" for name in part.names) or "the module"
         lines.append(f"| `{part.where.replace(':', '.')}`: {names} | {part.why} | {part.since} |")
     return "\n".join(lines)

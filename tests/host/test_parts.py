@@ -176,6 +176,17 @@ def test_doctor_of_targets(tmp_path, capsys):
     assert "none" in capsys.readouterr().err
 
 
+def test_modules_that_cannot_be_imported(tmp_path, monkeypatch, capsys):
+    """The server's modules raise NameError where its packages are not installed."""
+    (tmp_path / "modeling_broken.py").write_text("raise NameError('name is not defined')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(parts, "PARTS", [*parts.PARTS])
+    parts.named_in("modeling_broken", "_private", why="of a feature", is_needed=False)
+    assert parts.part("modeling_broken", "name", why="of a feature", is_needed=False) is None
+    assert cli.main(["doctor"]) == 0
+    assert "`modeling_broken` has no `_private` (of a feature)" in capsys.readouterr().out
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
