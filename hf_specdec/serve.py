@@ -37,12 +37,6 @@ from .sampling.logits import PenaltyLogitsProcessor
 from .serving.answers import CutText, join, join_streams, without_stops
 from .serving.bodies import CHAT, COMPLETION, RESPONSE, Asked, BadRequest, read_body
 
-# What the server's modules have, that is replaced or called.
-_NAMES = {
-    "utils": ("CBGenerateManager", "CBWorkerDeadError", "set_torch_seed", "split_model_id"),
-    "server": ("build_server",),
-}
-
 # Settings of a request's generation config that are passed on in another way, or have no effect on a text.
 _NOT_COMPARED = frozenset(
     {
@@ -201,7 +195,12 @@ def serving(settings: ServeSettings) -> Iterator[None]:
     import uvicorn
 
     places = {"server": server, "utils": utils}
-    missing = [name for place, names in _NAMES.items() for name in names if not hasattr(places[place], name)]
+    missing = [
+        name
+        for place, names in serving_parts.SERVER_NAMES.items()
+        for name in names
+        if not hasattr(places[place], name)
+    ]
     if missing:
         fault = f"`transformers.cli.serving` has no {', '.join(missing)}, through which requests get their drafter"
         raise ValueError(f"{about(fault)}. Install a tested version of transformers.")

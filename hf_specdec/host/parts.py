@@ -1,6 +1,7 @@
 """The table of what the package touches of transformers beyond its public names, and what of it is not there.
 
-The other files of this folder declare each part with `part`, `named_in` or `parameters`, where they look it up.
+The other files of this folder declare each part where they look it up: with `part` or `lazy_part` what can be imported,
+with `named_in` or `uses` attributes, with `in_modeling_files` names that differ from model to model.
 """
 
 from __future__ import annotations

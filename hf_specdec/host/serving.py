@@ -18,13 +18,25 @@ is_serve_available = part(
 server = lazy_part(f"{_SERVER}.server", why="module of the server")
 utils = lazy_part(f"{_SERVER}.utils", why="module of the server's managers")
 command_line = lazy_part("transformers.cli.transformers", "app", why="starts the server")
-build_server = lazy_part(f"{_SERVER}.server", "build_server", why="replaced: the manager is made before requests come")
-generate_manager = lazy_part(
-    f"{_SERVER}.utils", "CBGenerateManager", why="replaced: managers with a drafter, settings of each request"
-)
-worker_dead_error = lazy_part(f"{_SERVER}.utils", "CBWorkerDeadError", why="error of a manager that has ended")
-set_seed = lazy_part(f"{_SERVER}.utils", "set_torch_seed", why="replaced: a seed is the request's own")
-split_model_id = lazy_part(f"{_SERVER}.utils", "split_model_id", why="name of the target")
+
+
+def _names_of(module: str, **why: str) -> tuple[str, ...]:
+    for name, one in why.items():
+        lazy_part(f"{_SERVER}.{module}", name, why=one)
+    return tuple(why)
+
+
+# What is replaced or called of the server's modules.
+SERVER_NAMES = {
+    "utils": _names_of(
+        "utils",
+        CBGenerateManager="replaced: managers with a drafter, settings of each request",
+        CBWorkerDeadError="error of a manager that has ended",
+        set_torch_seed="replaced: a seed is the request's own",
+        split_model_id="name of the target",
+    ),
+    "server": _names_of("server", build_server="replaced: the manager is made before requests come"),
+}
 
 # Their requests are checked first; by the names of what they read.
 CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", why=_HANDLER, is_needed=False)
