@@ -22,7 +22,8 @@ from ..drafters import (
     Pard2Drafter,
 )
 from ..drafters.cached import CachedDrafter
-from ..parallel.tensor_parallel import local_shard, tensor_parallel_group
+from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.linear import local_shard
 from .clock import synchronize
 
 # More than the caches of most devices.

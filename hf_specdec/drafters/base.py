@@ -60,10 +60,6 @@ class Drafter(PreTrainedModel):
     _supports_sdpa = True
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
-    # Whether its calls are not a user's but check that an engine is equivalent to transformers on the target.
-    is_equivalence_check = False
-    # Whether such calls let the target itself run the prompts, see `engine.first_pass`.
-    prompts_by_target = False
 
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
     unread_attributes = frozenset(

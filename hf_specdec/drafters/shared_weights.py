@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from .. import layer_ops
 from ..checkpoints.tensors import is_plain, plain_weight
 from ..optimizer_steps import last_step
-from ..parallel.tensor_parallel import local_shard
 from ..patching.layer_choice import uses_layer_kernels
-from ..patching.linear import linear
+from ..patching.linear import linear, local_shard
 
 # Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
 _NUM_SAMPLES = 32

@@ -16,11 +16,10 @@ from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
-from ..patching.hidden_states import ModuleTree
+from ..patching.signature import Signature
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .cuda_graphs import Capture
-from .fingerprint import behaviour_of
 from .prefill import prefill_chunk
 from .rounds import catch_up, draft_and_forward, run_round, verify_and_commit
 from .sessions import Session
@@ -145,9 +144,9 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, columns:
 def _if_possible(what: str, target: Target, drafter: Drafter, capture: Callable[[], _T]) -> _T | None:
     try:
         with capturable_experts(target.model, drafter):
-            before = behaviour_of(ModuleTree.of(target.model, drafter))
+            before = Signature(target.model, drafter).behaviour
             captured = capture()
-            if behaviour_of(ModuleTree.of(target.model, drafter)) != before:
+            if Signature(target.model, drafter).behaviour != before:
                 raise RuntimeError("its forward pass changes attributes of modules, which a replay would not do")
             return captured
     except torch.OutOfMemoryError:

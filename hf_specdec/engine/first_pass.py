@@ -29,7 +29,8 @@ from ..patching.mask_rules import ordinary_prompts
 from ..patching.patch import caller, current_engine, engine
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.recurrent_layers import RecurrentLayer
-from ..patching.support import cache_layers, cache_name, cached_by_settings, has_recurrent_layers
+from ..patching.signature import fact
+from ..patching.support import cache_layers, cache_name, has_compressed_layers, has_recurrent_layers
 from ..state import DecodeState
 from .kv_transfer import read_cache, run_as_given, stores_keys
 from .prompts import Prompts
@@ -80,6 +81,58 @@ def inputs_besides_tokens(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _is_input(value: Any) -> bool:
     # transformers passes an empty dictionary of images to a multimodal model with a text prompt.
     return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
+
+
+def ordinary_offsets(prompts: Prompts, model_kwargs: Mapping[str, Any]) -> list[int] | None:
+    """For each row position ids minus positions, if they differ by one number for all tokens; None otherwise.
+
+    `position_ids` are `[B, P]`, or with M-RoPE `[sections, B, P]`. They are numbers of the tokens of each row, unless
+    a text continues a cache that holds images.
+    """
+    given = model_kwargs.get("position_ids")
+    if given is None:
+        return [0] * len(prompts.padding)
+    if given.dim() not in (2, 3) or given.shape[-1] != prompts.width:
+        return None
+    given, columns = given.cpu(), torch.arange(prompts.width)
+    if not any(prompts.padding) and torch.equal(given, columns.expand_as(given)):  # the usual case
+        return [0] * len(prompts.padding)
+    given = given.expand(*given.shape[:-2], len(prompts.padding), -1)
+    positions = columns - torch.tensor(prompts.padding)[:, None]
+    last = given.reshape(-1, *given.shape[-2:])[-1, :, -1:]
+    offsets = last - positions[:, -1:]
+    is_run = (positions >= 0) & (columns >= prompts.cached)
+    return offsets[:, 0].tolist() if bool(((given == positions + offsets) | ~is_run).all()) else None
+
+
+def for_static_engine(
+    request: Request, model_kwargs: Mapping[str, Any], by_target: bool = False
+) -> tuple[Request, Mapping[str, Any]] | str:
+    """`request` as the static engine is to run it, and where the target itself is to run the prompts what it is given
+    with the first new token; or the reason why it cannot.
+
+    Args:
+        request: the call.
+        model_kwargs: inputs of the model as prepared by `generate()`.
+        by_target: whether the target is to run the prompts in any case.
+    """
+    model, prompts = request.model, request.prompts
+    besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
+    by_target = by_target or bool(besides) or offsets is None
+    if has_compressed_layers(model) and (by_target or any(offsets)):
+        return "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
+    if not by_target:
+        return replace(request, position_offsets=offsets), {}
+    what = ", ".join(sorted(besides)) or "position_ids of its own"
+    if prompts.cached and has_recurrent_layers(model):
+        return f"the call has {what}, and continues a cache with recurrent states"
+    if request.config.prefill_chunk_size is not None:
+        return f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
+    following = inputs_after_prompts(model, prompts, model_kwargs)
+    offsets = following if isinstance(following, str) else position_offsets(prompts, following)
+    if isinstance(offsets, str):
+        return offsets
+    return replace(request, position_offsets=offsets, inputs=model_kwargs), following
 
 
 def inputs_after_prompts(
@@ -181,7 +234,7 @@ def _column_cache(
     return cache
 
 
-@cached_by_settings
+@fact
 def bounds_steps(model: PreTrainedModel) -> bool:
     """Whether recurrent layers of `model` bound the time steps of several tokens at once, and not those of single ones.
 

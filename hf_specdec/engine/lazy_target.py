@@ -10,11 +10,10 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..patching.batch_invariance import batch_invariant
-from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import has_hooks
 from ..patching.patch import Patch, engine, is_anything_replaced
+from ..patching.signature import Fingerprint, signature_of
 from .capture import why_not_captured
-from .fingerprint import Fingerprint, fingerprint, weights_of
 from .key_layout import KeyLayout
 from .sessions import sessions_of
 from .target import HiddenStates, Target, patched_target
@@ -29,7 +28,6 @@ class LazyTarget:
         model: the target.
         drafter: bound to it.
         kept: names of what the caller gets of every step, such as scores.
-        tree: of the target, as it is now, if there is one.
 
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
@@ -38,12 +36,10 @@ class LazyTarget:
         key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = (), tree: ModuleTree | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
         self.model, self.drafter = model, drafter
-        self._tree = (ModuleTree.of(model) if tree is None else tree).with_model(drafter)
-        self.has_hooks = has_hooks(self._tree.hooked)
+        self._signatures = signature_of(model), signature_of(drafter)
+        self.has_hooks = any(has_hooks(one.hooked) for one in self._signatures)
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None
@@ -86,7 +82,7 @@ class LazyTarget:
         known = pool.looked_up(before).patches if is_told else ()
         patched = self._enter(known)
         if not known:  # looking it up may move weights
-            self._fingerprint = before._replace(weights=weights_of(self._tree))
+            self._fingerprint = before._replace(weights=tuple(one.weights for one in self._signatures))
             if is_told:
                 pool.looked_up(self._fingerprint).patches = patched.patches
         return patched
@@ -95,7 +91,7 @@ class LazyTarget:
     def fingerprint(self) -> Fingerprint:
         """Of target and drafter as they are unpatched, with the weights where they are now."""
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self._tree, self.model.device)
+            self._fingerprint = Fingerprint.of(self.model.device, *self._signatures)
         return self._fingerprint
 
     @property

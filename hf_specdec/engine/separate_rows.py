@@ -26,7 +26,7 @@ from ..patching.patch import caller
 from ..patching.support import SUPPORTED_LAYER_TYPES, length_limits
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
-from .equivalence import why_not_separate_rows
+from .compared_texts import why_not_separate_rows
 from .prompts import Prompts
 from .request import Request
 from .transcript import DECIDED_BY_TOKENS, Transcript

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from ..host.caches import OUTPUT_NAME
-from ..patching.hidden_states import ModuleTree
 from ..patching.patch import caller
-from ..patching.support import settings_read_once
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
@@ -46,13 +44,13 @@ REREAD_PER_NEW_TOKEN, MOST_REREAD = 8, 2048
 
 @torch.inference_mode(False)  # whatever the caller's: buffers and weights that are moved outlive the call
 @torch.no_grad()
-def decode(request: Request, tree: ModuleTree) -> SpeculativeOutput | torch.Tensor:
+def decode(request: Request) -> SpeculativeOutput | torch.Tensor:
     """Generate on the static engine: what `generate()` returns, sequences `[B, P + new]` or a `SpeculativeOutput`.
 
     The target of `request` is on one device, in evaluation mode, and of the kinds that the engine supports (see
-    `integration.eligibility`). Its `tree` is as it is now.
+    `integration.eligibility`).
     """
-    run = StaticRun(request, tree)
+    run = StaticRun(request)
     with run:
         run.prepare()
         run.run_rounds()
@@ -64,14 +62,12 @@ class StaticRun:
 
     Args:
         request: to run.
-        tree: of its target, as it is now, if there is one.
     """
 
-    @settings_read_once()
-    def __init__(self, request: Request, tree: ModuleTree | None = None):
+    def __init__(self, request: Request):
         kept = [name for name in ("scores", "logits", "hidden_states") if request.keeps(name)]
         self._first_pass = None if request.inputs is None else FirstPass(request, "hidden_states" in kept)
-        self._target = LazyTarget(request.model, request.drafter, kept, tree)
+        self._target = LazyTarget(request.model, request.drafter, kept)
         request = replace(request, prompts=self._with_reread(request))
         self._request, prompts = request, request.prompts
         self._process = BlockProcessor(

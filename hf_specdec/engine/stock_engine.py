@@ -30,18 +30,16 @@ from ..patching.compressed_attention import compressed_attention
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.indexer_probes import pooled_indexers
 from ..patching.length_rope import length_rope
-from ..patching.mask_rules import why_not_kept
 from ..patching.patch import caller
 from ..patching.recurrent_functions import recurrent_functions
 from ..patching.relative_bias import relative_biases
 from ..patching.support import has_only_states, has_recurrent_layers, length_limits
 from ..state import DecodeState, Shape
 from ..stats import Counters
-from .equivalence import why_not_equivalent, why_not_equivalent_row
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import propose
-from .separate_rows import Row, join_rows, separate_rows, why_not_separate
+from .separate_rows import Row, join_rows, separate_rows
 
 
 class CommittedTextCriteria(StoppingCriteriaList):
@@ -390,13 +388,10 @@ def assist(
         ValueError: not all tokens of the text are known, the rows of the batch cannot be separated, or transformers'
             assisted generation differs from plain generation of this target.
     """
-    _check_request(request, model_kwargs)
     seeds, is_seeded = request.seeds, request.randomness.is_given
     counters, seconds = Counters(request.batch, request.num_draft_tokens), 0.0
     outputs, draft_probs = [], False
     for row in separate_rows(request, model_kwargs):
-        if not request.drafter.is_equivalence_check:
-            _check_equivalent(request, why_not_equivalent_row(row.request, row.inputs))
         with _seeded(int(seeds[row.number]), request.model) if is_seeded else nullcontext():
             output, seconds_of_row = _assist_row(assisted_decoding, inputs_tensor, row, counters)
         outputs.append(output)
@@ -452,17 +447,7 @@ def _assist_row(
     return output, seconds
 
 
-def _check_equivalent(request: Request, obstacle: str | None) -> None:
-    """Raise `ValueError` if there is an `obstacle` to transformers' assisted generation."""
-    if obstacle is not None:
-        raise ValueError(
-            f"{type(request.model).__name__} cannot generate with a drafter: neither on the static engine "
-            f"({request.reason}), nor in transformers' own assisted generation ({obstacle}). Generate without "
-            "assistant_model."
-        )
-
-
-def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
+def check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
     name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
     if request.drafter.reads_target_cache:
@@ -481,16 +466,4 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "
             f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only {OUTPUT_NAME} holds; "
             "expected the whole text in input_ids."
-        )
-    obstacle = None
-    if not request.drafter.is_equivalence_check:
-        kept = why_not_kept(request.model, request.config.max_length - 1)
-        obstacle = kept or why_not_equivalent(request.model, "stock")
-    _check_equivalent(request, obstacle)
-    obstacle = why_not_separate(request, model_kwargs)
-    if obstacle is not None:
-        raise ValueError(
-            f"{name} cannot run on the static engine ({reason}), and the rows of a batch cannot run one after the "
-            f"other in transformers' own assisted generation: {obstacle}. Generate row by row, or without "
-            "assistant_model."
         )

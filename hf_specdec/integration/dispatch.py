@@ -18,25 +18,23 @@ from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import decode_continuously
-from ..engine.equivalence import CallWithInputs, why_not_equivalent, why_not_equivalent_with
-from ..engine.first_pass import inputs_after_prompts, inputs_besides_tokens, position_offsets
+from ..engine.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
+from ..engine.first_pass import for_static_engine
 from ..engine.output import ContinuousOutput
 from ..engine.prompts import read_prompts
 from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching
 from ..engine.static_engine import decode
-from ..engine.stock_engine import assist
+from ..engine.stock_engine import assist, check_request
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
-from ..patching.hidden_states import ModuleTree
-from ..patching.module_hooks import hooks_of
-from ..patching.support import has_compressed_layers, has_only_states, has_recurrent_layers, settings_read_once
-from ..patching.variants import note_variant
+from ..patching.signature import looked_at_once
+from ..patching.support import has_only_states
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
-from .eligibility import empty_attentions, ordinary_offsets, why_not_static
+from .eligibility import empty_attentions, why_not_static
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
@@ -111,90 +109,61 @@ def _warn(message: str) -> None:
     logger.warning("hf_specdec: %s", message)
 
 
-def _why_not_hooks(
-    request: Request, model_kwargs: dict[str, Any], hooks: tuple[int, ...], is_continuous: bool
-) -> str | None:
-    """The reason why modules with `hooks` do not compute the same on the static engine; None if they do."""
-    prompts, mask = request.prompts, model_kwargs.get("attention_mask")
-    if is_continuous:  # of many requests a few
-        rows = slice(_TRIED_REQUESTS)
-        prompts = replace(prompts, input_ids=prompts.input_ids[rows], padding=prompts.padding[rows])
-        model_kwargs = {} if mask is None else {"attention_mask": mask[rows]}
-    request = replace(request, prompts=prompts)
-    return why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, {}, {}, hooks))
-
-
 def _on_static_engine(
-    request: Request, model_kwargs: dict[str, Any], is_continuous: bool, tree: ModuleTree
+    request: Request, model_kwargs: dict[str, Any], is_continuous: bool
 ) -> tuple[Request, str | None]:
     """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
-    model, prompts, drafter = request.model, request.prompts, request.drafter
-    obstacle = why_not_static(model, request.config, prompts, model_kwargs, tree, is_continuous)
+    model, prompts, config = request.model, request.prompts, request.config
+    obstacle = why_not_static(model, config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
         return request, obstacle
-    besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
-    is_by_target = bool(besides) or offsets is None
-    if drafter.is_equivalence_check:
-        is_by_target |= drafter.prompts_by_target
-    if has_compressed_layers(model) and (is_by_target or any(offsets)):
-        return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
-    if not drafter.is_equivalence_check:
-        # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
-        is_padded = not is_continuous and any(prompts.padding)
-        why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
-        obstacle = why_not()
-        if obstacle is not None and why_not(prompts_by_target=True) is None:
-            is_by_target, obstacle = True, None
-    hooks = () if drafter.is_equivalence_check else hooks_of(tree.hooked)
-    if obstacle is not None or not is_by_target:
-        if obstacle is None and hooks:
-            obstacle = _why_not_hooks(request, model_kwargs, hooks, is_continuous)
-        return replace(request, position_offsets=offsets), obstacle
-    what = ", ".join(sorted(besides)) or "position_ids of its own"
-    if prompts.cached and has_recurrent_layers(model):
-        return request, f"the call has {what}, and continues a cache with recurrent states"
-    if request.config.prefill_chunk_size is not None:
-        return request, f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
-    following = inputs_after_prompts(model, prompts, model_kwargs)
-    offsets = following if isinstance(following, str) else position_offsets(prompts, following)
-    if isinstance(offsets, str):
-        return request, offsets
-    if (besides or hooks) and not drafter.is_equivalence_check:
-        call = CallWithInputs.of(request, model_kwargs, besides, following, hooks)
-        obstacle = why_not_equivalent_with(call)
-    return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
+    # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
+    is_padded = not is_continuous and any(prompts.padding)
+    why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
+    obstacle = why_not()
+    by_target = obstacle is not None and why_not(prompts_by_target=True) is None
+    if obstacle is not None and not by_target:
+        return request, obstacle
+    prepared = for_static_engine(request, model_kwargs, by_target)
+    if isinstance(prepared, str):
+        return request, prepared
+    request, following = prepared
+    tried = request
+    if is_continuous:  # of many requests a few
+        mask, rows = model_kwargs.get("attention_mask"), slice(_TRIED_REQUESTS)
+        tried = replace(
+            request, prompts=replace(prompts, input_ids=prompts.input_ids[rows], padding=prompts.padding[rows])
+        )
+        model_kwargs = {} if mask is None else {"attention_mask": mask[rows]}
+    return request, why_not_equivalent_with(tried, model_kwargs, following)
 
 
-@settings_read_once()
-def _choose_engine(
-    request: Request, model_kwargs: dict[str, Any], is_continuous: bool, tree: ModuleTree
-) -> tuple[Request, str]:
+def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Request, str]:
     """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Args:
         request: the call.
         model_kwargs: inputs of the target as prepared by `generate()`.
         is_continuous: whether it is to run by continuous batching.
-        tree: of the target.
 
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = request.drafter
-    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous, tree)
+    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
         engine, reason = drafter.engine, f"forced by engine={drafter.engine!r}"
     else:
         engine, reason = ("static", "the target and the call fit") if obstacle is None else ("stock", obstacle)
-    if not drafter.is_equivalence_check:
-        _log_engine(engine, reason)
+    _log_engine(engine, reason)
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
     return replace(on_static if engine == "static" else request, reason=reason), engine
 
 
+@looked_at_once()
 def generate_with_drafter(
     assisted_decoding: Callable,
     model: PreTrainedModel,
@@ -231,8 +200,6 @@ def generate_with_drafter(
     # A cache of states only does not know how many tokens it holds.
     cache = None if has_only_states(model) else given_cache(model_kwargs)
     check_prompts(input_ids, mask, cache, model_kwargs)
-    tree = ModuleTree.of(model)
-    note_variant(model, tree)
     logits_processor = _usable(logits_processor, continuous)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
@@ -258,11 +225,11 @@ def generate_with_drafter(
     if attentions is not None:
         generation_config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
-    request, engine = _choose_engine(request, model_kwargs, continuous is not None, tree)
+    request, engine = _choose_engine(request, model_kwargs, continuous is not None)
     if engine == "stock" or request.inputs is not None:
         _make_cache(model, generation_config, model_kwargs)
     request = _for_engine(request, engine)
-    if drafter.batch_invariant and not drafter.is_equivalence_check:
+    if drafter.batch_invariant:
         check_batch_invariant(request, engine)
     if engine == "static":
         check_same_device(model, drafter)
@@ -270,8 +237,11 @@ def generate_with_drafter(
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
         check_same_call(model, stopping_criteria, _call_of(request, engine, continuous))
+    if engine == "stock":
+        check_request(request, model_kwargs)
+        check_stock(request, model_kwargs)
     run_stock = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
-    output = _run(request, engine, continuous, run_stock, tree)
+    output = _run(request, engine, continuous, run_stock)
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
@@ -297,14 +267,13 @@ def _run(
     engine: str,
     continuous: ContinuousBatching | None,
     run_stock: Callable[[Request], GenerateOutput | torch.Tensor],
-    tree: ModuleTree,
 ) -> GenerateOutput | torch.Tensor | ContinuousOutput:
     """What `engine` generates, the stock engine by `run_stock`; the same on all processes that run the target."""
     if continuous is not None:
         _check_continuous(request, engine)
         output = decode_continuously(request, continuous)
     elif engine == "static":
-        output = decode(request, tree)
+        output = decode(request)
     else:
         output = run_stock(request)
     check_same_tokens(request.model, output if isinstance(output, torch.Tensor) else output.sequences)

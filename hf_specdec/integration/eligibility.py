@@ -11,7 +11,6 @@ from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
-from ..patching.hidden_states import ModuleTree
 from ..patching.mask_rules import why_not_kept
 from ..patching.running_layer import forgets_states
 from ..patching.support import (
@@ -20,9 +19,9 @@ from ..patching.support import (
     has_only_states,
     has_recurrent_layers,
     length_limits,
+    why_not_known_attention,
     why_not_supported,
 )
-from ..patching.variants import why_not_known_attention
 
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
 _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})
@@ -33,7 +32,6 @@ def why_not_static(
     config: GenerationConfig,
     prompts: Prompts,
     model_kwargs: dict[str, Any],
-    tree: ModuleTree,
     is_continuous: bool,
 ) -> str | None:
     """The reason why the static engine cannot run this call; None if it can.
@@ -43,11 +41,10 @@ def why_not_static(
         config: as prepared by `generate()`.
         prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
-        tree: of `model`.
         is_continuous: whether it runs by continuous batching, where requests may have any length.
     """
     return (
-        why_not_supported(model, tree=tree)
+        why_not_supported(model)
         or _why_not_inputs(model)
         or why_not_known_attention(model)
         or _why_not_call(model, config, prompts, model_kwargs)
@@ -148,25 +145,3 @@ def _why_not_call(
     if config.cache_implementation not in _CACHES:
         return f"the call asks for a {config.cache_implementation} cache"
     return None
-
-
-def ordinary_offsets(prompts: Prompts, model_kwargs: dict[str, Any]) -> list[int] | None:
-    """For each row position ids minus positions, if they differ by one number for all tokens; None otherwise.
-
-    `position_ids` are `[B, P]`, or with M-RoPE `[sections, B, P]`. They are numbers of the tokens of each row, unless
-    a text continues a cache that holds images.
-    """
-    given = model_kwargs.get("position_ids")
-    if given is None:
-        return [0] * len(prompts.padding)
-    if given.dim() not in (2, 3) or given.shape[-1] != prompts.width:
-        return None
-    given, columns = given.cpu(), torch.arange(prompts.width)
-    if not any(prompts.padding) and torch.equal(given, columns.expand_as(given)):  # the usual case
-        return [0] * len(prompts.padding)
-    given = given.expand(*given.shape[:-2], len(prompts.padding), -1)
-    positions = columns - torch.tensor(prompts.padding)[:, None]
-    last = given.reshape(-1, *given.shape[-2:])[-1, :, -1:]
-    offsets = last - positions[:, -1:]
-    is_run = (positions >= 0) & (columns >= prompts.cached)
-    return offsets[:, 0].tolist() if bool(((given == positions + offsets) | ~is_run).all()) else None

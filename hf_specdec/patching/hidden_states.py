@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import compress, repeat
-from operator import contains, itemgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,45 +22,6 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
                 found[module] = None
                 unvisited.append(module)
     return list(found)
-
-
-@dataclass(frozen=True)
-class ModuleTree:
-    """All modules of a model, as one walk has found them: what the checks at the beginning of a call read.
-
-    The walk is not repeated, so a tree is not kept while code of the caller may run.
-
-    Attributes:
-        modules: each once.
-        attributes: their `__dict__`, not copied.
-    """
-
-    modules: list[nn.Module]
-    attributes: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, *models: nn.Module) -> ModuleTree:
-        modules = modules_of(*models)
-        return cls(modules, list(map(vars, modules)))
-
-    def with_model(self, model: nn.Module) -> ModuleTree:
-        """These modules and those of another model."""
-        known = set(self.modules)
-        others = [module for module in modules_of(model) if module not in known]
-        return ModuleTree(self.modules + others, self.attributes + list(map(vars, others)))
-
-    def having(self, name: str) -> list[nn.Module]:
-        """The modules with an attribute `name` of their own, not of their class."""
-        return list(compress(self.modules, map(contains, self.attributes, repeat(name))))
-
-    @cached_property
-    def hooked(self) -> list[nn.Module]:
-        """The modules with forward hooks, whoever has registered them."""
-        before, after = (
-            compress(self.modules, map(itemgetter(name), self.attributes))
-            for name in ("_forward_pre_hooks", "_forward_hooks")
-        )
-        return list(dict.fromkeys([*before, *after]))
 
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:

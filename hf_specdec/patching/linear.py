@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -19,7 +20,12 @@ from .patch import Replacements, runs_engine
 MAX_TRANSPOSED_ROWS = 16
 
 # Types of weights that are neither quantised nor sharded: parameters, and the local shards that `local_linears` sets.
-PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
+PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of `tensor`, sharing its memory; `tensor` itself if it is not a `DTensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

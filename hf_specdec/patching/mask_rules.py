@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from ..errors import first_line
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from .implementations import registered_attention
-from .support import cache_windows, cached_by_settings
+from .signature import fact
+from .support import cache_windows
 
 # Lengths of prompts, unequal so that wrong treatment of padding shows.
 PROMPT_LENGTHS = (7, 4)
@@ -167,13 +168,13 @@ class _Rules(NamedTuple):
     kept: int | None
 
 
-@cached_by_settings
+@fact
 def _rules(model: PreTrainedModel) -> _Rules | str:
     """See `_find_rules`; of causal masks."""
     return _find_rules(model, is_causal=True)
 
 
-@cached_by_settings
+@fact
 def _rules_after_prompts(model: PreTrainedModel) -> _Rules | str:
     """See `_find_rules`; of masks that are causal after the prompt."""
     return _find_rules(model, is_causal=False)

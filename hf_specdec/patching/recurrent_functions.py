@@ -26,8 +26,8 @@ from .hidden_states import modules_of
 from .patch import Replacements, original
 from .recurrent_layers import UNBOUNDED, ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
 from .running_layer import next_state, running_layer_forwards
+from .signature import files_of
 from .state_forms import StateForm
-from .variants import files_of
 
 
 def _delta_rule(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from .hidden_states import modules_of
 from .layer_choice import DTYPES, uses_layer_kernels
 from .layer_kernels import any_has_layer_kernels
 from .patch import Replacements, original
-from .variants import Identity, files_of, functions_of
+from .signature import files_of, functions_of
 
 _ALL_KINDS = (RotaryKind(*flags) for flags in itertools.product((False, True), repeat=len(RotaryKind._fields)))
 ROTARY_KINDS = [kind for kind in _ALL_KINDS if kind.shared_angles or not kind.half_angles]
@@ -140,11 +141,11 @@ def rotary_functions(*models: nn.Module) -> Replacements:
 def _over_original(name: str, file: ModuleType) -> Callable:
     function = original(file, name)
     called = functions_of([inspect.getmodule(function) or file])
-    return _over(function, _state_of(frozenset(map(Identity, called))))
+    return _over(function, _state_of(frozenset(map(weakref.ref, called))))
 
 
 @functools.lru_cache(maxsize=256)
-def _state_of(called: frozenset[Identity]) -> int:
+def _state_of(called: frozenset[weakref.ref]) -> int:
     """A number for the functions of a file: another one if any was replaced, such as `rotate_half`."""
     return next(_states)
 

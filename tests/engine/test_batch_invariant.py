@@ -71,7 +71,7 @@ def test_bits_are_compared_when_a_target_first_runs(monkeypatch):
     target, outcomes = tiny_target("llama"), [None, "50% of the logits have other bits"]
     assert why_not_batch_invariant(target) == why_not_batch_invariant(target)
     for outcome in outcomes:
-        monkeypatch.setattr("hf_specdec.engine.equivalence._outcomes", {})
+        monkeypatch.setattr("hf_specdec.patching.signature._facts", {})
         monkeypatch.setattr("hf_specdec.engine.equivalence._compare_bits", lambda model, outcome=outcome: outcome)
         drafter = NoDrafter(target, batch_invariant=True)
         if outcome is None:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_specdec.engine import cuda_graphs, lazy_target
+from hf_specdec.engine.equivalence import ScriptedDrafter
 from hf_specdec.patching.cache import RaggedCache
 from hf_specdec.patching.implementations import submodel_configs
 
@@ -122,7 +123,7 @@ def traces(*models):
 def _watched(model, drafter, keep_hidden_states, known):
     untouched = traces(model, drafter)
     with _hosted(model, drafter, keep_hidden_states, known) as target:
-        Replay.hostings += not drafter.is_equivalence_check
+        Replay.hostings += not isinstance(drafter, ScriptedDrafter)
         before, Replay.host = Replay.host, (model, drafter, target, untouched)
         try:
             yield target

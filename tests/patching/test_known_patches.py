@@ -13,11 +13,10 @@ from torch import nn
 
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import target as engine_target
-from hf_specdec.engine.fingerprint import weights_of
 from hf_specdec.engine.lazy_target import LazyTarget
 from hf_specdec.engine.sessions import sessions_of
 from hf_specdec.patching.fused_linear import FusedLinear
-from hf_specdec.patching.hidden_states import ModuleTree
+from hf_specdec.patching.signature import Signature
 
 FAMILIES = ["llama", "qwen3-moe"]
 
@@ -49,7 +48,7 @@ def patched(target, drafter):
         heard = [(len(after), len(before)) for after, before in hooks]
         kinds = [getattr(forward, "func", type(forward)) for forward in forwards]
         found = kinds, heard, chosen, [one and one._weight.data_ptr() for one in fused]
-    assert lazy.fingerprint.weights == weights_of(ModuleTree.of(target).with_model(drafter))
+    assert lazy.fingerprint.weights == (Signature(target).weights, Signature(drafter).weights)
     return found
 
 
