@@ -94,8 +94,7 @@ class ScriptedDrafter(Drafter):
 
     Args:
         target: to bind to.
-        answers: `[B, n]` int64, the continuations.
-        lengths: tokens of each prompt.
+        answers: `[B, n]` int64, the continuations of prompts of these `lengths`.
         packs_prompts: whether prompts are packed where the target allows it.
     """
 

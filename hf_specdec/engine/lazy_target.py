@@ -15,7 +15,7 @@ from ..patching.patch import Patch, engine, is_anything_replaced
 from ..patching.signature import Fingerprint, signature_of
 from .capture import why_not_captured
 from .key_layout import KeyLayout
-from .sessions import sessions_of
+from .sessions import Hosting, sessions_of
 from .target import HiddenStates, Target, patched_target
 
 
@@ -24,10 +24,7 @@ class LazyTarget:
 
     A context, outside of which it is not patched.
 
-    Args:
-        model: the target.
-        drafter: bound to it.
-        kept: names of what the caller gets of every step, such as scores.
+    `kept` names what the caller gets of every step, such as scores.
 
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
@@ -45,7 +42,7 @@ class LazyTarget:
         self.key_layout: KeyLayout | None = None
         self._contexts, self._patches = ExitStack(), ExitStack()
         self._patched: Target | None = None
-        self._fingerprint: Fingerprint | None = None
+        self._hosting: Hosting | None = None
 
     def __enter__(self) -> LazyTarget:
         if self.drafter.batch_invariant:
@@ -76,23 +73,24 @@ class LazyTarget:
 
     def _patch(self) -> Target:
         """Patch what an earlier call has found is to be patched, or else look it up and keep that for later calls."""
-        pool, before = sessions_of(self.drafter), self.fingerprint
         # What other calls have replaced of a shared configuration, a fingerprint does not tell.
-        is_told = not is_anything_replaced()
-        known = pool.looked_up(before).patches if is_told else ()
+        is_told, before = not is_anything_replaced(), self.hosting
+        known = before.patches if is_told else ()
         patched = self._enter(known)
         if not known:  # looking it up may move weights
-            self._fingerprint = before._replace(weights=tuple(one.weights for one in self._signatures))
+            weights = tuple(one.weights for one in self._signatures)
+            self._hosting = sessions_of(self.drafter).hosting(before.fingerprint._replace(weights=weights))
             if is_told:
-                pool.looked_up(self._fingerprint).patches = patched.patches
+                self._hosting.patches = patched.patches
         return patched
 
     @property
-    def fingerprint(self) -> Fingerprint:
+    def hosting(self) -> Hosting:
         """Of target and drafter as they are unpatched, with the weights where they are now."""
-        if self._fingerprint is None:
-            self._fingerprint = Fingerprint.of(self.model.device, *self._signatures)
-        return self._fingerprint
+        if self._hosting is None:
+            fingerprint = Fingerprint.of(self.model.device, *self._signatures)
+            self._hosting = sessions_of(self.drafter).hosting(fingerprint)
+        return self._hosting
 
     @property
     def is_captured(self) -> bool:

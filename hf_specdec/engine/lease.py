@@ -152,7 +152,7 @@ class SessionLease:
         self.session = self.prefill = None
 
     def _key(self) -> SessionKey:
-        return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.fingerprint)
+        return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.hosting)
 
     def _round_key(self, process: BlockProcessor, num_drafts: int) -> tuple[Hashable, int, int]:
         """What the next round of `num_drafts` drafts with `process` is captured under, see `Session.rounds`.

@@ -22,10 +22,7 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
 
     Nearly all layers of a target compile to the same kernels, but compiled as one graph every layer takes its time.
     vLLM splits graphs at attention, too, in order to run attention outside of its CUDA graphs (torch.compile
-    integration, docs.vllm.ai).
-
-    Args:
-        compiler: a backend for the pieces.
+    integration, docs.vllm.ai). `compiler` is a backend for the pieces.
     """
 
     def compile_pieces(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -55,12 +52,8 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _last_of_pieces(names: Sequence[str]) -> set[int]:
-    """Places of the operators after which a sequence of them is split.
-
-    Of a write of keys and values and attention that reads them, the last.
-
-    Args:
-        names: of the operators, `"hf_specdec::attention"`.
+    """Places of the operators, by their `names`, after which a sequence of them is split: of a write of keys and values
+    and attention that reads them, the last.
     """
     found = [place for place, name in enumerate(names) if name in (_ATTENTION, _RECURRENCE, _WRITE)]
     return {
@@ -88,10 +81,9 @@ def _examples(piece: fx.GraphModule, given: dict[str, Any]) -> list[Any]:
 
 
 def _structure(graph: fx.GraphModule, examples: list[Any]) -> Hashable:
-    """A key that is equal for graphs which compile to the same code.
-
-    It holds the operations, their arguments that are not tensors, shapes and layouts of the inputs, and which of those
-    share memory. An input of another kind, such as a tensor that is split over ranks, equals only itself.
+    """Equal for graphs which compile to the same code: operations, their arguments that are not tensors, shapes and
+    layouts of inputs, and which of those share memory. An input of another kind, such as a tensor that is split over
+    ranks, equals only itself.
     """
     places = {node: place for place, node in enumerate(graph.graph.nodes)}
     storages: dict[int, int] = {}

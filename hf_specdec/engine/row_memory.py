@@ -22,7 +22,7 @@ from .lazy_target import LazyTarget
 from .prefix_reuse import PrefillWave, Prefix
 from .rounds import draft_and_forward
 from .session_prefill import SessionPrefill
-from .sessions import Session, sessions_of
+from .sessions import Session
 
 # Tokens of a text for which addresses are reserved where requests arrive, if the target has positions for more; a
 # longer one moves all rows to a larger session.
@@ -180,13 +180,10 @@ def place_in_memory(state: DecodeState, target: LazyTarget, shape: Shape) -> Non
 
 def layout_of(target: LazyTarget, shape: Shape) -> KeyLayout | None:
     """`find_layout`, once for all calls as long as target and drafter are the same."""
-    pool = sessions_of(target.drafter)
-    layouts = pool.looked_up(target.fingerprint).layouts
-    if shape.num_draft_tokens not in layouts:
-        found = find_layout(target, shape)
-        layouts = pool.looked_up(target.fingerprint).layouts  # patching may move weights, which a fingerprint names
-        layouts[shape.num_draft_tokens] = found
-    return layouts[shape.num_draft_tokens]
+    if shape.num_draft_tokens not in target.hosting.layouts:
+        found = find_layout(target, shape)  # patching may move weights, which makes another hosting
+        target.hosting.layouts[shape.num_draft_tokens] = found
+    return target.hosting.layouts[shape.num_draft_tokens]
 
 
 def find_layout(target: LazyTarget, shape: Shape) -> KeyLayout | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -91,16 +92,10 @@ class Target:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `[B, n]` tokens at `[B, n]` slots.
 
-        Args:
-            state: of the generation.
-            tokens: to run.
-            slots: of the cache.
-            logits_to_keep: of which tokens logits are needed: indices `[m]` int64 of columns, or 1 for the last one; 0
-                for all.
-
         Returns:
-            logits `[B, n, V]`, `[B, m, V]` or `[B, 1, V]`, and auxiliary hidden states `[B, n, width]` or None. With 1
-            models may give logits of more columns; the last is the last token's.
+            logits `[B, n, V]`, those of columns `logits_to_keep` `[m]` int64 `[B, m, V]`, or with 1 `[B, 1, V]` of the
+            last (models may give more; the last is the last token's); and auxiliary hidden states `[B, n, width]` or
+            None.
         """
         is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         columns = None
@@ -154,16 +149,12 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     yield rotary_functions(model, drafter)
 
 
-def _refuse_copies(model: nn.Module) -> Callable[[int], tuple]:
+def _refuse_copies(model: nn.Module, protocol: int) -> tuple:
     """In place of `__reduce_ex__` of `model`, which is patched: copies would stay so, and run modules of `model`."""
-
-    def refuse(protocol: int) -> tuple:
-        raise RuntimeError(
-            f"{type(model).__name__} was to be copied or pickled during a call with a drafter, which changes how "
-            "modules compute; expected that before or after the call. A manager has pause() for it."
-        )
-
-    return refuse
+    raise RuntimeError(
+        f"{type(model).__name__} was to be copied or pickled during a call with a drafter, which changes how modules "
+        "compute; expected that before or after the call. A manager has pause() for it."
+    )
 
 
 @contextmanager
@@ -172,21 +163,19 @@ def patched_target(
 ) -> Iterator[Target]:
     """Context in which `model` runs on a `RaggedCache` with the engine's kernels; on exit it is restored.
 
-    Args:
-        model: the target.
-        drafter: bound to it.
-        keep_hidden_states: whether to keep all hidden states.
-        known: `Target.patches` of an earlier context with the same `fingerprint`; looked up if there are none.
+    `known` are the `Target.patches` of an earlier context with the same `Hosting`; looked up if there are none.
     """
     with ExitStack() as stack:
         if current_engine() is None:
             stack.enter_context(engine())
-        stack.enter_context(replaced("__reduce_ex__", [(one, _refuse_copies(one)) for one in (model, drafter)]))
+        refusals = [(one, functools.partial(_refuse_copies, one)) for one in (model, drafter)]
+        stack.enter_context(replaced("__reduce_ex__", refusals))
         patches = []
         with unseen():  # what is looked up is found by running modules on a few values
             for patch in known or _look_up(model, drafter):
-                stack.enter_context(copy.copy(patch))
-                patches.append(patch)
+                if not patch.is_empty:
+                    stack.enter_context(copy.copy(patch))
+                    patches.append(patch)
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )

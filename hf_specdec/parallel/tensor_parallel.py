@@ -121,6 +121,7 @@ class local_linears(Replacements):
             for name, parameter in module._parameters.items()
             if isinstance(parameter, DTensor)
         ]
+        self.is_empty = self.is_empty and not self._sharded
 
     def _enter(self, stack: ExitStack) -> None:
         for reference, name in self._sharded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -90,8 +89,4 @@ def patched_linear(*models: nn.Module) -> Replacements:
         and _is_unchanged(module)
         and (_has_own(module.weight.device) or id(module) in heads)
     )
-    return Replacements({"forward": [(module, _make_forward) for module in chosen]})
-
-
-def _make_forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    return functools.partial(_forward, module)
+    return Replacements({"forward": [(module, functools.partial(functools.partial, _forward)) for module in chosen]})

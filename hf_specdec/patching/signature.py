@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdRef
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, NO_SETTINGS, UNREAD_ATTRIBUTES
@@ -42,10 +41,10 @@ _OF_ONE_TOKEN = (nn.Linear, nn.Embedding)
 
 # Attributes of every module. Children, parameters and buffers are compared separately; modules with forward hooks are
 # not captured; other hooks are not called in a forward pass without gradients.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 # Values that are compared as they are.
-_PLAIN_VALUES = frozenset(
+PLAIN_VALUES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size}
 )
 
@@ -110,42 +109,33 @@ def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
     return result
 
 
-class Identity(WeakIdRef):
-    """A weak reference that equals another one to the same object, and nothing else."""
+class Identity:
+    """Equals another one of the same object, and nothing that comes later. The object is not kept alive, unless it
+    cannot have weak references.
+    """
 
-    __slots__ = ()
-    __hash__ = WeakIdRef.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and super().__eq__(other)
-
-
-class _Held(NamedTuple):
-    """A reference to an object that cannot have a weak one."""
-
-    held: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.held is other.held
+    def __init__(self, value: Any):
+        self._id = id(value)
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._get = lambda: value
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return self._id
 
-
-def _identity(value: Any) -> Hashable:
-    if type(value) is types.FunctionType:
-        return weakref.ref(value)  # functions are equal only if they are identical
-    try:
-        return Identity(value)
-    except TypeError:
-        return _Held(value)
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Identity) or self._id != other._id:
+            return False
+        value = self._get()
+        return value is not None and value is other._get()
 
 
 def _identities(values: Iterable[Any]) -> tuple[Hashable, ...]:
-    """Of values most of which are functions or classes."""
     values = list(values)
-    are_functions = {types.FunctionType, type}.issuperset(map(type, values))
-    return tuple(map(weakref.ref if are_functions else _identity, values))
+    # Functions are equal only if they are identical.
+    are_functions = {types.FunctionType}.issuperset(map(type, values))
+    return tuple(map(weakref.ref if are_functions else Identity, values))
 
 
 class _Code(NamedTuple):
@@ -156,7 +146,7 @@ class _Code(NamedTuple):
         forwards, calls: `forward` and `__call__` of each class.
         own: each `forward` that a module has as an attribute.
         functions: globals of the files that define the classes.
-        attention: each implementation that a configuration names, and its function.
+        attention: each implementation that a configuration names, and its function if it has one.
     """
 
     classes: tuple[weakref.ref[type], ...]
@@ -206,13 +196,14 @@ class Signature:
         classes = dict.fromkeys(map(type, self.modules))
         own = [original(module, "forward") for module in self.having("forward")]
         names = {original(config, ATTENTION_ENTRY) for config in self.configs}
+        chosen = [(name, ALL_ATTENTION_FUNCTIONS.get(name)) for name in names]
         return _Code(
             tuple(map(weakref.ref, classes)),
             _identities(map(attrgetter("forward"), classes)),
             _identities(map(attrgetter("__call__"), classes)),
             _identities([forward for forward in own if forward is not None]),
             frozenset(map(weakref.ref, functions_of(files_of(classes)))),
-            frozenset(zip(names, _identities(map(ALL_ATTENTION_FUNCTIONS.get, names)), strict=True)),
+            frozenset([(name, None if found is None else Identity(found)) for name, found in chosen]),
         )
 
     @cached_property
@@ -338,7 +329,7 @@ def _settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
         if isinstance(value, PreTrainedConfig):
             settings.append((name, _settings_of(value)))
         elif name not in NO_SETTINGS:
-            settings.append((name, value if type(value) in _PLAIN_VALUES else repr(value)))
+            settings.append((name, value if type(value) in PLAIN_VALUES else repr(value)))
     return tuple(settings)
 
 
@@ -375,7 +366,7 @@ def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Content
         if any(layout[1] != names for layout in layouts):
             return [(layout[1], contents.of_column(one)) for layout, one in zip(layouts, values, strict=True)]
     columns = zip(*values, strict=True)
-    return [names, *[one if _PLAIN_VALUES.issuperset(map(type, one)) else contents.of_column(one) for one in columns]]
+    return [names, *[one if PLAIN_VALUES.issuperset(map(type, one)) else contents.of_column(one) for one in columns]]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -383,7 +374,7 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
     """How to read modules of class `kind` with these `attributes`: their number, the sorted names of those that a
     forward pass may read, and a function that takes their values from a module's `__dict__` or raises `KeyError`.
     """
-    unread = _OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
+    unread = OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
     if issubclass(kind, PreTrainedModel):
         unread |= UNREAD_ATTRIBUTES
     names = sorted(set(attributes) - unread)
@@ -405,7 +396,7 @@ class _Contents:
     def of(self, value: Any, depth: int = 0) -> Any:
         """A stand-in that is equal later if `value` has not changed; `depth` is the level of nesting."""
         kind = type(value)  # `isinstance` is slow for some objects
-        if kind in _PLAIN_VALUES or issubclass(kind, type):
+        if kind in PLAIN_VALUES or issubclass(kind, type):
             return value
         number = self._numbers.get(id(value))
         if number is not None:
@@ -417,27 +408,29 @@ class _Contents:
         if issubclass(kind, functools.partial):
             return kind, self._of_entries((value.func, value.args, value.keywords), depth)
         if issubclass(kind, types.MethodType):
-            return kind, _identity(value.__self__), _identity(value.__func__)
+            return kind, Identity(value.__self__), Identity(value.__func__)
         if issubclass(kind, (int, float, str, bytes)):  # such as the members of some enumerations
             return kind, value
-        if issubclass(kind, (nn.Module, types.FunctionType)) or depth > _DEEPEST // 2:
-            return _identity(value)
+        if kind is types.FunctionType:
+            return weakref.ref(value)
+        if issubclass(kind, nn.Module) or depth > _DEEPEST // 2:
+            return Identity(value)
         self._numbers[id(value)] = number = (kind, len(self._numbers))
-        self.of_objects += (_identity(value), self.of(getattr(value, "__dict__", None), depth + 1))
+        self.of_objects += (Identity(value), self.of(getattr(value, "__dict__", None), depth + 1))
         return number
 
     def of_column(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Stand-ins for the values that one attribute has in several modules, some of which are not plain."""
         if len(set(map(id, values))) == 1:  # such as a configuration
             return (self.of(values[0]),) * len(values)
-        return tuple([value if type(value) in _PLAIN_VALUES else self.of(value) for value in values])
+        return tuple([value if type(value) in PLAIN_VALUES else self.of(value) for value in values])
 
     def _of_entries(self, values: Any, depth: int) -> Any:
         if len(values) > _MOST_ENTRIES or depth == _DEEPEST:
             return len(values)
         entries = [*values, *values.values()] if isinstance(values, dict) else list(values)
-        if not _PLAIN_VALUES.issuperset(map(type, entries)):
-            entries = [value if type(value) in _PLAIN_VALUES else self.of(value, depth + 1) for value in entries]
+        if not PLAIN_VALUES.issuperset(map(type, entries)):
+            entries = [value if type(value) in PLAIN_VALUES else self.of(value, depth + 1) for value in entries]
         return frozenset(entries) if isinstance(values, (set, frozenset)) else entries
 
 
@@ -468,5 +461,5 @@ def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], l
             continue
         plain.append(part)
         if part.data_ptr() == 0 and part.numel() > 0:
-            others.append(_identity(part))
+            others.append(Identity(part))
     return plain, others

@@ -14,7 +14,6 @@ from torch import nn
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import target as engine_target
 from hf_specdec.engine.lazy_target import LazyTarget
-from hf_specdec.engine.sessions import sessions_of
 from hf_specdec.patching.fused_linear import FusedLinear
 from hf_specdec.patching.signature import Signature
 
@@ -48,7 +47,7 @@ def patched(target, drafter):
         heard = [(len(after), len(before)) for after, before in hooks]
         kinds = [getattr(forward, "func", type(forward)) for forward in forwards]
         found = kinds, heard, chosen, [one and one._weight.data_ptr() for one in fused]
-    assert lazy.fingerprint.weights == (Signature(target).weights, Signature(drafter).weights)
+    assert lazy.hosting.fingerprint.weights == (Signature(target).weights, Signature(drafter).weights)
     return found
 
 
@@ -150,5 +149,5 @@ def test_what_is_patched_meanwhile_is_neither_known_nor_kept(look_ups):
     with torch.no_grad(), LazyTarget(other, others) as lazy:
         lazy()
         assert [patched(target, drafter) for _ in range(2)] == [before, before] and len(look_ups) == 4
-        assert sessions_of(others).looked_up(lazy.fingerprint).patches
+        assert lazy.hosting.patches
     assert patched(target, drafter) == before and len(look_ups) == 4
