@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -85,21 +84,17 @@ def is_for_triton(tensor: torch.Tensor) -> bool:
     return policy_of(tensor.device).triton and tensor.dtype != torch.float64
 
 
-def unseen() -> AbstractContextManager[None]:
+def without_dispatch_modes() -> AbstractContextManager[None]:
     """Context, within `batch_invariant`, of which dispatch modes see no operation, as inside of an op."""
     return _disable_current_modes() if is_batch_invariant() else nullcontext()
-
-
-def _run_unseen(reference: Callable, *args: Any, **kwargs: Any) -> Any:
-    with unseen():
-        return reference(*args, **kwargs)
 
 
 def choose(kernel: Callable, reference: Callable, tensor: torch.Tensor) -> Callable:
     """What runs on `tensor`: the op of a kernel, or the kernel's reference."""
     if is_for_triton(tensor):
         return kernel
-    return functools.partial(_run_unseen, reference) if is_batch_invariant() else reference
+    # As a decorator the context is entered in each call.
+    return _disable_current_modes()(reference) if is_batch_invariant() else reference
 
 
 # Types of tensors that hold their values themselves: kernels take them as they are.
@@ -123,12 +118,12 @@ class Op:
         self.register_fake = op.register_fake
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_seen(args):
+        if torch.compiler.is_compiling() or _must_be_dispatched(args):
             return self._op(*args)
         return self._kernel(*args)
 
 
-def _is_seen(args: Iterable[Any]) -> bool:
+def _must_be_dispatched(args: Iterable[Any]) -> bool:
     """Whether something has to see an op with these arguments."""
     if torch.is_grad_enabled() or _len_torch_dispatch_stack():
         return True
@@ -136,7 +131,7 @@ def _is_seen(args: Iterable[Any]) -> bool:
         if isinstance(one, torch.Tensor):
             if type(one) not in _PLAIN_TENSORS:
                 return True
-        elif isinstance(one, (list, tuple)) and _is_seen(one):
+        elif isinstance(one, (list, tuple)) and _must_be_dispatched(one):
             return True
     return False
 

@@ -27,7 +27,7 @@ from .auto_drafts import Acceptance
 from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .continuous_support import check_continuous, ends_of, processor_of, requests_of
 from .groups import PaddedGroups
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import ContinuousOutput
 from .prefix_reuse import Prefix, copy_prefixes, copy_texts, margin_of, wave_after
@@ -52,7 +52,7 @@ def decode_continuously(request: Request, settings: ContinuousBatching) -> Conti
         ValueError: see `check_continuous`.
     """
     check_continuous(request)
-    with LazyTarget(request.model, request.drafter) as target:
+    with HostedTarget(request.model, request.drafter) as target:
         return ContinuousRun(request, settings, target).run()
 
 
@@ -65,7 +65,7 @@ class ContinuousRun(MemoryOfRows):
         target: of the call.
     """
 
-    def __init__(self, request: Request, settings: ContinuousBatching, target: LazyTarget):
+    def __init__(self, request: Request, settings: ContinuousBatching, target: HostedTarget):
         self._request, self._settings, self._target = request, settings, target
         self._process = processor_of(request)
         self._process.own = self._own_processors

@@ -13,7 +13,7 @@ from ..drafters.base import Drafter
 from ..state import DecodeState
 from . import prefix_reuse
 from .buckets import next_power_of_two
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefix_reuse import PrefillWave, Prefix, copy_texts, is_told_by_tokens
 from .prompts import Prompts
@@ -31,7 +31,7 @@ class EqualPrompts:
         numbers: of each row of the call, which of them it has.
     """
 
-    def __init__(self, request: Request, target: LazyTarget, firsts: list[int], numbers: list[int]):
+    def __init__(self, request: Request, target: HostedTarget, firsts: list[int], numbers: list[int]):
         self._request, self._firsts, self._numbers = request, firsts, numbers
         given, self._is_captured = request.prompts, target.is_captured
         padding = [given.padding[row] for row in firsts]
@@ -41,7 +41,7 @@ class EqualPrompts:
         self._lease = SessionLease(target, shape, request.config.prefill_chunk_size)
 
     @classmethod
-    def of(cls, request: Request, target: LazyTarget) -> EqualPrompts | None:
+    def of(cls, request: Request, target: HostedTarget) -> EqualPrompts | None:
         """Those of `request`; None if they would not save enough tokens, or rows of a prompt may differ."""
         prompts, drafter = request.prompts, type(target.drafter)
         can_copy = drafter.new_memory is Drafter.new_memory or drafter.copy_rows is not Drafter.copy_rows
@@ -101,6 +101,6 @@ class EqualPrompts:
             self._lease.keep()
 
 
-def _num_rows(count: int, target: LazyTarget) -> int:
+def _num_rows(count: int, target: HostedTarget) -> int:
     """Rows of a session for `count` prompts."""
     return next_power_of_two(count) if target.is_captured else count

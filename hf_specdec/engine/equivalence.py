@@ -177,6 +177,19 @@ def _run(
         return decode(prepared[0])
 
 
+def _difference(
+    model: PreTrainedModel, inputs: Inputs, expected: Generated, drafter: Drafter, engine: str, by_target: bool = False
+) -> float | str:
+    """`difference_of` an engine from what is `expected`, or the error that it raises."""
+    try:
+        generated = _generate(model, inputs, expected.tokens.shape[1], drafter, engine, by_target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model may raise anything
+        return f"{type(error).__name__}: {first_line(error)}"
+    return difference_of(generated, expected, is_exact_arithmetic(model, expected.logits))
+
+
 def why_not_equivalent(
     model: PreTrainedModel, engine: str, prompts_by_target: bool = False, is_padded: bool = True
 ) -> str | None:
@@ -234,13 +247,9 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
     for given, expected, packs in cases[: 1 if engine == "stock" else 2 + is_packed]:
         lengths = given["attention_mask"].sum(dim=1).tolist()
         drafter = ScriptedDrafter(model, expected.tokens, lengths, packs)
-        try:
-            generated = _generate(model, given, count, drafter, engine, prompts_by_target)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model may raise anything
-            return f"it fails there on a few tokens ({type(error).__name__}: {first_line(error)})"
-        difference = difference_of(generated, expected, is_exact)
+        difference = _difference(model, given, expected, drafter, engine, prompts_by_target)
+        if isinstance(difference, str):
+            return f"it fails there on a few tokens ({difference})"
         if not difference <= limit:
             is_batch = len(lengths) > 1
             # Rows that plain generate() itself tells other things with padding cannot be right there.
@@ -321,15 +330,10 @@ def why_not_equivalent_with(
             return f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
         drafter = ScriptedDrafter(model, expected.tokens, request.prompts.lengths)
         drafter.configure(num_assistant_tokens=most_drafts)
-        try:
-            generated = _generate(model, _given_again(request, model_kwargs), count, drafter, engine)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            return f"{what}, on which it fails there ({type(error).__name__}: {first_line(error)})"
-        is_exact = is_exact_arithmetic(model, expected.logits)
-        difference = difference_of(generated, expected, is_exact)
-        if difference <= (EXACT_LIMIT if is_exact else LARGEST_LIMIT):
+        difference = _difference(model, _given_again(request, model_kwargs), expected, drafter, engine)
+        if isinstance(difference, str):
+            return f"{what}, on which it fails there ({difference})"
+        if difference <= (EXACT_LIMIT if is_exact_arithmetic(model, expected.logits) else LARGEST_LIMIT):
             return None
         return f"{what}, after which logits differ there from plain generate()'s by {difference:.2g}"
 

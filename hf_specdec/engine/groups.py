@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..row_buffers import upload
 from ..state import DecodeState
 from . import request_rows
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefix_reuse import Prefix, copy_prefixes, copy_texts, wave_after
 from .request import Request
@@ -23,7 +23,7 @@ class PaddedGroups:
         target: of the call.
     """
 
-    def __init__(self, request: Request, target: LazyTarget):
+    def __init__(self, request: Request, target: HostedTarget):
         self._request, self._target = request, target
         self._leases: dict[int, SessionLease] = {}
         # Where a group is being prefilled, and what is left to do then.

@@ -17,7 +17,7 @@ from .auto_drafts import Acceptance, AutoDrafts, first_drafts
 from .buckets import next_power_of_two, slots_for, useful_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .cuda_graphs import start_compiler
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .prefix_reuse import PrefillWave
 from .request import Request
 from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, run_round
@@ -111,7 +111,7 @@ class SessionLease:
 
     def __init__(
         self,
-        target: LazyTarget,
+        target: HostedTarget,
         shape: Shape,
         chunk_size: int | None = None,
         is_continuous: bool = False,

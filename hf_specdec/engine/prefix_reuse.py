@@ -14,7 +14,7 @@ from ..drafters.base import Drafter
 from ..patching.packing import reuses_prefixes
 from ..row_buffers import upload
 from ..state import DecodeState
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .packed_prompts import PromptSpan
 from .prefix_index import Match, PrefixIndex
 from .request import Request
@@ -55,7 +55,7 @@ class PrefillWave(NamedTuple):
     prefixes: Sequence[Prefix] = ()
 
 
-def margin_of(target: LazyTarget, num_draft_tokens: int) -> int | None:
+def margin_of(target: HostedTarget, num_draft_tokens: int) -> int | None:
     """`Drafter.prefix_margin` of the drafter of `target`; None also if the target's cache cannot be reused.
 
     Hidden states that the caller gets are those of all positions, so then all are run.

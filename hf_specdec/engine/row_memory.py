@@ -17,8 +17,8 @@ from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
 from ..virtual_memory import RowMemory, available_bytes, has_virtual_memory, slot_unit, total_bytes
+from .hosted_target import HostedTarget
 from .key_layout import KeyLayout, caches_of
-from .lazy_target import LazyTarget
 from .prefix_reuse import PrefillWave, Prefix
 from .rounds import draft_and_forward
 from .session_prefill import SessionPrefill
@@ -34,7 +34,7 @@ FEWEST_SPAN, SPAN_STEP = 1024, 4
 SHARE_FOR_TOKENS = 16
 
 
-def can_grow(target: LazyTarget) -> bool:
+def can_grow(target: HostedTarget) -> bool:
     """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see.
 
     Processes that run one model together need the same rows, but may have different memory.
@@ -171,14 +171,14 @@ class MemoryOfRows:
         self.session.fence.synchronize()
 
 
-def place_in_memory(state: DecodeState, target: LazyTarget, shape: Shape) -> None:
+def place_in_memory(state: DecodeState, target: HostedTarget, shape: Shape) -> None:
     """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; `target` has a layout of them."""
     layout = target.key_layout
     memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
     layout.place(caches_of(state), memory)
 
 
-def layout_of(target: LazyTarget, shape: Shape) -> KeyLayout | None:
+def layout_of(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     """`find_layout`, once for all calls as long as target and drafter are the same."""
     if shape.num_draft_tokens not in target.hosting.layouts:
         found = find_layout(target, shape)  # patching may move weights, which makes another hosting
@@ -186,7 +186,7 @@ def layout_of(target: LazyTarget, shape: Shape) -> KeyLayout | None:
     return target.hosting.layouts[shape.num_draft_tokens]
 
 
-def find_layout(target: LazyTarget, shape: Shape) -> KeyLayout | None:
+def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     """Run one token through target and drafter, and see what they store.
 
     Returns:

@@ -23,9 +23,9 @@ from .auto_drafts import Acceptance
 from .buckets import next_power_of_two
 from .equal_prompts import EqualPrompts
 from .first_pass import FirstPass
+from .hosted_target import HostedTarget
 from .kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
 from .last_states import positions_of_states, replay_states, run_to_ends
-from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
 from .prefill import prefill_drafter
@@ -67,7 +67,7 @@ class StaticRun:
     def __init__(self, request: Request):
         kept = [name for name in ("scores", "logits", "hidden_states") if request.keeps(name)]
         self._first_pass = None if request.inputs is None else FirstPass(request, "hidden_states" in kept)
-        self._target = LazyTarget(request.model, request.drafter, kept)
+        self._target = HostedTarget(request.model, request.drafter, kept)
         request = replace(request, prompts=self._with_reread(request))
         self._request, prompts = request, request.prompts
         self._process = BlockProcessor(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..host.generation import keeps_logits
-from ..op_choice import unseen
+from ..op_choice import without_dispatch_modes
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
 from ..patching.attention import ragged_attention
@@ -171,7 +171,7 @@ def patched_target(
         refusals = [(one, functools.partial(_refuse_copies, one)) for one in (model, drafter)]
         stack.enter_context(replaced("__reduce_ex__", refusals))
         patches = []
-        with unseen():  # what is looked up is found by running modules on a few values
+        with without_dispatch_modes():  # what is looked up is found by running modules on a few values
             for patch in known or _look_up(model, drafter):
                 if not patch.is_empty:
                     stack.enter_context(copy.copy(patch))

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, NO_SETTINGS, UNREAD_ATTRIBUTES
-from ..optimizer_steps import last_step
 from .hidden_states import modules_of
 from .linear import PLAIN_WEIGHTS, local_shard
 from .patch import is_anything_replaced, original
@@ -80,6 +80,30 @@ def looked_at_once() -> Iterator[None]:
         yield
     finally:
         _thread.signatures = before
+
+
+# Steps of torch's optimizers, which fused ones make without counting them in the versions of the weights.
+_step_numbers, _last_step, _watching = itertools.count(1), 0, None
+
+
+def watch_optimizers(is_on: bool) -> None:
+    """Note the steps of all optimizers of this process from now on, or no longer; twice is once."""
+    global _watching
+
+    def note(*_: Any) -> None:
+        global _last_step
+        _last_step = next(_step_numbers)
+
+    if is_on and _watching is None:
+        _watching = register_optimizer_step_post_hook(note)
+    elif not is_on and _watching is not None:
+        _watching.remove()
+        _watching = None
+
+
+def last_step() -> int:
+    """A number that is another one after each step, of whatever optimizer."""
+    return _last_step
 
 
 def signature_of(model: nn.Module) -> Signature:

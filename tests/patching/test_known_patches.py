@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import target as engine_target
-from hf_specdec.engine.lazy_target import LazyTarget
+from hf_specdec.engine.hosted_target import HostedTarget
 from hf_specdec.patching.fused_linear import FusedLinear
 from hf_specdec.patching.signature import Signature
 
@@ -37,7 +37,7 @@ def own_target(family=FAMILIES[0]):
 
 def patched(target, drafter):
     """Which modules compute differently, which attention and experts run, and what fused layers compute with."""
-    with torch.no_grad(), LazyTarget(target, drafter) as lazy:
+    with torch.no_grad(), HostedTarget(target, drafter) as lazy:
         lazy()
         modules = [module for model in (target, drafter) for module in model.modules()]
         closures = [getattr(vars(module).get("forward"), "__closure__", None) for module in modules]
@@ -146,7 +146,7 @@ def test_what_is_patched_meanwhile_is_neither_known_nor_kept(look_ups):
     other = type(target)(target.config).eval()  # of the same configuration
     drafter, others = random_eagle3(target), NoDrafter(other)
     before = patched(target, drafter)
-    with torch.no_grad(), LazyTarget(other, others) as lazy:
+    with torch.no_grad(), HostedTarget(other, others) as lazy:
         lazy()
         assert [patched(target, drafter) for _ in range(2)] == [before, before] and len(look_ups) == 4
         assert lazy.hosting.patches

@@ -19,7 +19,7 @@ from .sessions import Hosting, sessions_of
 from .target import HiddenStates, Target, patched_target
 
 
-class LazyTarget:
+class HostedTarget:
     """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
 
     A context, outside of which it is not patched.
@@ -44,7 +44,7 @@ class LazyTarget:
         self._patched: Target | None = None
         self._hosting: Hosting | None = None
 
-    def __enter__(self) -> LazyTarget:
+    def __enter__(self) -> HostedTarget:
         if self.drafter.batch_invariant:
             # Also for what runs outside of the target's passes, and where these are replayed: the first tokens.
             self._contexts.enter_context(engine())
