@@ -11,7 +11,7 @@ import torch
 from torch.library import CustomOpDef
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from .device_policy import policy_of
+from .device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -81,7 +81,7 @@ def is_for_triton(tensor: torch.Tensor) -> bool:
     """Whether an op of `tensor` runs its Triton kernel."""
     if not torch.compiler.is_compiling() and _choice.references_only:
         return False
-    return policy_of(tensor.device).triton and tensor.dtype != torch.float64
+    return DEVICE_POLICIES.get(tensor.device.type, DEFAULT_POLICY).triton and tensor.dtype != torch.float64
 
 
 def without_dispatch_modes() -> AbstractContextManager[None]:
@@ -93,8 +93,9 @@ def choose(kernel: Callable, reference: Callable, tensor: torch.Tensor) -> Calla
     """What runs on `tensor`: the op of a kernel, or the kernel's reference."""
     if is_for_triton(tensor):
         return kernel
-    # As a decorator the context is entered in each call.
-    return _disable_current_modes()(reference) if is_batch_invariant() else reference
+    if torch.compiler.is_compiling() or not _choice.batch_invariant:
+        return reference
+    return _disable_current_modes()(reference)  # as a decorator the context is entered in each call
 
 
 # Types of tensors that hold their values themselves: kernels take them as they are.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain
 from types import TracebackType
 
 from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ class HostedTarget:
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
         self.model, self.drafter = model, drafter
         self._signatures = signature_of(model), signature_of(drafter)
-        self.has_hooks = any(has_hooks(one.hooked) for one in self._signatures)
+        self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None

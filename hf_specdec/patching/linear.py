@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .. import ops
-from ..device_policy import policy_of
+from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 from .hidden_states import modules_of
-from .patch import Replacements, runs_engine
+from .patch import Replacements, this_thread
 
 # Rows up to which `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
@@ -42,7 +42,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     rows = inputs.numel() // inputs.shape[-1]
     flat = inputs.reshape(rows, inputs.shape[-1])
-    policy = policy_of(inputs.device)
+    policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
     if policy.few_row_linear and ops.has_fast_linear(flat, weight):
         out = ops.linear(flat, weight, bias)
     elif rows > MAX_TRANSPOSED_ROWS or not policy.transposed_linear or weight.dtype != torch.float32:
@@ -55,7 +55,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    if not runs_engine():
+    if not (torch.compiler.is_compiling() or this_thread.engine is not None):
         return nn.Linear.forward(module, inputs)
     return linear(inputs, module.weight, module.bias)
 

@@ -26,17 +26,18 @@ class _Thread(threading.local):
     default_device = _HOST
 
 
-_thread = _Thread()
+# What it runs; what is called for every layer reads `engine` itself, see `runs_engine`.
+this_thread = _Thread()
 
 
 def current_engine() -> object | None:
     """An object that identifies the innermost `engine` context of this thread; None outside of any."""
-    return _thread.engine
+    return this_thread.engine
 
 
 def runs_engine() -> bool:
     """Whether an engine runs the current code. True while torch.compile traces, since only engines compile patches."""
-    return torch.compiler.is_compiling() or _thread.engine is not None
+    return torch.compiler.is_compiling() or this_thread.engine is not None
 
 
 @contextmanager
@@ -45,14 +46,14 @@ def engine() -> Iterator[None]:
 
     Tensors are on the host unless a device is named, whatever `torch.set_default_device` says.
     """
-    before = _thread.engine, _thread.is_inference, _thread.default_device
-    _thread.engine, _thread.is_inference = object(), torch.is_inference_mode_enabled()
-    _thread.default_device = torch.get_default_device()
+    before = this_thread.engine, this_thread.is_inference, this_thread.default_device
+    this_thread.engine, this_thread.is_inference = object(), torch.is_inference_mode_enabled()
+    this_thread.default_device = torch.get_default_device()
     try:
-        with _with_default(_HOST, _thread.default_device):
+        with _with_default(_HOST, this_thread.default_device):
             yield
     finally:
-        _thread.engine, _thread.is_inference, _thread.default_device = before
+        this_thread.engine, this_thread.is_inference, this_thread.default_device = before
 
 
 @contextmanager
@@ -62,15 +63,15 @@ def caller() -> Iterator[None]:
     Replaced functions behave as the original ones, and inference mode and the default device are those of where
     `engine` was entered.
     """
-    before = _thread.engine
+    before = this_thread.engine
     # Tensors that were made in inference mode cannot be modified outside of it.
-    is_left = _thread.is_inference and not torch.is_inference_mode_enabled()
-    _thread.engine = None
+    is_left = this_thread.is_inference and not torch.is_inference_mode_enabled()
+    this_thread.engine = None
     try:
-        with torch.inference_mode() if is_left else nullcontext(), _with_default(_thread.default_device, _HOST):
+        with torch.inference_mode() if is_left else nullcontext(), _with_default(this_thread.default_device, _HOST):
             yield
     finally:
-        _thread.engine = before
+        this_thread.engine = before
 
 
 def on_host() -> AbstractContextManager[Any]:
