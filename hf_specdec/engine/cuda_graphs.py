@@ -202,18 +202,15 @@ class Capture:
     def __call__(self, function: Callable[[], Any]) -> Any:
         """`function` as a graph; calling it replays it, and every replay overwrites its `result`."""
         with on_device(self._device), without_autocast_cache():
-            return self._graph_of(function)
-
-    def _graph_of(self, function: Callable[[], Any]) -> Any:
-        if self._backend is not None:
-            try:
-                return CudaGraph(compiled(function, self._backend, self._same_everywhere), self._memory)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # compilers raise anything; an error of the function is raised again below
-                self._backend, self.has_compiled = None, False
-                logger.warning(
-                    f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
-                    "captured without being compiled. compile=False avoids the attempt."
-                )
-        return CudaGraph(function, self._memory)
+            if self._backend is not None:
+                try:
+                    return CudaGraph(compiled(function, self._backend, self._same_everywhere), self._memory)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # compilers raise anything; an error of the function is raised again below
+                    self._backend, self.has_compiled = None, False
+                    logger.warning(
+                        f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
+                        "captured without being compiled. compile=False avoids the attempt."
+                    )
+            return CudaGraph(function, self._memory)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..drafters.base import Drafter
 from ..patching.batch_invariance import batch_invariant
 from ..patching.module_hooks import has_hooks
-from ..patching.patch import Patch, engine, is_anything_replaced
+from ..patching.patch import engine, is_anything_replaced
 from ..patching.signature import Fingerprint, signature_of
 from .capture import why_not_captured
 from .key_layout import KeyLayout
@@ -64,26 +64,21 @@ class HostedTarget:
         self._patches.close()
 
     def __call__(self) -> Target:
-        if self._patched is None:
-            # Hooks are not in a fingerprint.
-            self._patched = self._enter(()) if self.has_hooks else self._patch()
-        return self._patched
-
-    def _enter(self, known: Sequence[Patch]) -> Target:
-        return self._patches.enter_context(patched_target(self.model, self.drafter, self.keeps_hidden_states, known))
-
-    def _patch(self) -> Target:
-        """Patch what an earlier call has found is to be patched, or else look it up and keep that for later calls."""
-        # What other calls have replaced of a shared configuration, a fingerprint does not tell.
-        is_told, before = not is_anything_replaced(), self.hosting
+        """The target, patched by what an earlier call has found is to be patched, or else by what is looked up now."""
+        if self._patched is not None:
+            return self._patched
+        before = None if self.has_hooks else self.hosting  # hooks are not in a fingerprint
+        # What other calls have replaced of a shared configuration, it does not tell either.
+        is_told = before is not None and not is_anything_replaced()
         known = before.patches if is_told else ()
-        patched = self._enter(known)
-        if not known:  # looking it up may move weights
+        patched = patched_target(self.model, self.drafter, self.keeps_hidden_states, known)
+        self._patched = self._patches.enter_context(patched)
+        if before is not None and not known:  # looking it up may move weights
             weights = tuple(one.weights for one in self._signatures)
             self._hosting = sessions_of(self.drafter).hosting(before.fingerprint._replace(weights=weights))
             if is_told:
-                self._hosting.patches = patched.patches
-        return patched
+                self._hosting.patches = self._patched.patches
+        return self._patched
 
     @property
     def hosting(self) -> Hosting:

@@ -28,7 +28,8 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
     def compile_pieces(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         given = dict(zip((node.name for node in graph.graph.find_nodes(op="placeholder")), inputs, strict=True))
         nodes = list(graph.graph.nodes)
-        last = _last_of_pieces([_operator_name(node) for node in nodes])
+        names = [str(node.target).removesuffix(".default").replace(".", "::", 1) for node in nodes]
+        last = _last_of_pieces(names)
         numbers, number = {}, 0
         for place, node in enumerate(nodes):
             numbers[node] = number
@@ -45,10 +46,6 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
         return whole.forward
 
     return compile_pieces
-
-
-def _operator_name(node: fx.Node) -> str:
-    return str(node.target).removesuffix(".default").replace(".", "::", 1)
 
 
 def _last_of_pieces(names: Sequence[str]) -> set[int]:

@@ -97,11 +97,13 @@ class Target:
             last (models may give more; the last is the last token's); and auxiliary hidden states `[B, n, width]` or
             None.
         """
-        is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         columns = None
         # A `forward` that only hands its arguments on does not say whether it keeps the logits of some columns.
         if isinstance(logits_to_keep, torch.Tensor) and not keeps_logits(self.model):
             logits_to_keep, columns = 0, logits_to_keep
+        elif isinstance(logits_to_keep, int) and logits_to_keep == 1 and self.recorder.records:
+            # Given a number, models whose last layers store no keys run those over as many tokens only.
+            logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)
         position_ids = state.position_ids(slots)
         if self.longest_short is not None:
@@ -111,7 +113,7 @@ class Target:
             attention_mask=state.cache.attention_mask(slots),
             position_ids=position_ids,
             use_cache=True,
-            logits_to_keep=self._last_token(slots) if is_last else logits_to_keep,
+            logits_to_keep=logits_to_keep,
             output_hidden_states=self.hidden_states is not None,
             return_dict=True,
             **{self.cache_name: state.cache},
@@ -120,16 +122,6 @@ class Target:
             self.hidden_states.store(out.hidden_states, slots, state.slots)
         logits = out.logits if columns is None else out.logits[:, columns]
         return logits, self.recorder.aux_hidden_states
-
-    def _last_token(self, slots: torch.Tensor) -> int | torch.Tensor:
-        """The last of the tokens at `slots` `[B, n]`, as models take it.
-
-        Given a number, models whose last layers store no keys run those over as many tokens only, given indices over
-        all, as a drafter that reads hidden states needs it.
-        """
-        if not self.recorder.records:
-            return 1
-        return torch.full((1,), slots.shape[1] - 1, device=slots.device)
 
 
 def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
