@@ -1,4 +1,4 @@
-"""The bytes that a round reads at least, and the copy bandwidth of the device, to tell the share of it in use.
+"""The bytes that a round reads at least, and the copy bandwidth of the device, for the share of it in use.
 
 Of a tensor-parallel target, the bytes are those of one rank.
 """
@@ -11,16 +11,7 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..drafters import (
-    DFlash2Drafter,
-    DFlashDrafter,
-    DominoDrafter,
-    Drafter,
-    DraftModelDrafter,
-    DSparkDrafter,
-    Eagle3Drafter,
-    Pard2Drafter,
-)
+from ..drafters import DFlashDrafter, Drafter, DraftModelDrafter, Eagle3Drafter
 from ..drafters.cached import CachedDrafter
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.linear import local_shard
@@ -28,6 +19,14 @@ from .clock import synchronize
 
 # More than the caches of most devices.
 COPY_BYTES = 2**28
+# Beginnings of the names of the parameters that drafters read once in a round, in a pass, for each draft token. Of
+# embeddings and codebooks few rows are read.
+_A_ROUND = ("fc.", "input_norm.", "fc_norm.", "hidden_norm.", "target_proj.", "candidate_selector.hidden_projection.")
+_A_PASS = ("layers.", "norm.")
+_A_TOKEN = (
+    *(f"markov_head.{name}." for name in ("markov_w2", "gate_proj", "joint_proj")),
+    *("prefix_gru.", "embed_proj."),
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -74,35 +73,22 @@ def round_bytes(
     if not isinstance(drafter, CachedDrafter):
         return None
     passes = num_draft_tokens - drafter.num_masks(num_draft_tokens)
-    if isinstance(drafter, Eagle3Drafter):
-        config, once = drafter.config, _parameters(drafter.fc, drafter.input_norm, drafter.fc_norm)
-        layers = [*drafter.layers.parameters(), *drafter.norm.parameters(), drafter.head_weight]
-        each = _size(layers)
-        total += _size(once)
-    elif isinstance(drafter, DFlashDrafter):
-        config, passes = drafter.config, 1
-        total += _size(_parameters(drafter.fc, drafter.hidden_norm))
-        each = _size([*drafter.layers.parameters(), *drafter.norm.parameters(), drafter.head_weight])
-        if isinstance(drafter, DSparkDrafter):
-            steps = [one for name, one in drafter.markov_head.named_parameters() if not name.startswith("markov_w1")]
-            total += num_draft_tokens * _size(steps)
-        if isinstance(drafter, DominoDrafter):
-            total += num_draft_tokens * _size(_parameters(drafter.prefix_gru, drafter.embed_proj))
-        if isinstance(drafter, DFlash2Drafter):  # of its codebooks few rows are read
-            total += _size(drafter.candidate_selector.hidden_projection.parameters())
-    elif isinstance(drafter, DraftModelDrafter):
+    if isinstance(drafter, DraftModelDrafter):
         config, each = drafter.model.config.get_text_config(), _model_bytes(drafter.model)
-        if isinstance(drafter, Pard2Drafter):
-            total += _size(drafter.target_proj.parameters())
         if any(getattr(config, name, None) for name in _EXPERTS):
             return None
+    elif isinstance(drafter, (Eagle3Drafter, DFlashDrafter)):
+        config, each = drafter.config, _size([*_read(drafter, _A_PASS), drafter.head_weight])
     else:
         return None
+    if isinstance(drafter, DFlashDrafter):
+        passes = 1
+    total += _size(_read(drafter, _A_ROUND)) + num_draft_tokens * _size(_read(drafter, _A_TOKEN))
     return total + passes * (each + _kv_bytes(config, batch, length, drafter.dtype.itemsize))
 
 
-def _parameters(*modules: torch.nn.Module | None) -> list[torch.Tensor]:
-    return [parameter for module in modules if module is not None for parameter in module.parameters()]
+def _read(drafter: Drafter, names: tuple[str, ...]) -> list[torch.Tensor]:
+    return [parameter for name, parameter in drafter.named_parameters() if name.startswith(names)]
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

@@ -71,7 +71,7 @@ from .first_pass import bounds_steps, for_static_engine, inputs_besides_tokens
 from .kv_transfer import run_as_given
 from .prompts import read_prompts
 from .request import Request
-from .separate_rows import separate_rows, why_not_separate
+from .separate_rows import request_of_row, why_not_separate
 from .static_engine import decode
 from .stock_engine import assist
 
@@ -405,9 +405,8 @@ def check_stock(request: Request, model_kwargs: Mapping[str, Any]) -> None:
             "assistant_model."
         )
     if obstacle is None:
-        rows = separate_rows(request, model_kwargs)
-        reasons = (why_not_equivalent_with(row.request, row.inputs, {}, "stock") for row in rows)
-        obstacle = next(filter(None, reasons), None)
+        rows = (request_of_row(request, model_kwargs, row) for row in range(request.batch))
+        obstacle = next(filter(None, (why_not_equivalent_with(*row, {}, "stock") for row in rows)), None)
     if obstacle is not None:
         raise ValueError(
             f"{name} cannot generate with a drafter: neither on the static engine ({request.reason}), nor in "

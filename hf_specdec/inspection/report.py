@@ -194,12 +194,12 @@ def _prompt(name: str, token: str | None, target: PreTrainedModel) -> torch.Tens
 def describe_self_check(result: SelfCheck) -> dict[str, Any]:
     """The report on the self-check, as JSON values."""
     scores = [
-        {"interpretation": score.interpretation.overrides(), "agreement": list(score.agreement), "mean": score.mean}
+        {"interpretation": score.interpretation, "agreement": list(score.agreement), "mean": score.mean}
         for score in result.scores
     ]
     return {
-        "current": result.current.overrides(),
-        "best": result.best.interpretation.overrides(),
+        "current": result.current,
+        "best": result.best.interpretation,
         "conclusive": result.conclusive,
         "conclusion": result.conclusion,
         "scores": scores,
