@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
 ALL = "all"
+# Of `Drafter.compile_rounds`.
 # The fewest tokens that drafting attends to: more than a round reads again or drafts.
 LEAST_WINDOW = 64
 
@@ -32,13 +33,25 @@ LEAST_WINDOW = 64
 class Drafter(PreTrainedModel):
     """A model that proposes draft tokens for a target.
 
-    A family subclasses it, sets `config_class` and implements `bind`, `new_memory`, `prefill` and `propose`; if it
-    keeps anything, `copy_rows` for continuous batching; without weights `device`. A drafter holds weights and settings,
-    never the state of a generation: that is in `DecodeState`, so one drafter serves several calls and threads.
+    A family subclasses it, sets `config_class` and implements four methods. A drafter holds weights and settings, never
+    the state of a generation: that is in `DecodeState`, so one drafter serves several calls and threads.
+
+        bind(target)                                  check that the drafter fits; share the target's embedding and
+                                                      head where it has none; choose the default layer ids
+        new_memory(state)                             allocate what is kept through one generation (a KV cache)
+        prefill(state, aux_hidden_states, positions)  process a chunk of the prompt
+        propose(state, aux_hidden_states, result)     draft K tokens after the committed ones
+
+    For continuous batching it also implements `copy_rows`, if it keeps anything.
+
+    A family without weights also overrides `device`, the device that it runs on.
 
     `propose` runs inside the round, which may be captured in a CUDA graph: no value is copied to the CPU, and shapes
     are fixed. It is the same in the first round: after prefill the state is as if a round had just committed the last
     token of the prompt, as a draft, and the first new token.
+
+    The number of draft tokens is the same in all rounds of a generation, unless the family sets
+    `varies_num_draft_tokens`; see `propose`.
     """
 
     config_class = DrafterConfig
@@ -212,23 +225,30 @@ class Drafter(PreTrainedModel):
         Raises:
             ValueError: expected one of the values above.
         """
-        settings = {
-            name: value
-            for name, value, allowed, expected in (
-                ("draft_probs", draft_probs, (True, False, "auto"), 'True, False or "auto"'),
-                ("engine", engine, ENGINES, f"one of {', '.join(map(repr, ENGINES))}"),
-                ("verification", verification, VERIFICATIONS, '"token" or "block"'),
-                ("compile_rounds", compile_rounds, (True, False), "True or False"),
-                ("batch_invariant", batch_invariant, (True, False), "True or False"),
-            )
-            if value is not None and _is_allowed(name, value, allowed, expected)
-        }
-        if draft_window_size is not None:
-            settings["draft_window_size"] = self._checked_window(draft_window_size)
         if num_assistant_tokens is not None:
             self.num_assistant_tokens = num_assistant_tokens
-        for name, value in settings.items():
-            setattr(self, name, value)
+        if draft_probs is not None:
+            if draft_probs not in (True, False, "auto"):
+                raise ValueError(f'draft_probs is {draft_probs!r}; expected True, False or "auto".')
+            self.draft_probs = draft_probs
+        if engine is not None:
+            if engine not in ENGINES:
+                raise ValueError(f"engine is {engine!r}; expected one of {', '.join(map(repr, ENGINES))}.")
+            self.engine = engine
+        if verification is not None:
+            if verification not in VERIFICATIONS:
+                raise ValueError(f'verification is {verification!r}; expected "token" or "block".')
+            self.verification = verification
+        if compile_rounds is not None:
+            if not isinstance(compile_rounds, bool):
+                raise ValueError(f"compile_rounds is {compile_rounds!r}; expected True or False.")
+            self.compile_rounds = compile_rounds
+        if batch_invariant is not None:
+            if not isinstance(batch_invariant, bool):
+                raise ValueError(f"batch_invariant is {batch_invariant!r}; expected True or False.")
+            self.batch_invariant = batch_invariant
+        if draft_window_size is not None:
+            self.draft_window_size = self._checked_window(draft_window_size)
         return self
 
     def _checked_window(self, size: int | str) -> int | None:
@@ -419,9 +439,3 @@ class Drafter(PreTrainedModel):
                 row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")
-
-
-def _is_allowed(name: str, value: Any, allowed: Sequence[Any], expected: str) -> bool:
-    if not any(type(value) is type(one) and value == one for one in allowed):
-        raise ValueError(f"{name} is {value!r}; expected {expected}.")
-    return True
