@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -155,3 +156,30 @@ def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> C
         return Op(torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema), launch)
 
     return register
+
+
+def kernel_op(
+    place: str, schema: str, fake: Callable | None, mutates_args: tuple[str, ...] = (), reference: str | None = None
+) -> Callable:
+    """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
+
+    Args:
+        place: `module.function` of the kernel in `kernels`, which is imported when it is first called.
+        schema: of the op of torch, which has the name of the function.
+        fake: what the op returns for fake tensors; None if it returns nothing.
+        mutates_args: names of arguments that it writes.
+        reference: `module.function` of the reference, if not `module_reference.function`.
+    """
+    module, _, name = place.partition(".")
+    file, _, name_there = (reference or f"{module}_reference.{name}").partition(".")
+    plain = getattr(importlib.import_module(f"{__package__}.kernels.{file}"), name_there)
+    kernels = functools.cache(functools.partial(importlib.import_module, f"{__package__}.kernels.{module}"))
+    op = register_op(f"hf_specdec::{name}", schema, mutates_args)(lambda *args: getattr(kernels(), name)(*args))
+    if fake is not None:
+        op.register_fake(fake)
+
+    @functools.wraps(plain)
+    def run(tensor: torch.Tensor, *args: Any) -> Any:
+        return choose(op, plain, tensor)(tensor, *args)
+
+    return run

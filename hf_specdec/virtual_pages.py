@@ -113,6 +113,14 @@ class _Region:
         }
 
 
+def _allocation_kind(driver: Any, device: torch.device) -> Any:
+    kind = driver.CUmemAllocationProp()
+    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    kind.location.id = device.index
+    return kind
+
+
 class DevicePages:
     """Virtual memory of a GPU."""
 
@@ -121,10 +129,7 @@ class DevicePages:
     def __init__(self, size: int, device: torch.device):
         self._driver = driver = importlib.import_module("cuda.bindings.driver")
         self._device = torch.device("cuda", _index(device))
-        self._kind = kind = driver.CUmemAllocationProp()
-        kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        kind.location.id = self._device.index
+        self._kind = kind = _allocation_kind(driver, self._device)
         self._access = access = driver.CUmemAccessDesc()
         access.location = kind.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -187,10 +192,7 @@ def pages_on(device: torch.device, size: int) -> Pages:
 @functools.cache
 def _gpu_granularity(device: torch.device) -> int:
     driver = importlib.import_module("cuda.bindings.driver")
-    kind = driver.CUmemAllocationProp()
-    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    kind.location.id = device.index
+    kind = _allocation_kind(driver, device)
     minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     torch.cuda.init()
     return int(_checked(driver, driver.cuMemGetAllocationGranularity(kind, minimum)))

@@ -21,20 +21,19 @@ from ..drafters.none import NoDrafter
 from ..errors import first_line
 from ..host.caches import OUTPUT_NAME, given_cache
 from ..patching.hidden_states import modules_of
-from ..patching.length_rope import why_not_marked
+from ..patching.layer_kinds import Use, first_reason
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts, why_not_rules
 from ..patching.masked_attention import why_not_masked
 from ..patching.module_hooks import hooks_of, without_hooks
-from ..patching.packing import packs_prompts
 from ..patching.support import (
     cache_name,
-    has_recurrent_layers,
-    length_limits,
-    longest_window,
+    configured_layers,
+    parts,
     settings_of,
     stated_positions,
     uses_attention_interface,
     why_not_supported,
+    why_not_used,
 )
 from ..patching.variants import Identity, keep, variant_of
 from .buckets import useful_drafts
@@ -386,7 +385,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
         plain = put_together(plain_alone, generate_greedily(model, _last_row(inputs), count))
     # Rows run one by one on the stock engine; packed ones are a row together.
     cases = [(alone, plain_alone, False), (inputs, plain, False), (inputs, plain, True)]
-    is_packed = not prompts_by_target and packs_prompts(model)
+    is_packed = not prompts_by_target and why_not_used(model, Use.PACKING) is None
     for given, expected, packs in cases[: 1 if engine == "stock" else 2 + is_packed]:
         lengths = given["attention_mask"].sum(dim=1).tolist()
         drafter = ScriptedDrafter(model, engine, expected.tokens, lengths)
@@ -408,8 +407,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
     if engine == "stock":
         return _why_not_steps(model)
-    longest_short = length_limits(model).long
-    obstacle = None if longest_short is None else why_not_marked(model, longest_short, limit)
+    obstacle = first_reason(part.why_not_same(model, limit) for part in parts(model))
     return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
 
 
@@ -417,7 +415,7 @@ def _why_not_steps(model: PreTrainedModel) -> str | None:
     """The reason why `model` computes a block of drafts differently from single tokens, where a few tokens may not
     show it; None if there is none that is known."""
     with suppress(Exception):  # a model may raise anything where its layers run under hooks
-        if has_recurrent_layers(model) and why_not_supported(model) is None and bounds_steps(model):
+        if configured_layers(model).keeps_states and why_not_supported(model) is None and bounds_steps(model):
             return (
                 "its recurrent layers bound the time steps of several tokens at once, such as a block of drafts, and "
                 "not those of single tokens"
@@ -450,7 +448,7 @@ def _compare_rows(model: PreTrainedModel, is_padded: bool) -> str | None:
 
 def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """`ordinary_prompts`, longer than any window of tokens of which `model` keeps keys."""
-    return ordinary_prompts(model, [longest_window(model) + length for length in PROMPT_LENGTHS])
+    return ordinary_prompts(model, [configured_layers(model).longest_window + length for length in PROMPT_LENGTHS])
 
 
 def _last_row(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

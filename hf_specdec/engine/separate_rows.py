@@ -21,9 +21,10 @@ from transformers import (
 from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache
 from ..host.generation import inputs_after, prefill
 from ..patching.hidden_states import modules_of
+from ..patching.layer_kinds import first_reason, known_layer_types
 from ..patching.module_hooks import has_hooks
 from ..patching.patch import caller
-from ..patching.support import SUPPORTED_LAYER_TYPES, length_limits
+from ..patching.support import parts
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
 from .equivalence import why_not_separate_rows
@@ -102,19 +103,16 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
         return obstacle
     if not any(prompts.padding):
         return why_not_separate_rows(request.model, is_padded=False)
-    kinds = set(getattr(request.model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    kinds = set(getattr(request.model.config.get_text_config(), "layer_types", None) or ()) - known_layer_types()
     if kinds:
         return (
             f"the target has layers of type {', '.join(sorted(kinds))}, for which padding may change the text of plain "
             "generate(); expected prompts of the same length, or one row"
         )
-    limits, longest = length_limits(request.model), request.config.max_length - 1
-    limit = limits.long or limits.fixed
-    if limit is not None and longest > limit:
-        return (
-            f"a text of up to {longest + 1} tokens outgrows {limit}, and plain generate() chooses RoPE of all rows by "
-            "the longest one; expected prompts of the same length, or fewer new tokens"
-        )
+    model, longest = request.model, request.config.max_length - 1
+    obstacle = first_reason(part.why_not_alone(model, longest) for part in parts(model))
+    if obstacle is not None:
+        return f"{obstacle}; expected prompts of the same length, or fewer new tokens"
     return why_not_separate_rows(request.model)
 
 

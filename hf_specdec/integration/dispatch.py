@@ -30,8 +30,9 @@ from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
 from ..patching.hidden_states import ModuleTree
+from ..patching.layer_kinds import Use
 from ..patching.module_hooks import hooks_of
-from ..patching.support import has_compressed_layers, has_only_states, has_recurrent_layers, settings_read_once
+from ..patching.support import configured_layers, settings_read_once
 from ..patching.variants import note_variant
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
@@ -136,8 +137,9 @@ def _on_static_engine(
     is_by_target = bool(besides) or offsets is None
     if drafter.is_equivalence_check:
         is_by_target |= drafter.prompts_by_target
-    if has_compressed_layers(model) and (is_by_target or any(offsets)):
-        return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
+    kinds = configured_layers(model)
+    if (is_by_target or any(offsets)) and (obstacle := kinds.why_not(Use.OTHER_INPUTS)) is not None:
+        return request, f"it has {obstacle}"
     if not drafter.is_equivalence_check:
         # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
         is_padded = not is_continuous and any(prompts.padding)
@@ -151,8 +153,8 @@ def _on_static_engine(
             obstacle = _why_not_hooks(request, model_kwargs, hooks, is_continuous)
         return replace(request, position_offsets=offsets), obstacle
     what = ", ".join(sorted(besides)) or "position_ids of its own"
-    if prompts.cached and has_recurrent_layers(model):
-        return request, f"the call has {what}, and continues a cache with recurrent states"
+    if prompts.cached and (obstacle := kinds.why_not(Use.OTHER_INPUTS_CONTINUED)) is not None:
+        return request, f"the call has {what}, and continues a cache with {obstacle}"
     if request.config.prefill_chunk_size is not None:
         return request, f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
     following = inputs_after_prompts(model, prompts, model_kwargs)
@@ -229,7 +231,7 @@ def generate_with_drafter(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     # A cache of states only does not know how many tokens it holds.
-    cache = None if has_only_states(model) else given_cache(model_kwargs)
+    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     check_prompts(input_ids, mask, cache, model_kwargs)
     tree = ModuleTree.of(model)
     note_variant(model, tree)

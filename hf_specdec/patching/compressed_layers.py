@@ -10,23 +10,10 @@ nothing is rolled back.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from .rings import Block
-
-
-class CompressingCache(Protocol):
-    """What compressed windows read of the cache that they belong to, a `RaggedCache`."""
-
-    slots: int
-    dummy_slot: int
-    span: int
-    positions: torch.Tensor
-    block: Block
-
-    def convolution_slots(self, kernel_size: int) -> int: ...
+from .key_layers import RaggedLayer
+from .layer_kinds import LayerKind, PositionedCache
 
 
 class CompressedWindows:
@@ -43,7 +30,7 @@ class CompressedWindows:
         entries: `[B, E + 1, D]`, the entry of each window; the last slot is a dummy slot.
     """
 
-    def __init__(self, cache: CompressingCache, rate: int, overlaps: bool):
+    def __init__(self, cache: PositionedCache, rate: int, overlaps: bool):
         self._cache, self.rate, self.overlaps = cache, rate, overlaps
         self.ring: torch.Tensor | None = None
         self.entries: torch.Tensor | None = None
@@ -97,14 +84,32 @@ class CompressedWindows:
         is_seen = torch.arange(count, device=known.device) < known[..., None]
         return self.entries[:, :count], is_seen
 
-    def copy_rows(
-        self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int, batch: int
-    ) -> None:
-        """Copy rows of the windows of another cache, see `RaggedCache.copy_rows`; this one has `batch` rows."""
+    def copy_rows(self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int) -> None:
+        """Copy rows of the windows of another cache, see `RaggedCache.copy_rows`."""
         if self.ring is None:
+            batch = self._cache.batch
             self.ring = source.ring.new_zeros(batch, *source.ring.shape[1:])
             count = self._cache.slots // self.rate + 1
             self.entries = source.entries.new_zeros(batch, count, source.entries.shape[-1])
         count = slots // self.rate
         self.ring[rows] = source.ring[taken]
         self.entries[rows, :count] = source.entries[taken, :count]
+
+
+class CompressedLayer(RaggedLayer):
+    """A layer with keys of windows of tokens, too."""
+
+    def __init__(self, cache: PositionedCache, kind: LayerKind):
+        super().__init__(cache, kind)
+        self._windows: dict[str, CompressedWindows] = {}
+
+    def windows(self, name: str, rate: int, overlaps: bool) -> CompressedWindows:
+        """What is kept for the compressor called `name`; the others as of `CompressedWindows`."""
+        if name not in self._windows:
+            self._windows[name] = CompressedWindows(self._cache, rate, overlaps)
+        return self._windows[name]
+
+    def copy_rows(self, rows: torch.Tensor, source: CompressedLayer, taken: slice | torch.Tensor, slots: int) -> None:
+        super().copy_rows(rows, source, taken, slots)
+        for name, windows in source._windows.items():
+            self.windows(name, windows.rate, windows.overlaps).copy_rows(rows, windows, taken, slots)

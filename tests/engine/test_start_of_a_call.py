@@ -16,8 +16,8 @@ from transformers.models.llama import modeling_llama
 from hf_specdec import NoDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import hidden_states
-from hf_specdec.patching.cache import attention_layers
 from hf_specdec.patching.hidden_states import ModuleTree
+from hf_specdec.patching.key_layers import attention_layers
 from hf_specdec.patching.support import settings_of, settings_read_once
 from hf_specdec.patching.variants import note_variant, variant_of
 from hf_specdec.state import DecodeState, Shape
