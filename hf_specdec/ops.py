@@ -14,9 +14,6 @@ from .kernels import (
     experts_reference,
     linear_reference,
     recurrence_reference,
-    verify_block_reference,
-    verify_greedy_reference,
-    verify_sampling_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.linear_tiles import (
@@ -107,43 +104,6 @@ def _prepare_inputs(tokens, lengths, committed, limits, finished, *args):
     prepare_inputs(tokens, lengths, committed, limits, finished, DraftInputs(*args[:4]), *args[4:])
 
 
-@register_op("hf_specdec::verify_greedy", schema="(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)")
-def _verify_greedy(scores, drafts):
-    from .kernels.verify_greedy import verify_greedy
-
-    return tuple(verify_greedy(scores, drafts))
-
-
-@register_op(
-    "hf_specdec::verify_sampling",
-    schema="(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-def _verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
-    from .kernels.verify_sampling import verify_sampling
-
-    return tuple(verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths))
-
-
-@register_op(
-    "hf_specdec::verify_block",
-    schema="(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
-    "Tensor remaining) -> (Tensor, Tensor, Tensor)",
-)
-def _verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining):
-    from .kernels.verify_block import verify_block
-
-    return tuple(verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining))
-
-
-@_verify_greedy.register_fake
-@_verify_sampling.register_fake
-@_verify_block.register_fake
-def _(scores, drafts, *rest):
-    batch, num_drafts = drafts.shape
-    return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
-
-
 @register_op(
     "hf_specdec::recurrence",
     mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
@@ -212,6 +172,33 @@ write_kv = kernel_op(
     None,
     mutates_args=("keys", "values"),
 )
+
+
+def _empty_result(scores, drafts, *rest):
+    batch, num_drafts = drafts.shape
+    return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
+
+
+verify_greedy = kernel_op(
+    "verify_greedy.verify_greedy",
+    "(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)",
+    _empty_result,
+    result=VerificationResult,
+)
+verify_sampling = kernel_op(
+    "verify_sampling.verify_sampling",
+    "(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
+    "-> (Tensor, Tensor, Tensor)",
+    _empty_result,
+    result=VerificationResult,
+)
+verify_block = kernel_op(
+    "verify_block.verify_block",
+    "(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
+    "Tensor remaining) -> (Tensor, Tensor, Tensor)",
+    _empty_result,
+    result=VerificationResult,
+)
 best_draft = kernel_op(
     "draft_sampling.best_draft",
     "(Tensor logits, Tensor? target_ids=None) -> Tensor",
@@ -279,23 +266,6 @@ def prepare_inputs(
         draft_inputs_reference.prepare_inputs(
             tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift
         )
-
-
-def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
-    """See `kernels.verify_greedy_reference.verify_greedy`; a Triton kernel on GPUs."""
-    return VerificationResult(*choose(_verify_greedy, verify_greedy_reference.verify_greedy, scores)(scores, drafts))
-
-
-def verify_sampling(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
-    """See `kernels.verify_sampling_reference.verify_sampling`; a Triton kernel on GPUs."""
-    return VerificationResult(
-        *choose(_verify_sampling, verify_sampling_reference.verify_sampling, scores)(scores, *args)
-    )
-
-
-def verify_block(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
-    """See `kernels.verify_block_reference.verify_block`; a Triton kernel on GPUs."""
-    return VerificationResult(*choose(_verify_block, verify_block_reference.verify_block, scores)(scores, *args))
 
 
 def recurrence(

@@ -25,8 +25,7 @@ class CompressedWindows:
         overlaps: whether an entry is made of two windows, its own and the one before.
 
     Attributes:
-        ring: `[B, R + 1, 2 * C]`, the projections of the last tokens, values and then gates; the last slot is a dummy
-            slot.
+        ring: `[B, R, 2 * C]`, the projections of the last tokens, values and then gates.
         entries: `[B, E + 1, D]`, the entry of each window; the last slot is a dummy slot.
     """
 
@@ -46,28 +45,20 @@ class CompressedWindows:
         tokens = torch.cat([values, gates], dim=-1)
         if self.ring is None:
             slots = self._cache.convolution_slots(self.rate * (1 + self.overlaps))
-            self.ring = tokens.new_zeros(len(tokens), slots + 1, tokens.shape[-1])
-        size, block = self.ring.shape[1] - 1, self._cache.block
+            self.ring = tokens.new_zeros(len(tokens), slots, tokens.shape[-1])
+        block = self._cache.block
         count = (tokens.shape[1] - 1) // self.rate + 1
         numbers = block.begin // self.rate + torch.arange(count, device=tokens.device)
         before = self.rate if self.overlaps else 0
         steps = torch.arange(-before, count * self.rate, device=tokens.device)
         positions = numbers[:, :1] * self.rate + steps
-        windows = block.at(positions, self.ring[:, :size], tokens)
-        windows = windows.view(len(tokens), -1, self.rate, tokens.shape[-1])
+        windows = block.at(positions, self.ring, tokens).view(len(tokens), -1, self.rate, tokens.shape[-1])
         values, gates = windows.chunk(2, dim=-1)
         if self.overlaps:
             is_before = (positions < 0).view(len(tokens), -1, self.rate, 1)
             gates = gates.masked_fill(is_before, float("-inf"))
-        self._keep(tokens, size)
+        block.keep(self.ring, tokens)
         return values, gates, numbers
-
-    def _keep(self, tokens: torch.Tensor, size: int) -> None:
-        """Put the last `size` of the `tokens` of each row into the ring."""
-        positions = self._cache.positions
-        is_kept = (positions < self._cache.dummy_slot) & (positions > self._cache.block.last - size)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        self.ring[rows, torch.where(is_kept, positions % size, size)] = tokens
 
     def store(self, entries: torch.Tensor, numbers: torch.Tensor) -> None:
         """Store those `entries` `[B, W, D]` of the windows `numbers` `[B, W]` int64 that are complete."""

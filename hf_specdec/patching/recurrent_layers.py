@@ -21,6 +21,7 @@ from ..host.caches import LinearAttentionCacheLayerMixin
 from ..kernels.types import RecurrenceRing
 from .key_layers import RaggedLayer
 from .layer_kinds import LayerKind, LayerMemory, PositionedCache
+from .rings import like
 from .state_forms import StateForm, check_shape, held_states
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
@@ -237,21 +238,14 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
             width: of how many tokens transformers' layer holds inputs; `count` if None.
 
         Returns:
-            `[B, count + n, ...]`. Columns of the block that are no tokens have the inputs of tokens before it, too.
+            `[B, count + n, ...]`.
         """
         ring = self._ring(state_idx, inputs, count + 1, count if width is None else width, fill)
-        first, _, last = self._cache.block
-        positions = first + torch.arange(-count, inputs.shape[1], device=first.device)
-        held = _gather(ring, positions % ring.shape[1]).to(inputs.dtype)
-        held = torch.where(_like(positions >= 0, held), held, self._fills[state_idx])
-        is_token = _like(self._cache.positions < self._cache.dummy_slot, inputs)
-        whole = torch.cat([held[:, :count], torch.where(is_token, inputs, held[:, count:])], dim=1)
-        # The column of the latest position that a slot is for; before the block it keeps what it has.
-        slots = torch.arange(ring.shape[1], device=first.device)
-        columns = last - (last - slots) % ring.shape[1] - first
-        latest = _gather(whole, columns.clamp(min=0) + count)
-        ring.copy_(torch.where(_like(columns >= 0, ring), latest, ring))
-        return whole
+        block = self._cache.block
+        positions = block.first + torch.arange(-count, inputs.shape[1], device=inputs.device)
+        whole = block.at(positions, ring, inputs)
+        block.keep(ring, inputs)
+        return torch.where(like(positions >= 0, whole), whole, self._fills[state_idx])
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
         """The `inputs` `[B, C, n]` of a short convolution with those before them, `[B, C, kernel_size - 1 + n]`; they
@@ -318,7 +312,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
             check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
             positions = ends[:, None] + torch.arange(-inputs.shape[1], 0, device=ends.device)
             slots = positions % ring.shape[1]
-            ring[rows, slots] = torch.where(_like(positions >= 0, ring), inputs.to(ring), ring[rows, slots])
+            ring[rows, slots] = torch.where(like(positions >= 0, ring), inputs.to(ring), ring[rows, slots])
 
     def write_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> Callable[[], None]:
         rows = torch.arange(len(ends), device=ends.device)[:, None]
@@ -326,7 +320,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         for index, ring in self._rings.items():
             positions = ends[:, None] + torch.arange(-self._widths[index], 0, device=ends.device)
             held = ring[rows, positions % ring.shape[1]]
-            held = torch.where(_like(positions >= 0, held), held, self._fills[index])
+            held = torch.where(like(positions >= 0, held), held, self._fills[index])
             inputs[index] = held.movedim(1, -1).clone(memory_format=torch.contiguous_format)
         for index, held in states.items():
             if not layer.is_recurrent_states_initialized[index]:
@@ -365,13 +359,3 @@ class KeyedRecurrentLayer(RecurrentLayer, RaggedLayer):
     ) -> None:
         RaggedLayer.copy_rows(self, rows, source, taken, slots)
         RecurrentLayer.copy_rows(self, rows, source, taken, slots)
-
-
-def _like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`values` `[B, n]` as `[B, n, 1, ...]`, with as many dimensions as `other`."""
-    return values.view(*values.shape, *[1] * (other.dim() - 2))
-
-
-def _gather(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`[B, m, ...]`: `columns` `[B, m]` int64 of `values` `[B, n, ...]`."""
-    return values.gather(1, _like(columns, values).expand(-1, -1, *values.shape[2:]))
