@@ -72,46 +72,34 @@ class RopeLimits(NamedTuple):
     recomputes: bool = False
 
 
-def _limit_of(module: nn.Module) -> tuple[str, int] | None:
-    """Kind of RoPE of a rotary embedding, and the length up to which it does not change; None if it never does.
-
-    Raises:
-        ValueError: expected the same for all types of layers.
-    """
-    found = set()
-    for layer_type, kind in _types_of(module).items():
-        limit = module.original_max_seq_len
-        if kind == LONGROPE:
-            parameters = module.config.rope_parameters
-            limit = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
-        found.add((kind, int(limit)))
-    return _only(found)
+def _limit(module: nn.Module, layer_type: str | None, kind: str) -> int:
+    """The length up to which RoPE of a rotary embedding does not change."""
+    if kind == DYNAMIC:
+        return int(module.original_max_seq_len)
+    parameters = module.config.rope_parameters
+    return int((parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"])
 
 
-def _only(limits: set[tuple[str, int]]) -> tuple[str, int] | None:
-    if len(limits) > 1:
-        several = ", ".join(f"{kind}: {at}" for kind, at in sorted(limits))
-        raise ValueError(f"RoPE changes at several lengths ({several})")
-    return next(iter(limits), None)
-
-
-def rope_limits(model: PreTrainedModel) -> RopeLimits:
-    """The limits of the text model of `model`.
-
-    Raises:
-        ValueError: there are several; or what its configuration says is not read from what transformers sets.
-    """
+@cached_by_settings
+def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
+    """The limits of the text model of `model`, or the reason why they cannot be told."""
     modules = [module for module in modules_of(model) if _undecorated(type(module)) is not None]
-    limits = {limit for limit in map(_limit_of, modules) if limit is not None}
-    only = _only(limits)
-    if only is None:
-        if not modules and (kinds := _configured_types(model)):
-            raise ValueError(f"RoPE ({', '.join(sorted(kinds))}) changes with the length of the text")
-        return RopeLimits()
-    kind, limit = only
+    limits = {(kind, _limit(module, layer, kind)) for module in modules for layer, kind in _types_of(module).items()}
+    if len(limits) > 1:
+        return f"RoPE changes at several lengths ({', '.join(f'{kind}: {at}' for kind, at in sorted(limits))})"
+    if not limits:
+        kinds = () if modules else _configured_types(model)
+        return f"RoPE ({', '.join(sorted(kinds))}) changes with the length of the text" if kinds else RopeLimits()
+    kind, limit = limits.pop()
     if kind == DYNAMIC:
         return RopeLimits(fixed=limit)
     return RopeLimits(long=limit, recomputes=recomputes_keys(model, limit))
+
+
+def length_limits(model: PreTrainedModel) -> RopeLimits:
+    """Where RoPE of `model` changes with the length of the text; nowhere if that cannot be told."""
+    limits = _rope_limits(model)
+    return RopeLimits() if isinstance(limits, str) else limits
 
 
 def _configured_types(model: PreTrainedModel) -> set[str]:
@@ -157,7 +145,7 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
         name = f"{prefixes[layer_type]}inv_freq"
         short[name] = getattr(module, f"{prefixes[layer_type]}original_inv_freq").to(device, copy=True)
         if kind == LONGROPE:
-            _, limit = _limit_of(module)
+            limit = _limit(module, layer_type, kind)
             options = {} if layer_type is None else {"layer_type": layer_type}
             long[name], _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=limit + 1, **options)
     found = device, _Frequencies(module, short), _Frequencies(module, short | long) if long else None
@@ -240,21 +228,6 @@ def why_not_marked(model: PreTrainedModel, longest_short: int, limit: float) -> 
     if difference <= limit:
         return None
     return f"its logits for a text of more than {longest_short} tokens differ there by {difference:.2g}"
-
-
-@cached_by_settings
-def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
-    """`rope_limits`, or the reason why they cannot be told."""
-    try:
-        return rope_limits(model)
-    except ValueError as error:
-        return str(error)
-
-
-def length_limits(model: PreTrainedModel) -> RopeLimits:
-    """Where RoPE of `model` changes with the length of the text; nowhere if that cannot be told."""
-    limits = _rope_limits(model)
-    return RopeLimits() if isinstance(limits, str) else limits
 
 
 @register
