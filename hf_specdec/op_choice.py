@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -151,3 +153,42 @@ def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> C
         return Op(torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema), launch)
 
     return register
+
+
+def kernel_op(
+    place: str,
+    schema: str,
+    fake: Callable | None,
+    mutates_args: tuple[str, ...] = (),
+    reference: str | None = None,
+    result: type[tuple] = tuple,
+) -> Callable:
+    """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
+
+    Args:
+        place: `module.function` of the kernel in `kernels`, which is imported when it is first called.
+        schema: of the op of torch, which has the name of the function.
+        fake: what the op returns for fake tensors; None if it returns nothing.
+        mutates_args: names of arguments that it writes.
+        reference: `module.function` of the reference, if not `module_reference.function`.
+        result: the named tuple that is returned, where it is one: ops of torch return plain ones.
+    """
+    module, _, name = place.partition(".")
+    file, _, name_there = (reference or f"{module}_reference.{name}").partition(".")
+    plain = getattr(importlib.import_module(f"{__package__}.kernels.{file}"), name_there)
+    kernels = functools.cache(functools.partial(importlib.import_module, f"{__package__}.kernels.{module}"))
+
+    def launch(*args: Any) -> Any:
+        out = getattr(kernels(), name)(*args)
+        return tuple(out) if isinstance(out, tuple) else out
+
+    op = register_op(f"hf_specdec::{name}", schema, mutates_args)(launch)
+    if fake is not None:
+        op.register_fake(fake)
+
+    @functools.wraps(plain)
+    def run(tensor: torch.Tensor, *args: Any) -> Any:
+        out = choose(op, plain, tensor)(tensor, *args)
+        return out if result is tuple else result(*out)
+
+    return run

@@ -11,7 +11,8 @@ import torch
 
 from . import state_ops
 from .kernels.types import NO_TOKEN, NO_TOP_K, SamplingSettings, VerificationResult
-from .patching.cache import LayerKind, RaggedCache
+from .patching.cache import RaggedCache
+from .patching.layer_kinds import LayerKinds
 from .patching.packed_cache import PackedCache
 from .row_buffers import NEW_ROW, OF_ROWS, fill_rows, set_rows, upload
 
@@ -112,7 +113,7 @@ class DecodeState:
     num_before: int | None = None
 
     @classmethod
-    def allocate(cls, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
+    def allocate(cls, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
         """Buffers for generations of one shape.
 
         Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import check_tensors, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
-from ..patching.cache import LayerKind
 from ..patching.hidden_states import find_decoder_layers
+from ..patching.layer_kinds import LayerKinds
 from ..state import DecodeState, Shape
 from .shared_weights import SharedWeight
 
@@ -366,7 +365,7 @@ class Drafter(PreTrainedModel):
         """
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
 
-    def new_state(self, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
+    def new_state(self, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
         """Buffers of a generation, with the drafter's memory; arguments as of `DecodeState.allocate`."""
         state = DecodeState.allocate(shape, layers, device)
         state.memory = self.new_memory(state)

@@ -66,7 +66,7 @@ def _layers_read(target: PreTrainedModel, kinds: Sequence[str], name: str) -> di
     """
     text = target.config.get_text_config()
     types = getattr(text, "layer_types", None) or []
-    storing = [index for index, kind in enumerate(cache_layers(target)[: len(types)]) if kind.has_keys]
+    storing = [index for index, kind in enumerate(cache_layers(target).layers[: len(types)]) if kind.stores_keys]
     found = {types[index]: index for index in storing}
     missing = sorted(set(kinds) - found.keys())
     if missing:

@@ -11,7 +11,9 @@ from .. import ops
 from ..config import DrafterConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
-from ..patching.cache import LayerKind, RaggedCache, attention_layers, only_keys
+from ..patching.cache import RaggedCache
+from ..patching.key_layers import attention_layers
+from ..patching.layer_kinds import LayerKinds, Use
 from ..patching.packed_cache import PackedCache
 from ..state import DecodeState
 from .base import Drafter
@@ -78,7 +80,7 @@ class CachedDrafter(Drafter):
         raise NotImplementedError(f"{type(self).__name__} does not implement num_cached_layers.")
 
     @property
-    def cached_layers(self) -> tuple[LayerKind, ...]:
+    def cached_layers(self) -> LayerKinds:
         """What each layer of the cache stores: keys and values, unless a family overrides this."""
         return attention_layers(self.num_cached_layers)
 
@@ -186,7 +188,7 @@ class CachedDrafter(Drafter):
 
     @property
     def packs_prompts(self) -> bool:
-        return only_keys(self.cached_layers)
+        return self.cached_layers.why_not(Use.PACKING) is None
 
     def as_one_row(self, memory: DraftMemory, batch: int) -> DraftMemory:
         return replace(memory, cache=PackedCache(memory.cache, batch))

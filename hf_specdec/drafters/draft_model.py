@@ -14,20 +14,18 @@ from ..checkpoints.draft_model import auto_class
 from ..checkpoints.mtp_layouts import module_names
 from ..config import DraftModelConfig
 from ..patching.attention import set_ragged_attention
-from ..patching.cache import LayerKind
 from ..patching.hidden_states import decoder_of
 from ..patching.implementations import registered_attention
-from ..patching.length_rope import mark_long
+from ..patching.layer_kinds import LayerKinds, Use
 from ..patching.masked_attention import why_not_masked
-from ..patching.packing import packs_prompts, reuses_prefixes
 from ..patching.support import (
     cache_layers,
     cache_name,
-    has_recurrent_layers,
-    length_limits,
     num_positions,
+    position_markers,
     uses_attention_interface,
     why_not_supported,
+    why_not_used,
 )
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
@@ -111,12 +109,13 @@ class DraftModelDrafter(CachedDrafter):
         self.model = model
         self._num_embeddings = model.config.get_text_config().vocab_size
         self._num_positions = num_positions(model)
-        self._longest_short = length_limits(model).long
+        self._position_markers = position_markers(model)
         self._cache_name = cache_name(model)
-        self._packs_prompts = model.device.type != "meta" and packs_prompts(model)
+        self._packs_prompts = model.device.type != "meta" and why_not_used(model, Use.PACKING) is None
 
     def prefix_margin(self, num_draft_tokens: int) -> int | None:
-        return 0 if reuses_prefixes(self.model) else None  # a slot depends on the tokens up to its own
+        is_reused = why_not_used(self.model, Use.PREFIX_REUSE) is None
+        return 0 if is_reused else None  # a slot depends on the tokens up to its own
 
     @property
     def packs_prompts(self) -> bool:
@@ -151,7 +150,7 @@ class DraftModelDrafter(CachedDrafter):
         return len(self.cached_layers)
 
     @property
-    def cached_layers(self) -> tuple[LayerKind, ...]:
+    def cached_layers(self) -> LayerKinds:
         return cache_layers(self.model)
 
     def bind(self, target: PreTrainedModel) -> None:
@@ -183,8 +182,8 @@ class DraftModelDrafter(CachedDrafter):
         cache.advance(slots, state.live)
         if self._num_positions is not None:  # the target may support more positions; draft tokens beyond are worse
             positions = positions.clamp(max=self._num_positions - 1)
-        if self._longest_short is not None:
-            positions = mark_long(positions, self._longest_short, state.prompt_lengths, state.ahead)
+        for mark in self._position_markers:
+            positions = mark(positions, state.prompt_lengths, state.ahead)
         logits = self.model(
             # The target may have tokens that this model cannot embed; which one stands in for them does not matter.
             **self.model_inputs(tokens.clamp(max=self._num_embeddings - 1), hidden),
@@ -227,11 +226,8 @@ class DraftModelDrafter(CachedDrafter):
         rows: Sequence[int] | None = None,
         first: int = 0,
     ) -> list[torch.Tensor]:
-        if num_steps > 1 and has_recurrent_layers(self.model):
-            raise ValueError(
-                f"{type(self.model).__name__} cannot be trained in {num_steps} steps: it has recurrent layers, whose "
-                "states do not follow the steps before; expected num_steps=1, or a draft model of attention layers."
-            )
+        if num_steps > 1 and (reason := self.cached_layers.why_not(Use.UNROLLED_STEPS)) is not None:
+            raise ValueError(f"{type(self.model).__name__} cannot be trained in {num_steps} steps: it has {reason}.")
         attend, decoder = UnrolledAttention(), decoder_of(self.model)
         hidden = self.unrolled_hidden_states(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]

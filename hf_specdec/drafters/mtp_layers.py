@@ -13,7 +13,8 @@ from transformers import MODEL_MAPPING, AutoConfig, PreTrainedModel
 from ..config import MtpConfig
 from ..host.modeling import LlamaRMSNorm, Qwen3NextRMSNorm, step3p7_text_model
 from ..patching.attention import ATTENTION_NAME
-from ..patching.support import has_indexers, has_recurrent_layers
+from ..patching.layer_kinds import Use, first_reason, plug_ins
+from ..patching.support import configured_layers
 
 
 def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
@@ -43,16 +44,11 @@ def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
             f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: {decoder_class.__name__} has "
             "no rotary_emb, or no layers; expected one that embeds positions for all its layers."
         )
-    if has_recurrent_layers(decoder):
+    use = Use.REPEATED_POSITIONS
+    reason = first_reason(part.why_not_used(decoder, use) for part in plug_ins())
+    if reason is not None or (reason := configured_layers(decoder).why_not(use)) is not None:
         raise ValueError(
-            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have recurrent states, "
-            "but modules run positions more than once; expected layers of attention."
-        )
-    if has_indexers(decoder):
-        raise ValueError(
-            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have indexers, which "
-            "choose tokens by a mask that modules are not given; expected layers of attention to all tokens, or to "
-            "windows of them. Use a drafter of another family."
+            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have {reason}."
         )
     decoder.embed_tokens = decoder.norm = None
     decoder.set_attn_implementation(ATTENTION_NAME)

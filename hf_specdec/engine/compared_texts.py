@@ -15,7 +15,7 @@ from ..host.generation import GenerationMixin, default_settings
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts
 from ..patching.module_hooks import without_hooks
 from ..patching.signature import keep, looked_at_once, signature_of
-from ..patching.support import longest_window
+from ..patching.support import configured_layers
 from .first_pass import kept_rope_deltas
 
 # Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
@@ -158,7 +158,7 @@ def few_tokens(model: PreTrainedModel, is_padded: bool = True) -> tuple[Inputs, 
     """Prompts longer than any window of tokens of which `model` keeps keys: a batch, of which the last row is padded or
     all are as short; its first row; its last row without padding.
     """
-    batch = ordinary_prompts(model, [longest_window(model) + length for length in PROMPT_LENGTHS])
+    batch = ordinary_prompts(model, [configured_layers(model).longest_window + length for length in PROMPT_LENGTHS])
     is_token = batch["attention_mask"][-1].bool()
     if not is_padded:
         batch, is_token = {name: tensor[:, is_token] for name, tensor in batch.items()}, is_token[is_token]

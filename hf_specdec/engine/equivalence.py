@@ -30,21 +30,20 @@ from ..errors import first_line
 from ..host.caches import OUTPUT_NAME, given_cache, is_of_caller
 from ..host.generation import REPLACED_METHODS, GenerateOutput, GenerationMixin, mask_length
 from ..kernels.types import Proposal, VerificationResult
-from ..patching.length_rope import why_not_marked
+from ..patching.layer_kinds import Use, first_reason
 from ..patching.mask_rules import ordinary_prompts, why_not_kept, why_not_rules
 from ..patching.masked_attention import why_not_masked
 from ..patching.module_hooks import hooks_of, without_hooks
-from ..patching.packing import packs_prompts
 from ..patching.patch import engine as running_engine
 from ..patching.signature import Identity, looked_at_once, signature_of
 from ..patching.support import (
     cache_name,
-    has_only_states,
-    has_recurrent_layers,
-    length_limits,
+    configured_layers,
+    parts,
     stated_positions,
     uses_attention_interface,
     why_not_supported,
+    why_not_used,
 )
 from ..sampling.randomness import Randomness
 from ..state import DecodeState
@@ -153,7 +152,8 @@ def _run(
     **model_kwargs: Any,
 ) -> GenerateOutput:
     """A decoding method of `generate()`: the drafter on an engine, without the checks of a call of a user."""
-    mask, cache = model_kwargs.get("attention_mask"), None if has_only_states(model) else given_cache(model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     request = Request(
         model=model,
         drafter=drafter,
@@ -243,7 +243,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
         plain = Generated(torch.cat([row.tokens for row in rows]), torch.cat([row.logits for row in rows], dim=1))
     # Rows run one by one on the stock engine; packed ones are a row together.
     cases = [(alone, plain_alone, False), (batch, plain, False), (batch, plain, True)]
-    is_packed = not prompts_by_target and packs_prompts(model)
+    is_packed = not prompts_by_target and why_not_used(model, Use.PACKING) is None
     for given, expected, packs in cases[: 1 if engine == "stock" else 2 + is_packed]:
         lengths = given["attention_mask"].sum(dim=1).tolist()
         drafter = ScriptedDrafter(model, expected.tokens, lengths, packs)
@@ -260,8 +260,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
     if engine == "stock":
         return _why_not_steps(model)
-    longest_short = length_limits(model).long
-    obstacle = None if longest_short is None else why_not_marked(model, longest_short, limit)
+    obstacle = first_reason(part.why_not_same(model, limit) for part in parts(model))
     return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
 
 
@@ -269,7 +268,7 @@ def _why_not_steps(model: PreTrainedModel) -> str | None:
     """The reason why `model` computes a block of drafts differently from single tokens, where a few tokens may not
     show it; None if there is none that is known."""
     with suppress(Exception):  # a model may raise anything where its layers run under hooks
-        if has_recurrent_layers(model) and why_not_supported(model) is None and bounds_steps(model):
+        if configured_layers(model).keeps_states and why_not_supported(model) is None and bounds_steps(model):
             return (
                 "its recurrent layers bound the time steps of several tokens at once, such as a block of drafts, and "
                 "not those of single tokens"

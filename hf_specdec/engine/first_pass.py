@@ -10,6 +10,7 @@ each row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -23,14 +24,13 @@ from ..errors import first_line
 from ..host.caches import CACHE_NAMES
 from ..host.generation import ModelOutput, inputs_after
 from ..host.modeling import ROPE_DELTAS
-from ..patching.cache import LayerKind, RaggedCache, RaggedLayer, RaggedRecurrentLayer
+from ..patching.cache import RaggedCache
 from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
+from ..patching.layer_kinds import LayerKind, LayerKinds, LayerMemory, Use, patches_of
 from ..patching.mask_rules import ordinary_prompts
 from ..patching.patch import caller, current_engine, engine
-from ..patching.recurrent_functions import recurrent_functions
-from ..patching.recurrent_layers import RecurrentLayer
 from ..patching.signature import fact
-from ..patching.support import cache_layers, cache_name, has_compressed_layers, has_recurrent_layers
+from ..patching.support import cache_layers, cache_name, configured_layers
 from ..state import DecodeState
 from .kv_transfer import read_cache, run_as_given, stores_keys
 from .prompts import Prompts
@@ -119,13 +119,14 @@ def for_static_engine(
     model, prompts = request.model, request.prompts
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
     by_target = by_target or bool(besides) or offsets is None
-    if has_compressed_layers(model) and (by_target or any(offsets)):
-        return "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
+    kinds = configured_layers(model)
+    if (by_target or any(offsets)) and (obstacle := kinds.why_not(Use.OTHER_INPUTS)) is not None:
+        return f"it has {obstacle}"
     if not by_target:
         return replace(request, position_offsets=offsets), {}
     what = ", ".join(sorted(besides)) or "position_ids of its own"
-    if prompts.cached and has_recurrent_layers(model):
-        return f"the call has {what}, and continues a cache with recurrent states"
+    if prompts.cached and (obstacle := kinds.why_not(Use.OTHER_INPUTS_CONTINUED)) is not None:
+        return f"the call has {what}, and continues a cache with {obstacle}"
     if request.config.prefill_chunk_size is not None:
         return f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
     following = inputs_after_prompts(model, prompts, model_kwargs)
@@ -204,12 +205,9 @@ class _ByColumn:
         return self.keys.shape[2] if self.is_initialized else 0
 
 
-class _ColumnLayer(_ByColumn, RaggedLayer):
-    """A layer with keys and values."""
-
-
-class _ColumnRecurrentLayer(_ByColumn, RaggedRecurrentLayer):
-    """A layer with keys and values as well as recurrent states."""
+@functools.cache
+def _by_column(layer_class: type[LayerMemory]) -> type[LayerMemory]:
+    return type(f"Column{layer_class.__name__}", (_ByColumn, layer_class), {})
 
 
 class _ColumnCache(RaggedCache):
@@ -217,21 +215,27 @@ class _ColumnCache(RaggedCache):
 
     is_by_slot = False
 
-    def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
-        if not kind.has_keys:
-            return super()._new_layer(kind)
-        return _ColumnRecurrentLayer(self, kind.num_states) if kind.num_states else _ColumnLayer(self)
+    def _new_layer(self, kind: LayerKind) -> LayerMemory:
+        return (_by_column(kind.layer_class) if kind.stores_keys else kind.layer_class)(self, kind)
 
 
 def _column_cache(
     model: PreTrainedModel, lengths: torch.Tensor, positions: torch.Tensor, slots: int, num_draft_tokens: int
 ) -> _ColumnCache:
     """A cache for one pass over prompts of `lengths` `[B]` int64, whose columns are at `positions` `[B, n]`."""
-    kinds = [kind._replace(takes_mask=False) for kind in cache_layers(model)]
-    cache = _ColumnCache(kinds, slots, None, lengths, num_draft_tokens)
+    cache = _ColumnCache(LayerKinds(cache_layers(model).layers), slots, None, lengths, num_draft_tokens)
     cache.restart()
     cache.advance(positions, slots)
     return cache
+
+
+@contextmanager
+def _on_column_cache(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which layers of `model` run on a `_ColumnCache`."""
+    with ExitStack() as stack:
+        for patch in patches_of(dict.fromkeys(map(type, cache_layers(model))), model):
+            stack.enter_context(patch)
+        yield
 
 
 @fact
@@ -243,7 +247,7 @@ def bounds_steps(model: PreTrainedModel) -> bool:
     inputs = ordinary_prompts(model, [3])
     positions = torch.arange(3, device=model.device)[None]
     cache = _column_cache(model, torch.tensor([3], device=model.device), positions, 4, 1)
-    with torch.no_grad(), engine(), recurrent_functions(model):
+    with torch.no_grad(), engine(), _on_column_cache(model):
         model(**inputs, use_cache=True, **{cache_name(model): cache})
     return cache.bounds_steps
 
@@ -308,7 +312,7 @@ class FirstPass:
             )
             inputs = stack.enter_context(_InputRecorder(model.get_decoder()))
             if isinstance(cache, RaggedCache):
-                stack.enter_context(recurrent_functions(model))
+                stack.enter_context(_on_column_cache(model))
             given = request.inputs
             if recorder.misses_positions:  # a list of places leaves no token out
                 given = {**given, "logits_to_keep": torch.tensor([-1], device=model.device)}
@@ -336,7 +340,7 @@ class FirstPass:
         model, prompts = self._request.model, self._request.prompts
         if prompts.cached:
             return self._request.cache
-        if not has_recurrent_layers(model):
+        if not configured_layers(model).keeps_states:
             return DynamicCache(config=model.config.get_text_config(decoder=True))
         lengths = torch.tensor(prompts.lengths, device=model.device)
         return _column_cache(model, lengths, self._positions, slots, num_draft_tokens)

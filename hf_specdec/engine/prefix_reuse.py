@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..drafters.base import Drafter
-from ..patching.packing import reuses_prefixes
+from ..patching.layer_kinds import Use
+from ..patching.support import why_not_used
 from ..row_buffers import upload
 from ..state import DecodeState
 from .hosted_target import HostedTarget
@@ -60,7 +61,7 @@ def margin_of(target: HostedTarget, num_draft_tokens: int) -> int | None:
 
     Hidden states that the caller gets are those of all positions, so then all are run.
     """
-    if target.keeps_hidden_states or not reuses_prefixes(target.model):
+    if target.keeps_hidden_states or why_not_used(target.model, Use.PREFIX_REUSE) is not None:
         return None
     return target.drafter.prefix_margin(num_draft_tokens)
 

@@ -14,6 +14,7 @@ from ..drafters.cached import CachedDrafter
 from ..errors import first_line
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.layer_kinds import Use
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
 from ..virtual_memory import RowMemory, available_bytes, has_virtual_memory, slot_unit, total_bytes
@@ -42,16 +43,16 @@ def can_grow(target: HostedTarget) -> bool:
     model, drafter = target.model, target.drafter
     if tensor_parallel_group(model) is not None:
         return False
-    kinds = list(cache_layers(model))
+    kinds = [cache_layers(model)]
     if isinstance(drafter, CachedDrafter):
-        kinds += drafter.cached_layers
+        kinds.append(drafter.cached_layers)
     elif type(drafter).new_memory is not Drafter.new_memory:
         return False
     # The references, which attention in float64 runs, read all slots.
     if any(one.dtype == torch.float64 for module in (model, drafter) for one in module.parameters()):
         return False
-    has_keys = any(kind.has_keys for kind in kinds)
-    return has_keys and not any(kind.takes_mask for kind in kinds) and has_virtual_memory(model.device)
+    is_allowed = all(one.why_not(Use.ROW_MEMORY) is None for one in kinds)
+    return is_allowed and any(one.stores_keys for one in kinds) and has_virtual_memory(model.device)
 
 
 def slots_in_memory(longest: int, device: torch.device) -> int:
@@ -200,6 +201,6 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
         SessionPrefill(Session(state), target, None, is_continuous=False).run([PrefillWave(())])
         with state.idle():
             draft_and_forward(state, target(), drafter)
-    layers = [layer for cache in caches_of(state) for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    stored = {one.untyped_storage().data_ptr() for layer in layers for one in (layer.keys, layer.values)}
+    buffers = [one for cache in caches_of(state) for layer in cache.layers for one in layer.slot_buffers]
+    stored = {one.untyped_storage().data_ptr() for one in buffers}
     return KeyLayout.of(caches_of(state)) if stored <= attended else None

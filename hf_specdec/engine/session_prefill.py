@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..patching.packing import packs_prompts
+from ..patching.layer_kinds import Use
+from ..patching.support import why_not_used
 from ..row_buffers import upload
 from . import buckets
 from .capture import capture_prefill
@@ -32,7 +33,7 @@ def can_pack(target: HostedTarget) -> bool:
     """
     if target.has_hooks or target.keeps_hidden_states:
         return False
-    return target.drafter.packs_prompts and packs_prompts(target.model)
+    return target.drafter.packs_prompts and why_not_used(target.model, Use.PACKING) is None
 
 
 class SessionPrefill:

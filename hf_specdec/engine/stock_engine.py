@@ -26,14 +26,10 @@ from ..host.caches import (
 from ..host.generation import BaseStreamer, CandidateGenerator
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
-from ..patching.compressed_attention import compressed_attention
 from ..patching.hidden_states import AuxHiddenStateRecorder
-from ..patching.indexer_probes import pooled_indexers
-from ..patching.length_rope import length_rope
+from ..patching.layer_kinds import LayerKinds, patches_of, plug_ins
 from ..patching.patch import caller, replaced
-from ..patching.recurrent_functions import recurrent_functions
-from ..patching.relative_bias import relative_biases
-from ..patching.support import has_only_states, has_recurrent_layers, length_limits
+from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
 from ..stats import Counters
 from .output import SpeculativeOutput
@@ -123,10 +119,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
             (n for n in range(tokens.shape[1]) if bool(self._criteria(candidates[:, : length + n + 1], None).any())),
             tokens.shape[1],
         )
-        own_length = length - self._padding
-        longest = length_limits(self._request.model).last_draft(own_length)
-        if longest is not None:
-            self._num_candidates = min(self._num_candidates, longest - own_length)
+        model, own_length = self._request.model, length - self._padding
+        for longest in (part.longest_with_drafts(model, own_length) for part in parts(model)):
+            if longest is not None:
+                self._num_candidates = min(self._num_candidates, longest - own_length)
         if proposal.probs is not None:
             # A draft of logits that have no softmax is none.
             are_laws = proposal.probs[0].isfinite().all(dim=-1)
@@ -171,7 +167,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             draft_probs=self._request.draft_probs,
             num_ends=0,
         )
-        self._state = state = self._drafter.new_state(shape, layers=(), device=tokens.device)
+        self._state = state = self._drafter.new_state(shape, layers=LayerKinds(), device=tokens.device)
         request = self._request
         state.begin([tokens], max_new_tokens, None, request.seeds, request.temperature, request.row_temperatures)
         state.live = state.slots
@@ -379,8 +375,8 @@ def _assist_row(
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
-        for patches in (recurrent_functions, pooled_indexers, compressed_attention, relative_biases, length_rope):
-            stack.enter_context(patches(drafter))
+        for patch in patches_of(plug_ins(), drafter):
+            stack.enter_context(patch)
         cache = given_cache(model_kwargs)
         # The loop lets sliding-window layers keep what has left their window.
         stack.callback(set_recording, recording_layers(cache))
@@ -391,7 +387,7 @@ def _assist_row(
         if cached := request.prompts.cached:
             prepare_rest = _prepares_rest(model, cached)
             stack.enter_context(replaced("prepare_inputs_for_generation", [(model, prepare_rest)]))
-        if has_recurrent_layers(model):
+        if configured_layers(model).keeps_states:
             model_kwargs = model_kwargs | {OUTPUT_NAME: stack.enter_context(ReplayCache(model, cache))}
         generator = DrafterCandidateGenerator(request, row, recorder, criteria, counters)
         output = assisted_decoding(
@@ -421,7 +417,7 @@ def check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
             "assistant_model: transformers runs it in its own loop, one row at a time."
         )
-    if has_only_states(request.model) and is_of_caller(given_cache(model_kwargs)):
+    if not configured_layers(request.model).knows_length and is_of_caller(given_cache(model_kwargs)):
         raise ValueError(
             f"{name} cannot continue such a cache with a drafter: {reason}. Pass the whole text without the cache, or "
             "generate without assistant_model."

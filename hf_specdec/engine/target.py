@@ -18,19 +18,15 @@ from ..op_choice import without_dispatch_modes
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
 from ..patching.attention import ragged_attention
-from ..patching.compressed_attention import compressed_attention
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
-from ..patching.indexer_probes import pooled_indexers
 from ..patching.layer_kernels import layer_kernels
-from ..patching.length_rope import length_rope, mark_long
+from ..patching.layer_kinds import PositionMarker, patches_of, plug_ins
 from ..patching.linear import patched_linear
 from ..patching.patch import Patch, current_engine, engine, replaced
-from ..patching.recurrent_functions import recurrent_functions
-from ..patching.relative_bias import relative_biases
 from ..patching.rotary_functions import rotary_functions
-from ..patching.support import cache_name, length_limits
+from ..patching.support import cache_name, position_markers
 from ..state import DecodeState
 from .prompts import Prompts
 
@@ -72,7 +68,7 @@ class Target:
         model: the target, patched.
         recorder: of the auxiliary hidden states that the drafter reads.
         hidden_states: keeps all hidden states, if the caller asked for them.
-        longest_short: the longest text that RoPE rotates by the factors of short ones; None if there are no others.
+        position_markers: what position ids pass through before the model is given them.
         patches: what was patched of the target and its drafter, in this order.
         cache_name: see `patching.support.cache_name`; looked up beforehand, since a round may be compiled.
     """
@@ -80,7 +76,7 @@ class Target:
     model: PreTrainedModel
     recorder: AuxHiddenStateRecorder
     hidden_states: HiddenStates | None = None
-    longest_short: int | None = None
+    position_markers: Sequence[PositionMarker] = ()
     patches: Sequence[Patch] = ()
     cache_name: str = field(init=False)
 
@@ -106,8 +102,8 @@ class Target:
             logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)
         position_ids = state.position_ids(slots)
-        if self.longest_short is not None:
-            position_ids = mark_long(position_ids, self.longest_short, state.prompt_lengths, state.ahead)
+        for mark in self.position_markers:
+            position_ids = mark(position_ids, state.prompt_lengths, state.ahead)
         out = self.model(
             input_ids=tokens,
             attention_mask=state.cache.attention_mask(slots),
@@ -127,11 +123,7 @@ class Target:
 def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     """What is to be patched; each is to be entered before the next is looked up, which depends on it."""
     yield ragged_attention(model)
-    yield recurrent_functions(model, drafter)
-    yield pooled_indexers(model, drafter)
-    yield compressed_attention(model, drafter)
-    yield relative_biases(model, drafter)
-    yield length_rope(model, drafter)
+    yield from patches_of(plug_ins(), model, drafter)
     yield triton_experts(model, drafter)
     yield local_linears(model)
     yield symmetric_memory_all_reduce(model)
@@ -172,4 +164,4 @@ def patched_target(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
         hidden_states = HiddenStates() if keep_hidden_states else None
-        yield Target(model, recorder, hidden_states, length_limits(model).long, patches)
+        yield Target(model, recorder, hidden_states, position_markers(model), patches)

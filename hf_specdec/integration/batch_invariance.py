@@ -8,7 +8,8 @@ from ..device_policy import policy_of
 from ..engine.equivalence import why_not_batch_invariant
 from ..engine.request import Request
 from ..parallel.tensor_parallel import tensor_parallel_group
-from ..patching.support import has_recurrent_layers, length_limits, uses_attention_interface
+from ..patching.layer_kinds import Use, first_reason
+from ..patching.support import cache_layers, parts
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -41,20 +42,15 @@ def _why_not(request: Request, engine: str) -> str | None:
         return f"{name} is on a device of type {model.device.type}; expected a GPU, which the kernels are for"
     if model.dtype not in _DTYPES:
         return f"{name} is in {model.dtype}; expected torch.bfloat16, torch.float16 or torch.float32"
-    if has_recurrent_layers(model):
-        return f"{name} has recurrent layers, whose sums depend on how many drafts were accepted; expected attention"
-    if not uses_attention_interface(model):
-        return f"{name} has attention of its own; expected layers that use transformers' attention interface"
+    if (reason := cache_layers(model).why_not(Use.BATCH_INVARIANCE)) is not None:
+        return f"{name} has {reason}"
     if engine != "static":
         return f"the call runs on the {engine} engine ({request.reason}); expected the static engine"
     if request.inputs is not None:
         return f"{name} itself runs the prompts of this call, in one padded batch; expected prompts of tokens only"
-    long = length_limits(model).long
-    if long is not None and request.config.max_length > long:
-        return (
-            f"RoPE of {name} depends on the longest text of the batch from {long} tokens on, and a text may have "
-            f"{request.config.max_length}; expected shorter texts"
-        )
+    longest = request.config.max_length - 1
+    if (reason := first_reason(part.why_not_alone(model, longest) for part in parts(model))) is not None:
+        return f"{reason}; expected shorter texts"
     group = tensor_parallel_group(model)
     if group is not None:
         return f"{name} is split over {group.size()} processes; expected a target on one GPU"

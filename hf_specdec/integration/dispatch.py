@@ -30,7 +30,7 @@ from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
 from ..patching.signature import looked_at_once
-from ..patching.support import has_only_states
+from ..patching.support import configured_layers
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from .batch_invariance import check_batch_invariant
@@ -198,7 +198,7 @@ def generate_with_drafter(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     # A cache of states only does not know how many tokens it holds.
-    cache = None if has_only_states(model) else given_cache(model_kwargs)
+    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     check_prompts(input_ids, mask, cache, model_kwargs)
     logits_processor = _usable(logits_processor, continuous)
     input_ids = input_ids.long()

@@ -11,14 +11,14 @@ from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
+from ..patching.layer_kinds import Texts, first_reason
 from ..patching.mask_rules import why_not_kept
 from ..patching.running_layer import forgets_states
 from ..patching.support import (
     cache_layers,
     cache_windows,
-    has_only_states,
-    has_recurrent_layers,
-    length_limits,
+    configured_layers,
+    parts,
     why_not_known_attention,
     why_not_supported,
 )
@@ -63,21 +63,8 @@ def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: P
             f"queries are scaled by the number of cached tokens from {floor} tokens on, padding included, and a text "
             f"may have {config.max_length}"
         )
-    limits = length_limits(model)
-    # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.
-    first, last = prompts.width, config.max_length - 1
-    if limits.fixed is not None and last > limits.fixed:
-        return f"a text of up to {last + 1} tokens outgrows {limits.fixed}, from where on RoPE changes with every token"
-    if limits.long is None or last <= limits.long:
-        return None
-    if limits.recomputes and (first <= limits.long or prompts.cached):
-        return (
-            f"a text that begins with {first} tokens and may have {last + 1} outgrows {limits.long}, where the keys of "
-            "all tokens are computed again with other factors of RoPE"
-        )
-    if config.prefill_chunk_size is not None and first > limits.long:
-        return f"RoPE changes inside of the prompt, after {limits.long} tokens, and the prompt is read in chunks"
-    return None
+    texts = Texts(prompts.width, config.max_length - 1, prompts.cached, config.prefill_chunk_size is not None)
+    return first_reason(part.why_not_texts(model, texts) for part in parts(model))
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:
@@ -131,13 +118,13 @@ def _why_not_call(
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
     cache = given_cache(model_kwargs)
-    if has_only_states(model) and is_of_caller(cache):
+    if not configured_layers(model).knows_length and is_of_caller(cache):
         return "the call has a cache of recurrent states only, which does not know how many tokens it holds"
     if prompts.cached:
         obstacle = why_not_readable(cache, cache_layers(model))
         if obstacle is not None:
             return obstacle
-        if prompts.width - prompts.cached > 1 and has_recurrent_layers(model) and forgets_states(model):
+        if prompts.width - prompts.cached > 1 and forgets_states(model):
             return (
                 f"the call continues a cache with {prompts.width - prompts.cached} tokens at once, for which layers of "
                 f"{type(model).__name__} begin without the states that it holds (so does plain generate())"

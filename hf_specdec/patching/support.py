@@ -14,9 +14,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..host.caches import (
     OUTPUT_NAME,
-    STORE_COMPRESSED,
-    CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
     model_cache_name,
     why_no_cache,
 )
@@ -25,23 +22,26 @@ from ..host.modeling import (
     ATTENTION_ENTRY,
     ATTENTION_INTERFACE,
     HOOK_OF_ACCELERATE,
-    LAYER_TYPES,
-    UPDATE_INDEXER,
     states_attention_interface,
 )
 from ..host.parts import why_broken
-from .cache import LayerKind, attention_layers
 from .hidden_states import decoder_layers, find_decoder_layers, modules_of
-from .length_rope import RopeLimits, rope_limits
+from .key_layers import attention_layers
+from .layer_kinds import (
+    LayerKinds,
+    PlugIn,
+    PositionMarker,
+    Use,
+    detect,
+    first_reason,
+    known_layer_types,
+    parts_of,
+    plug_ins,
+)
 from .patch import original
-from .recurrent_functions import why_not_replaced
 from .signature import fact, files_of, signature_of
 
 _EAGER = "eager_attention_forward"
-
-# Layers with an indexer.
-_INDEXED = frozenset(LAYER_TYPES["indexed"])
-SUPPORTED_LAYER_TYPES = _INDEXED.union(LAYER_TYPES["others"])
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
@@ -56,16 +56,9 @@ def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
 
 
 @fact
-def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What the layers of transformers' cache for `model` store, see `_layers_of_cache`."""
-    return tuple(
-        LayerKind(
-            has_keys=isinstance(layer, CacheLayerMixin),
-            num_states=layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
-            compress_rate=layer.compress_rate if hasattr(layer, STORE_COMPRESSED) else 0,
-        )
-        for layer in _layers_of_cache(model)
-    )
+def configured_layers(model: PreTrainedModel) -> LayerKinds:
+    """The kinds of the layers of transformers' cache for `model`; none if its configuration describes no cache."""
+    return LayerKinds(detect(_layers_of_cache(model)))
 
 
 @fact
@@ -75,39 +68,27 @@ def cache_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
     return tuple(getattr(layer, "sliding_window", None) for layer in _layers_of_cache(model))
 
 
-def cache_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What the layers of a cache of `model` store; a decoder layer may have more than one."""
-    kinds = _configured_layers(model) or attention_layers(len(decoder_layers(model)))
-    if uses_attention_interface(model):
-        return kinds
-    return tuple(kind._replace(takes_mask=kind.has_keys) for kind in kinds)
+@fact
+def cache_layers(model: PreTrainedModel) -> LayerKinds:
+    """The kinds of the layers of a cache of `model`; a decoder layer may have more than one."""
+    kinds = configured_layers(model) or attention_layers(len(decoder_layers(model)))
+    return LayerKinds(kinds.layers, takes_mask=not uses_attention_interface(model))
 
 
-def has_recurrent_layers(model: PreTrainedModel) -> bool:
-    """Whether layers of `model` keep a recurrent state, from which a rejected token cannot be removed."""
-    return any(kind.num_states for kind in _configured_layers(model))
+def parts(model: PreTrainedModel) -> list[type[PlugIn]]:
+    """The plug-ins that may have something to say about `model`, and the kinds of its layers."""
+    return parts_of(configured_layers(model))
 
 
-def has_only_states(model: PreTrainedModel) -> bool:
-    """Whether layers of `model` keep recurrent states and no keys: its caches do not know how long a text is."""
-    kinds = _configured_layers(model)
-    return any(kind.num_states for kind in kinds) and not any(kind.has_keys for kind in kinds)
+def why_not_used(model: PreTrainedModel, use: Use) -> str | None:
+    """The reason why the memory of the layers of `model` does not allow `use`."""
+    reasons = (part.why_not_used(model, use) for part in plug_ins())
+    return cache_layers(model).why_not(use) or first_reason(reasons)
 
 
-def has_compressed_layers(model: PreTrainedModel) -> bool:
-    """Whether layers of `model` keep keys of windows of tokens, whose last tokens' projections are in no slots."""
-    return longest_window(model) > 0
-
-
-def longest_window(model: PreTrainedModel) -> int:
-    """Tokens of the longest windows of which layers of `model` keep keys; 0 if there are none."""
-    return max((kind.compress_rate for kind in _configured_layers(model)), default=0)
-
-
-def has_indexers(model: PreTrainedModel) -> bool:
-    """Whether modules of `model` keep keys of an indexer in the cache, by which it chooses what a query sees."""
-    forwards = {inspect.unwrap(kind.forward) for kind in map(type, modules_of(model))}
-    return any(UPDATE_INDEXER in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+def position_markers(model: PreTrainedModel) -> list[PositionMarker]:
+    """What position ids pass through before `model`, which is patched, is given them."""
+    return [mark for part in parts(model) if (mark := part.position_marker(model)) is not None]
 
 
 @fact
@@ -120,22 +101,15 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     the interface; whether these are all is found by the equivalence check. Attention layers of a model where none does
     take a mask. A model may have no attention layers.
     """
-    kinds = _configured_layers(model)
-    if kinds and not any(kind.has_keys for kind in kinds):
+    kinds = configured_layers(model)
+    if kinds and not kinds.stores_keys:
         return True
-    if not _INDEXED.isdisjoint(getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        return False
-    if has_compressed_layers(model):
+    if kinds.reads_mask:
         return False
     if states_attention_interface(model):
         return True
     forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in modules_of(model.get_decoder())}}
     return any(ATTENTION_INTERFACE in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
-
-
-@fact
-def _why_not_recurrent(model: PreTrainedModel) -> str | None:
-    return why_not_replaced(model) if has_recurrent_layers(model) else None
 
 
 def cache_name(model: PreTrainedModel) -> str:
@@ -174,18 +148,8 @@ def num_positions(model: PreTrainedModel) -> int | None:
 
 
 @fact
-def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
-    """Where RoPE changes with the length of the text; or the reason why that cannot be told."""
-    try:
-        return rope_limits(model)
-    except ValueError as error:
-        return str(error)
-
-
-def length_limits(model: PreTrainedModel) -> RopeLimits:
-    """Where RoPE of `model` changes with the length of the text; nowhere if that cannot be told."""
-    limits = _rope_limits(model)
-    return RopeLimits() if isinstance(limits, str) else limits
+def _why_not_hosted(model: PreTrainedModel) -> str | None:
+    return first_reason(part.why_not_hosted(model) for part in parts(model))
 
 
 def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
@@ -203,15 +167,13 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
         return f"{role}'s layers run under accelerate hooks"
     if (reason := why_no_cache(type(model))) is not None:
         return f"{role} {reason}"
-    if (reason := _why_not_recurrent(model)) is not None:
-        return f"{role}'s {reason}"
-    others = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    others = set(getattr(text, "layer_types", None) or ()) - known_layer_types()
     if others:
         return f"{role} has layers of type {', '.join(sorted(others))}"
     if getattr(text, "cross_attention_layers", None):
         return f"{role} has cross-attention layers, whose keys and values have no positions"
-    limits = _rope_limits(model)
-    return f"{role}'s {limits}" if isinstance(limits, str) else None
+    reason = _why_not_hosted(model)
+    return None if reason is None else f"{role}'s {reason}"
 
 
 @fact

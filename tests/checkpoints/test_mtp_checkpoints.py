@@ -22,7 +22,8 @@ from hf_specdec.checkpoints.mtp_layouts import FAMILIES
 from hf_specdec.cli import main
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
-from hf_specdec.patching.cache import RaggedCache, attention_layers
+from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.key_layers import attention_layers
 
 
 class CountingFile:

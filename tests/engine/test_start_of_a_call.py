@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from hf_specdec import NoDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import signature
-from hf_specdec.patching.cache import attention_layers
+from hf_specdec.patching.key_layers import attention_layers
 from hf_specdec.patching.signature import Signature, looked_at_once, signature_of
 from hf_specdec.state import DecodeState, Shape
 
