@@ -112,14 +112,16 @@ def signature_of(model: nn.Module) -> Signature:
     return Signature(model) if known is None else known[model]
 
 
-def fact(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
-    """Decorator: `function` finds something out about a model, which holds for all of the same `Signature.kind`."""
+def fact(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Decorator: `function` finds something out about a model, which holds for all of the same `Signature.kind`; it may
+    have further arguments, which are hashable.
+    """
 
     @functools.wraps(function)
-    def known(model: PreTrainedModel) -> _T:
-        signatures = _thread.signatures
+    def known(model: PreTrainedModel, *args: Hashable) -> _T:
+        signatures, key = _thread.signatures, (function, *args)
         facts = (Signature(model) if signatures is None else signatures[model]).facts
-        return facts[function] if function in facts else keep(facts, function, function(model))
+        return facts[key] if key in facts else keep(facts, key, function(model, *args))
 
     return known
 

@@ -75,11 +75,13 @@ def cache_layers(model: PreTrainedModel) -> LayerKinds:
     return LayerKinds(kinds.layers, takes_mask=not uses_attention_interface(model))
 
 
+@fact
 def parts(model: PreTrainedModel) -> list[type[PlugIn]]:
     """The plug-ins that may have something to say about `model`, and the kinds of its layers."""
     return parts_of(configured_layers(model))
 
 
+@fact
 def why_not_used(model: PreTrainedModel, use: Use) -> str | None:
     """The reason why the memory of the layers of `model` does not allow `use`."""
     reasons = (part.why_not_used(model, use) for part in plug_ins())

@@ -244,7 +244,7 @@ def test_a_class_is_checked_once(monkeypatch):
             runs.append(-(len(runs) - before))
     counts = [-count for count in runs if count < 0]
     assert counts[1] == counts[2] == counts[3] < counts[0] < 60
-    checks = [key for facts in signature._facts.values() for key in facts if isinstance(key, tuple)]
+    checks = [key for facts in signature._facts.values() for key in facts if isinstance(key[0], tuple)]
     assert len(checks) == 1
 
 
