@@ -107,7 +107,7 @@ def check(case: Case, num_splits: int | None = None) -> None:
         for states in (key, value):
             states[row, :, :first] = NAN
             states[row, :, max(lasts[row][here].tolist(), default=-1) + 1 :] = NAN
-    got = attention(query, key, value, positions, **case.keywords, num_splits=num_splits)
+    got = attention(query, key, value, positions, **case.keywords, num_programs=num_splits)
     assert got.shape == expected.shape and got.dtype == case.dtype
     assert (got[~is_live] == 0.0).all()
     if is_live.any():
@@ -231,7 +231,7 @@ def test_packed_prompts(dtype, options, num_splits):
             states[row, last + 1 :] = NAN
     flat = [states.view(1, -1, kv_heads, dim).transpose(1, 2) for states in (key, value)]
     for run in (attention, attention_reference.attention):
-        extra = {"num_splits": num_splits} if run is attention else {}
+        extra = {"num_programs": num_splits} if run is attention else {}
         given = [one.nan_to_num() if extra == {} else one for one in flat]
         got = run(query, *given, positions[None], **keywords, starts=starts[None], **extra)[0]
         assert (got[~is_live] == 0.0).all()
@@ -276,7 +276,7 @@ def test_a_program_reads_up_to_its_own_last_query(num_splits):
     key, value = torch.ones(2, 1, 1, slots, dim, device=DEVICE)
     value[:, :, num_queries // 2 :] = NAN  # Even a weight of 0 would let it through.
     positions = torch.arange(num_queries, device=DEVICE)[None]
-    got = attention(query, key, value, positions, scaling=dim**-0.5, num_splits=num_splits)
+    got = attention(query, key, value, positions, scaling=dim**-0.5, num_programs=num_splits)
     assert (got[:, : num_queries // 2] == 1.0).all()
 
 
