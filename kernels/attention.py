@@ -116,6 +116,34 @@ def _attend_to_slots(
     return running_max, running_sum, acc
 
 
+@triton.jit
+def _store(
+    running_max,
+    running_sum,
+    acc,
+    is_row,
+    out_row,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    split,
+    num_parts,
+    VALUE_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Store the results of the queries `is_row`, or with IS_SPLIT those of their split."""
+    value_dim = tl.arange(0, acc.shape[1])
+    running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that saw no slot; its lse stays -inf
+    out = acc * (1.0 / running_sum)[:, None] if SPLIT > 0 else acc / running_sum[:, None]
+    to_ptr = partial_ptr if IS_SPLIT else out_ptr
+    if IS_SPLIT:
+        out_row = out_row * num_parts + split
+        tl.store(stats_ptr + out_row, running_max + tl.log2(running_sum), mask=is_row)
+    is_value = is_row[:, None] & (value_dim < VALUE_DIM)[None, :]
+    tl.store(to_ptr + out_row[:, None] * VALUE_DIM + value_dim[None, :], out.to(to_ptr.dtype.element_ty), mask=is_value)
+
+
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
 @triton.jit(
     do_not_specialize=[
@@ -193,7 +221,6 @@ def _attention_kernel(
     query_index = row // GROUPS
     dim = tl.arange(0, DIM_BLOCK)
     value_dim = tl.arange(0, VALUE_BLOCK)
-    is_value = is_row[:, None] & (value_dim < VALUE_DIM)[None, :]
     out_row = (batch * num_queries + query_index) * (KV_HEADS * GROUPS) + head
     HAS_SEGMENTS: tl.constexpr = IS_PACKED or SPLIT > 0
 
@@ -230,21 +257,24 @@ def _attention_kernel(
     none_max = tl.full([ROWS], float("-inf"), tl.float32)
     none_sum = tl.zeros([ROWS], tl.float32)
     none_acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
-    running_max, running_sum, acc = none_max, none_sum, none_acc
+    first_max, first_sum = none_max, none_sum
     if sinks_ptr is not None and not (IS_SPLIT and SPLIT > 0):
         # Counted by the first split, which has no slot only if none has.
         sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-        running_max = tl.where(split == 0, sink, running_max)
-        running_sum = tl.where(split == 0, 1.0, running_sum)
+        first_max = tl.where(split == 0, sink, first_max)
+        first_sum = tl.where(split == 0, 1.0, first_sum)
 
     key_ptr += batch * key_stride_b + kv_head * key_stride_h
     value_ptr += batch * value_stride_b + kv_head * value_stride_h
     if HAS_SEGMENTS:
-        # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile.
+        # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile, and gets
+        # nothing: 0 times a value is NaN if that is.
         segment = tl.min(start, axis=0)
         while segment < num_slots:
-            own_position = tl.where(start == segment, position, -1)
-            own_last = tl.where(start == segment, last, -1)
+            is_own = start == segment
+            own_position = tl.where(is_own, position, -1)
+            own_last = tl.where(is_own, last, -1)
+            running_max, running_sum, acc = first_max, first_sum, none_acc
             if SPLIT == 0:
                 begin, stop = split_range(
                     own_position, own_last, segment, num_slots, window, split, num_parts, SLOT_BLOCK, IS_CHUNKED
@@ -300,12 +330,31 @@ def _attention_kernel(
                         tl.store(stats_ptr + to, split_max, mask=is_row)
                         num_rows = tl.num_programs(1).to(tl.int64) * num_queries * (KV_HEADS * GROUPS)
                         tl.store(stats_ptr + num_rows * num_splits + to, split_sum, mask=is_row)
+                        is_value = is_row[:, None] & (value_dim < VALUE_DIM)[None, :]
                         tl.store(partial_ptr + to[:, None] * VALUE_DIM + value_dim[None, :], split_acc, mask=is_value)
                     else:
                         running_max, running_sum, acc = merge_next(
                             running_max, running_sum, acc, split_max, split_sum, split_acc
                         )
+            if not (IS_SPLIT and SPLIT > 0):
+                _store(
+                    running_max,
+                    running_sum,
+                    acc,
+                    is_own,
+                    out_row,
+                    out_ptr,
+                    partial_ptr,
+                    stats_ptr,
+                    split,
+                    num_parts,
+                    VALUE_DIM,
+                    SPLIT,
+                    IS_SPLIT,
+                )
             segment = tl.min(tl.where(start > segment, start, num_slots), axis=0)
+        running_max, running_sum, acc = none_max, none_sum, none_acc
+        is_row = is_row & (start == num_slots)
     else:
         running_max, running_sum, acc = _attend_to_slots(
             query,
@@ -320,28 +369,29 @@ def _attention_kernel(
             window,
             scaling,
             softcap,
-            running_max,
-            running_sum,
-            acc,
+            first_max,
+            first_sum,
+            none_acc,
             DIM,
             VALUE_DIM,
             SLOT_BLOCK,
             IS_CHUNKED,
         )
-
     if not (IS_SPLIT and SPLIT > 0):
-        running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that saw no slot; its lse stays -inf
-        if SPLIT > 0:
-            out = tl.where((start < num_slots)[:, None], acc * (1.0 / running_sum)[:, None], 0.0)
-        else:
-            out = acc / running_sum[:, None]
-        to_ptr = out_ptr
-        if IS_SPLIT:
-            out_row = out_row * num_parts + split
-            tl.store(stats_ptr + out_row, running_max + tl.log2(running_sum), mask=is_row)
-            to_ptr = partial_ptr
-        tl.store(
-            to_ptr + out_row[:, None] * VALUE_DIM + value_dim[None, :], out.to(to_ptr.dtype.element_ty), mask=is_value
+        _store(
+            running_max,
+            running_sum,
+            acc,
+            is_row,
+            out_row,
+            out_ptr,
+            partial_ptr,
+            stats_ptr,
+            split,
+            num_parts,
+            VALUE_DIM,
+            SPLIT,
+            IS_SPLIT,
         )
 
 

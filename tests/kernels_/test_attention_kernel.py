@@ -239,6 +239,23 @@ def test_packed_prompts(dtype, options, num_splits):
         assert error < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"num_programs": 3}, {"fixed_splits": True}], ids=["one split", "splits", "fixed splits"]
+)
+def test_a_prompt_of_nan_leaves_those_packed_with_it_alone(options):
+    generator, lengths, slots = torch.Generator().manual_seed(0), [5, 7, 20], 32
+    states = [torch.randn(1, 2, 3 * slots + 1, 16, generator=generator).to(DEVICE) for _ in range(2)]
+    starts = torch.cat([torch.full((n,), row * slots) for row, n in enumerate(lengths)])[None].to(DEVICE)
+    positions = torch.cat([row * slots + torch.arange(n) for row, n in enumerate(lengths)])[None].to(DEVICE)
+    query = torch.randn(1, 4, sum(lengths), 16, generator=generator).to(DEVICE)
+    expected = attention(query, *states, positions, 0.25, starts=starts, **options)
+    for one in states:
+        one[:, :, slots : 2 * slots] = NAN
+    found = attention(query, *states, positions, 0.25, starts=starts, **options)
+    is_nan = (starts[0] == slots).cpu()
+    assert found[0, is_nan].isnan().all() and torch.equal(found[0, ~is_nan], expected[0, ~is_nan])
+
+
 @every_dtype
 @pytest.mark.parametrize(
     ("dim", "value_dim"),
