@@ -5,10 +5,11 @@ result `[B, n, heads, Dv]`. With G = heads // kv_heads:
 
     result[b, n, h] = sum_s p[s] value[b, h // G, s]
     p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
+    f(x) = softcap * tanh(x / softcap), or x without a softcap
 
 Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends is positions if not given, and, with a window,
 s > positions[b, n] - window, or, with chunks, s >= floor(positions[b, n] / chunk) chunk. Starts are `[B]` or `[B, n]`;
-chunks are for starts `[B]`.
+chunks are for starts `[B]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
 
 It is written for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
 needs no mask tensor. With starts for each query, those of packed prompts, a block of queries goes through the slots of
