@@ -195,6 +195,8 @@ class SessionPool:
         """Return a session that a call has used without an error; the least recently used ones are freed."""
         session.fence.set()
         with self._lock:
+            if key.hosting not in self._hostings:  # all was freed meanwhile, as memory did not suffice
+                self._hostings = [*self._hostings, key.hosting][-MAX_HOSTINGS:]
             self._idle.append((key, session))
             dropped, self._idle = self._idle[:-MAX_SESSIONS], self._idle[-MAX_SESSIONS:]
         _free(dropped)

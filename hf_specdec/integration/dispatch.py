@@ -33,8 +33,7 @@ from ..patching.signature import looked_at_once
 from ..patching.support import configured_layers
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
-from .batch_invariance import check_batch_invariant
-from .eligibility import empty_attentions, why_not_static
+from .eligibility import check_batch_invariant, empty_attentions, why_not_static
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Whether the static engine can run a call."""
+"""Whether the static engine can run a call, and whether it can be batch-invariant."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..device_policy import policy_of
+from ..engine.equivalence import why_not_batch_invariant
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
+from ..engine.request import Request
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
-from ..patching.layer_kinds import Texts, first_reason
+from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.layer_choice import DTYPES
+from ..patching.layer_kinds import Texts, Use, first_reason
 from ..patching.mask_rules import why_not_kept
 from ..patching.running_layer import forgets_states
 from ..patching.support import (
@@ -34,14 +39,8 @@ def why_not_static(
     model_kwargs: dict[str, Any],
     is_continuous: bool,
 ) -> str | None:
-    """The reason why the static engine cannot run this call; None if it can.
-
-    Args:
-        model: the target.
-        config: as prepared by `generate()`.
-        prompts: of the call.
-        model_kwargs: inputs of the model as prepared by `generate()`.
-        is_continuous: whether it runs by continuous batching, where requests may have any length.
+    """The reason why the static engine cannot run a call with `config` and `model_kwargs` as prepared by `generate()`;
+    None if it can. In continuous batching requests may have any length.
     """
     return (
         why_not_supported(model)
@@ -132,3 +131,39 @@ def _why_not_call(
     if config.cache_implementation not in _CACHES:
         return f"the call asks for a {config.cache_implementation} cache"
     return None
+
+
+def check_batch_invariant(request: Request, engine: str) -> None:
+    """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
+
+    The first one for a class and configuration runs the target on a few tokens. Operations that are not known to be
+    batch-invariant are refused where they are called, see `patching.batch_invariance`.
+    """
+    reason = _why_not_invariant(request, engine)
+    if reason is not None:
+        raise ValueError(
+            f"batch_invariant=True, but {reason}. Set drafter.configure(batch_invariant=False) to generate all the "
+            "same; docs/batch-invariance.md says what is supported."
+        )
+
+
+def _why_not_invariant(request: Request, engine: str) -> str | None:
+    """The reason why the call cannot be batch-invariant; None if it can."""
+    model, name = request.model, type(request.model).__name__
+    if not policy_of(model.device).batch_invariant:
+        return f"{name} is on a device of type {model.device.type}; expected a GPU, which the kernels are for"
+    if model.dtype not in DTYPES:
+        return f"{name} is in {model.dtype}; expected torch.bfloat16, torch.float16 or torch.float32"
+    if (reason := cache_layers(model).why_not(Use.BATCH_INVARIANCE)) is not None:
+        return f"{name} has {reason}"
+    if engine != "static":
+        return f"the call runs on the {engine} engine ({request.reason}); expected the static engine"
+    if request.inputs is not None:
+        return f"{name} itself runs the prompts of this call, in one padded batch; expected prompts of tokens only"
+    longest = request.config.max_length - 1
+    if (reason := first_reason(part.why_not_alone(model, longest) for part in parts(model))) is not None:
+        return f"{reason}; expected shorter texts"
+    group = tensor_parallel_group(model)
+    if group is not None:
+        return f"{name} is split over {group.size()} processes; expected a target on one GPU"
+    return why_not_batch_invariant(model)

@@ -26,7 +26,7 @@ PROMPT = padded_prompts(PROMPTS[3])
 def supported(monkeypatch):
     """A CPU counts as a device that has the kernels."""
     set_policy(monkeypatch, "cpu", batch_invariant=True, layer_kernels=True)
-    monkeypatch.setattr("hf_specdec.integration.batch_invariance.why_not_batch_invariant", lambda model: None)
+    monkeypatch.setattr("hf_specdec.integration.eligibility.why_not_batch_invariant", lambda model: None)
 
 
 @pytest.mark.usefixtures("supported")
