@@ -10,8 +10,8 @@ import pytest
 import torch
 from case_counts import cases
 
-from hf_specdec.kernels import attention_reference, attention_splits
 from hf_specdec.kernels import attention as attention_kernel
+from hf_specdec.kernels import attention_reference, attention_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")
