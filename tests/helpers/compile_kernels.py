@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for GPUs on a machine without one: `python tests/helpers/compile_kernels.py`.
 
-Triton's interpreter, which tests of kernels use there, takes what the compiler refuses. So the tests of kernels run once
-more, with a launch that compiles to PTX and launches nothing; their results are ignored. Of each kernel the first few
-variants are compiled (`--most`), for sm_90 (`--arch`). Exit code 1 if any is refused.
+Triton's interpreter, which tests of kernels use there, takes what the compiler refuses. So the tests of kernels run
+once more, with a launch that compiles to PTX and launches nothing; their results are ignored. Of each kernel the first
+few variants are compiled (`--most`), for sm_90 (`--arch`). Exit code 1 if any is refused.
 """
 
 from __future__ import annotations
