@@ -14,7 +14,6 @@ from ..host.modeling import attention_of
 from ..patching.hidden_states import ModuleTree
 from ..patching.layer_kinds import Texts, first_reason
 from ..patching.mask_rules import why_not_kept
-from ..patching.running_layer import forgets_states
 from ..patching.support import (
     cache_layers,
     cache_windows,
@@ -127,7 +126,7 @@ def _why_not_call(
         obstacle = why_not_readable(cache, cache_layers(model))
         if obstacle is not None:
             return obstacle
-        if prompts.width - prompts.cached > 1 and forgets_states(model):
+        if prompts.width - prompts.cached > 1 and any(part.forgets_states(model) for part in parts(model)):
             return (
                 f"the call continues a cache with {prompts.width - prompts.cached} tokens at once, for which layers of "
                 f"{type(model).__name__} begin without the states that it holds (so does plain generate())"
