@@ -14,10 +14,9 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from ..host.caches import CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
 from ..patching.cache import RaggedCache
-from ..patching.key_layers import Empty, Keys
+from ..patching.key_layers import Keys
 from ..patching.layer_kinds import LayerKinds
-from ..patching.running_layer import forgets_states
-from ..patching.support import cache_name
+from ..patching.support import cache_name, parts
 from .last_states import replay_states
 from .prompts import Prompts
 from .request import Request
@@ -26,7 +25,7 @@ from .request import Request
 def why_not_readable(cache: Cache, kinds: LayerKinds) -> str | None:
     """The reason why a filled `cache` cannot be copied into a `RaggedCache` of layers of `kinds`; None if it can."""
     # A cache made without a configuration has no layers after the last one with keys.
-    storing = [(layer, kind) for layer, kind in zip(cache.layers, kinds, strict=False) if kind != Empty()]
+    storing = [(layer, kind) for layer, kind in zip(cache.layers, kinds, strict=False) if not kind.is_empty]
     others = sorted({type(layer).__name__ for layer, kind in storing if type(layer) not in kind.sources})
     if others:
         return f"the call continues a cache with layers of type {', '.join(others)}"
@@ -215,7 +214,7 @@ class FinishedCall:
         one, and if the target would forget what the cache holds all that follow this.
         """
         together = width
-        if held and forgets_states(self.model):
+        if held and any(part.forgets_states(self.model) for part in parts(self.model)):
             together = held
         elif self.bounds_steps:
             together = min(max(held, self.prompts.width), width)

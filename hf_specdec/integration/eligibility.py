@@ -18,7 +18,6 @@ from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.layer_choice import DTYPES
 from ..patching.layer_kinds import Texts, Use, first_reason
 from ..patching.mask_rules import why_not_kept
-from ..patching.running_layer import forgets_states
 from ..patching.support import (
     cache_layers,
     cache_windows,
@@ -123,7 +122,7 @@ def _why_not_call(
         obstacle = why_not_readable(cache, cache_layers(model))
         if obstacle is not None:
             return obstacle
-        if prompts.width - prompts.cached > 1 and forgets_states(model):
+        if prompts.width - prompts.cached > 1 and any(part.forgets_states(model) for part in parts(model)):
             return (
                 f"the call continues a cache with {prompts.width - prompts.cached} tokens at once, for which layers of "
                 f"{type(model).__name__} begin without the states that it holds (so does plain generate())"

@@ -144,6 +144,7 @@ class Empty(LayerKind):
 
     layer_types = frozenset(LAYER_TYPES["empty"])
     obstacles = {}
+    is_empty = True
     layer_class = RaggedLayer  # which nothing is written to
 
     @classmethod

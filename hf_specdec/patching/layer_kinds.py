@@ -92,6 +92,11 @@ class PlugIn:
         return None
 
     @classmethod
+    def forgets_states(cls, model: PreTrainedModel) -> bool:
+        """Whether layers of `model`, which is not patched, begin without a state in passes over several tokens."""
+        return False
+
+    @classmethod
     def longest_with_drafts(cls, model: PreTrainedModel, length: int) -> int | None:
         """Up to which length drafts after `length` tokens are run together as each would be alone; None for any."""
         return None
@@ -197,6 +202,7 @@ class LayerKind(PlugIn):
             subclass may store things in another form.
         is_written: whether layers of transformers' caches take what it holds; else the model fills them.
         obstacles: reasons why a `Use` is not allowed; each follows "it has".
+        is_empty: whether it stores nothing.
         stores_keys: whether it stores keys and values.
         keeps_states: whether it keeps states of one position of each row, from which no token can be removed.
         is_by_slot: whether all of what it stores is stored by slot.
@@ -208,6 +214,7 @@ class LayerKind(PlugIn):
     sources: ClassVar[tuple[type, ...]] = ()
     is_written: ClassVar[bool] = True
     obstacles: ClassVar[Mapping[Use, str]] = dict.fromkeys(Use, "layers whose kind does not say that it allows this")
+    is_empty: ClassVar[bool] = False
     stores_keys: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
     is_by_slot: ClassVar[bool] = True

@@ -47,7 +47,7 @@ from .recurrent_layers import (
     RecurrentLayer,
     RecurrentState,
 )
-from .running_layer import next_state, running_layer_forwards
+from .running_layer import is_stateless, next_state, running_layer_forwards
 from .signature import files_of
 from .state_forms import StateForm
 
@@ -368,6 +368,10 @@ class Recurrent(LayerKind):
     @property
     def layer_class(self) -> type[LayerMemory]:
         return KeyedRecurrentLayer if self.stores_keys else RecurrentLayer
+
+    @classmethod
+    def forgets_states(cls, model: PreTrainedModel) -> bool:
+        return any(is_stateless(type(module)) for module in modules_of(model))
 
     @classmethod
     def why_not_hosted(cls, model: PreTrainedModel) -> str | None:
