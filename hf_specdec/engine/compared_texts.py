@@ -178,16 +178,17 @@ def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str
         model: the target.
         is_padded: whether the row is padded in the batch.
     """
-    return outcome_of(
-        model, ("separate rows", is_padded), lambda: _compare_rows(without_hooks(model), is_padded), references=False
-    )
 
+    def find() -> str | None:
+        checked = without_hooks(model)
+        batch, first, last = plain_texts(checked, NUM_NEW_TOKENS["stock"], *few_tokens(checked, is_padded))
+        is_exact = is_exact_arithmetic(checked, batch.logits)
+        difference = difference_of(last, batch.row(len(batch.tokens) - 1), is_exact)
+        if difference <= limit_of(first, batch, is_exact):
+            return None
+        alone = (
+            "the padding of a row changes its logits" if is_padded else "a row has other logits in a batch than alone"
+        )
+        return f"{alone} in plain generate(), of a few tokens by {difference:.2g}"
 
-def _compare_rows(model: PreTrainedModel, is_padded: bool) -> str | None:
-    batch, first, last = plain_texts(model, NUM_NEW_TOKENS["stock"], *few_tokens(model, is_padded))
-    is_exact = is_exact_arithmetic(model, batch.logits)
-    difference = difference_of(last, batch.row(len(batch.tokens) - 1), is_exact)
-    if difference <= limit_of(first, batch, is_exact):
-        return None
-    what = "the padding of a row changes its logits" if is_padded else "a row has other logits in a batch than alone"
-    return f"{what} in plain generate(), of a few tokens by {difference:.2g}"
+    return outcome_of(model, ("separate rows", is_padded), find, references=False)

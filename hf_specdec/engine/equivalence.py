@@ -15,13 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..config import DrafterConfig
 from ..drafters.base import Drafter
@@ -125,12 +119,7 @@ class ScriptedDrafter(Drafter):
 
 
 def _generate(
-    model: PreTrainedModel,
-    inputs: Inputs,
-    count: int,
-    drafter: Drafter,
-    engine: str,
-    by_target: bool = False,
+    model: PreTrainedModel, inputs: Inputs, count: int, drafter: Drafter, engine: str, by_target: bool = False
 ) -> Generated:
     """`generate_greedily` on an engine, which gets what `generate()` prepares; prompts are run by the target itself
     if `by_target`, see `first_pass`.
@@ -153,13 +142,12 @@ def _run(
 ) -> GenerateOutput:
     """A decoding method of `generate()`: the drafter on an engine, without the checks of a call of a user."""
     mask = model_kwargs.get("attention_mask")
+    mask = None if mask is None else mask.cpu()
     cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     request = Request(
         model=model,
         drafter=drafter,
-        prompts=read_prompts(
-            input_ids.long(), None if mask is None else mask.cpu(), mask_length(generation_config), cache
-        ),
+        prompts=read_prompts(input_ids.long(), mask, mask_length(generation_config), cache),
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,

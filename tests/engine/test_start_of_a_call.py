@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter
+from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import signature
 from hf_specdec.patching.key_layers import attention_layers
@@ -117,6 +118,14 @@ def test_settings_are_read_anew_outside(target):
         setattr(config, name, kept)
     config.rope_parameters["rope_theta"] += 1  # in place
     assert signature_of(target).kind != before
+
+
+def test_what_a_check_looks_at_is_not_kept_for_the_call(target, monkeypatch):
+    """Its drafters have buffers of their own."""
+    monkeypatch.setattr(signature, "_facts", {})
+    with looked_at_once():
+        assert why_not_equivalent(target, "static") is None
+        assert list(signature._thread.signatures) == [target]
 
 
 @pytest.fixture
