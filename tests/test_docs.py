@@ -57,3 +57,9 @@ def test_chart_shows_its_figures():
     draw = runpy.run_path(str(figures / "rounds.py"))["draw"]
     drawn = draw(json.loads((figures / "rounds.json").read_text(encoding="utf-8")))
     assert (figures / "rounds.svg").read_text(encoding="utf-8") == drawn
+
+
+def test_table_of_families():
+    from hf_specdec.drafters.registry import families_table
+
+    assert families_table() in (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")

@@ -62,13 +62,13 @@ class Checkpoint:
         folder: that holds the files: the one given, or the Hub cache's snapshot of one commit.
         config: content of `config.json`.
         tensors: the selected tensors of the weight files, by their names in the files, without the scales of quantised
-            ones, which are read with these.
+            ones, which are read with these. None for a drafter that is to have random weights.
     """
 
     name: str
     folder: Path
     config: dict[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor] | None
 
     def read(self, name: str) -> torch.Tensor:
         """Load the one tensor called `name` in the files, dequantised if it is quantised."""
@@ -87,7 +87,7 @@ class Checkpoint:
         return found
 
     def config_errors(self) -> AbstractContextManager[None]:
-        """Context for code that depends on the values in `config`; see `config_errors`."""
+        """See the function `config_errors`."""
         return config_errors(self.name)
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
@@ -172,15 +172,14 @@ def quiet_loading() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-# Selects the names of the tensors to read, given config.json and the names of all tensors.
-Selection = Callable[[Mapping[str, Any], Collection[str]], Collection[str]]
-
+# Selects the names of the tensors to read, given a checkpoint's name, config.json and the names of all tensors.
+Selection = Callable[[str, Mapping[str, Any], Collection[str]], Collection[str]]
 
 # Raises an error for a checkpoint that is not supported, given its name and config.json.
 Refuse = Callable[[str, Mapping[str, Any]], None]
 
 
-def all_tensors(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
+def all_tensors(name: str, config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
     """The `Selection` of every tensor."""
     return names
 
@@ -223,7 +222,7 @@ def open_checkpoint(
 
     def selected(names: Collection[str]) -> Collection[str]:
         with config_errors(name):
-            return select(config, names)
+            return select(name, config, names)
 
     try:
         files = _fetch_weights(name, repo, subfolder, commit or revision, selected, hub)

@@ -42,33 +42,21 @@ class MtpLayout(NamedTuple):
         where: where the modules are, for messages.
         pattern: of the names; group `index` is a module's number and `part` the name inside the module. A tensor
             without an index is shared by all modules.
-        example: format string with `{index}`: the name of a tensor that every module has.
         is_appended: whether modules are numbered as layers after the target's last.
     """
 
     where: str
     pattern: re.Pattern[str]
-    example: str
     is_appended: bool = False
 
 
 APPENDED = MtpLayout(
     "layers after the last of num_hidden_layers",
     re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?:transformer\.)?(?P<part>.+)"),
-    "model.layers.{index}.eh_proj.weight",
     is_appended=True,
 )
-MTP_LAYERS = MtpLayout(
-    "mtp_layers",
-    re.compile(r"(?:model\.)?mtp_layers\.(?P<index>\d+)\.(?P<part>.+)"),
-    "model.mtp_layers.{index}.input_proj.weight",
-)
-QWEN = MtpLayout(
-    "mtp",
-    re.compile(r"mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<part>.+)"),
-    "mtp.layers.{index}.input_layernorm.weight",
-)
-
+MTP_LAYERS = MtpLayout("mtp_layers", re.compile(r"(?:model\.)?mtp_layers\.(?P<index>\d+)\.(?P<part>.+)"))
+QWEN = MtpLayout("mtp", re.compile(r"mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<part>.+)"))
 
 # Name of one expert's tensor, where experts are not stacked in one tensor.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(.+)$")
@@ -227,34 +215,18 @@ class ModuleTensor(NamedTuple):
         return name if name in ("lm_head", "embed_tokens") else None
 
 
-def own_copies(family: MtpFamily, overrides: Mapping[str, Any]) -> set[str]:
-    """Which of `"lm_head"` and `"embed_tokens"` each module has of its own, instead of the target's.
-
-    Args:
-        family: of the modules; decides on the head where `overrides` do not.
-        overrides: see `Overrides`; `share_head` and `share_embedding` are used.
-    """
-    share_head, share_embedding = overrides.get("share_head"), overrides.get("share_embedding")
-    own_head = family.own_head if share_head is None else not share_head
-    return {name for name, own in (("lm_head", own_head), ("embed_tokens", share_embedding is False)) if own}
+def own_copies(family: MtpFamily, given: Mapping[str, Any]) -> set[str]:
+    """Which of `"lm_head"` and `"embed_tokens"` each module has of its own: by the `Overrides` given, or its family."""
+    own_head = not given["share_head"] if "share_head" in given else family.own_head
+    own = {"lm_head": own_head, "embed_tokens": given.get("share_embedding") is False}
+    return {name for name, is_own in own.items() if is_own}
 
 
-def needed_tensors(
-    config: Mapping[str, Any], names: Collection[str], overrides: Mapping[str, Any]
-) -> list[ModuleTensor]:
-    """`module_tensors` without copies in whose place the target's tensors are used."""
-    family = find_family(config)
-    if family is None:
-        return []
-    used = {None} | own_copies(family, overrides)
-    return [tensor for tensor in module_tensors(config, names) if tensor.copied_from in used]
-
-
-def implied_names(config: Mapping[str, Any]) -> list[str]:
-    """The name of one tensor of each module that config.json, of a supported family, states."""
-    layout, (_, count) = find_family(config).layout, stated_count(config) or (None, 1)
-    first = text_settings(config)["num_hidden_layers"] if layout.is_appended else 0
-    return [layout.example.format(index=first + index) for index in range(count)]
+def needed_tensors(config: Mapping[str, Any], names: Collection[str], given: Mapping[str, Any]) -> list[ModuleTensor]:
+    """`module_tensors` without copies in whose place the target's tensors are used; see `own_copies`."""
+    found = module_tensors(config, names)
+    used = {None} | own_copies(find_family(config), given) if found else ()
+    return [tensor for tensor in found if tensor.copied_from in used]
 
 
 def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[ModuleTensor]:

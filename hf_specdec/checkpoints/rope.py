@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import DEFAULT_ROPE_THETA
-from .decisions import Decisions
 from .dialects import SPECULATORS
+from .interpretation import Decisions
 
 
 def rope_by_layer_type(rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.tensors import check_tensors, rename
+from ..checkpoints.tensors import KEY_MAPPING, check_tensors, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.cache import LayerKind
@@ -22,10 +22,12 @@ from .shared_weights import SharedWeight
 
 logger = logging.getLogger(__name__)
 
+# How many passes a round makes, and the weights that it reads, each with how often.
+Reads = tuple[int, list[tuple[int, Iterable[torch.Tensor]]]]
+
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
 ALL = "all"
-# Of `Drafter.compile_rounds`.
 # The fewest tokens that drafting attends to: more than a round reads again or drafts.
 LEAST_WINDOW = 64
 
@@ -58,6 +60,8 @@ class Drafter(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
+    # Patterns in the names of published tensors, and what takes their place in the names of the drafter's own.
+    key_mapping = KEY_MAPPING
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
     # Whether its calls are not a user's but check that an engine is equivalent to transformers on the target.
@@ -93,7 +97,7 @@ class Drafter(PreTrainedModel):
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
-        self.compile_rounds: bool | str = True
+        self.compile_rounds: bool = True
         self.batch_invariant = False
         self.draft_window_size: int | None = None
 
@@ -160,6 +164,19 @@ class Drafter(PreTrainedModel):
         return [self]
 
     @property
+    def attention_config(self) -> PreTrainedConfig | None:
+        """Sizes and layer types of the layers whose keys and values each pass of a round reads; None for none."""
+        return None
+
+    def round_reads(self, num_draft_tokens: int) -> Reads | None:
+        """How many passes a round of so many drafts makes, and the weights that it reads, each with how often.
+
+        `hf-specdec bench` compares them with a GPU's bandwidth. Embeddings do not count, since few rows of them are
+        read. None if they are not known.
+        """
+        return None
+
+    @property
     def is_bound(self) -> bool:
         """Whether the drafter was bound to a target."""
         return self._target_config is not None
@@ -180,13 +197,12 @@ class Drafter(PreTrainedModel):
         Args:
             checkpoint: one that passed `check_checkpoint`.
             config: its configuration in normal form.
-            options: `dtype`, `device_map`, `use_safetensors` of `PreTrainedModel.from_pretrained`.
+            options: `dtype`, `device_map` of `PreTrainedModel.from_pretrained`.
 
         Raises:
             ValueError: expected every weight to be loaded, and every tensor of the files to be used.
         """
-        options.pop("use_safetensors", None)
-        state = {rename(name): tensor for name, tensor in checkpoint.read_all().items()}
+        state = {rename(name, cls.key_mapping): tensor for name, tensor in checkpoint.read_all().items()}
         with quiet_loading():
             drafter, info = cls.from_pretrained(
                 None, config=config, state_dict=state, output_loading_info=True, **options
@@ -200,7 +216,7 @@ class Drafter(PreTrainedModel):
         draft_probs: bool | str | None = None,
         engine: str | None = None,
         verification: str | None = None,
-        compile_rounds: bool | str | None = None,
+        compile_rounds: bool | None = None,
         batch_invariant: bool | None = None,
         draft_window_size: int | str | None = None,
     ) -> Drafter:
@@ -231,26 +247,19 @@ class Drafter(PreTrainedModel):
         """
         if num_assistant_tokens is not None:
             self.num_assistant_tokens = num_assistant_tokens
-        if draft_probs is not None:
-            if draft_probs not in (True, False, "auto"):
-                raise ValueError(f'draft_probs is {draft_probs!r}; expected True, False or "auto".')
-            self.draft_probs = draft_probs
-        if engine is not None:
-            if engine not in ENGINES:
-                raise ValueError(f"engine is {engine!r}; expected one of {', '.join(map(repr, ENGINES))}.")
-            self.engine = engine
-        if verification is not None:
-            if verification not in VERIFICATIONS:
-                raise ValueError(f'verification is {verification!r}; expected "token" or "block".')
-            self.verification = verification
-        if compile_rounds is not None:
-            if not isinstance(compile_rounds, bool):
-                raise ValueError(f"compile_rounds is {compile_rounds!r}; expected True or False.")
-            self.compile_rounds = compile_rounds
-        if batch_invariant is not None:
-            if not isinstance(batch_invariant, bool):
-                raise ValueError(f"batch_invariant is {batch_invariant!r}; expected True or False.")
-            self.batch_invariant = batch_invariant
+        for name, value, allowed in (
+            ("draft_probs", draft_probs, (True, False, AUTO)),
+            ("engine", engine, ENGINES),
+            ("verification", verification, VERIFICATIONS),
+            ("compile_rounds", compile_rounds, (True, False)),
+            ("batch_invariant", batch_invariant, (True, False)),
+        ):
+            if value is None:
+                continue
+            if not any(type(value) is type(one) and value == one for one in allowed):
+                *others, last = [f'"{one}"' if isinstance(one, str) else str(one) for one in allowed]
+                raise ValueError(f"{name} is {value!r}; expected {', '.join(others)} or {last}.")
+            setattr(self, name, value)
         if draft_window_size is not None:
             self.draft_window_size = self._checked_window(draft_window_size)
         return self

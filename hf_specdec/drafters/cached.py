@@ -90,6 +90,10 @@ class CachedDrafter(Drafter):
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
         return max(num_draft_tokens - 1, 0) if self.config.parallel_drafting else 0
 
+    def num_passes(self, num_draft_tokens: int) -> int:
+        """Passes of the layers in a round of `num_draft_tokens`."""
+        return num_draft_tokens - self.num_masks(num_draft_tokens)
+
     def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
         """Position ids `[B, n]` int64 of `slots`."""
         return state.position_ids(slots) if self.follows_target_positions else state.text_positions(slots)

@@ -16,12 +16,10 @@ from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import cached_attend
 from ..state import DecodeState
 from .draft_layers import DraftLayersDrafter
-from .layers import Attend, BlockDecoderLayer, rotary_embedding
+from .layers import Attend, BlockDecoderLayer
 from .none import no_drafts
-from .registry import register_drafter
 
 
-@register_drafter
 class DFlashDrafter(DraftLayersDrafter):
     """DFlash drafter.
 
@@ -45,20 +43,11 @@ class DFlashDrafter(DraftLayersDrafter):
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
         width = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.fc = nn.Linear(config.aux_hidden_size, width, bias=config.fc_bias)
         self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList([BlockDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
-        self.rotary_emb = rotary_embedding(config)
-        # Token t of the draft vocabulary is token t + d2t[t] of the target's.
-        if config.draft_vocab_size < config.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        else:
-            self.d2t = None
-        self._layer_ids = config.aux_hidden_state_layer_ids
-        self.post_init()
+        self._add_head()
 
     def configure(self, num_assistant_tokens: int | str | None = None, *settings: Any, **others: Any) -> DFlashDrafter:
         """See `Drafter.configure`; K is at most `config.depth`."""
@@ -82,6 +71,9 @@ class DFlashDrafter(DraftLayersDrafter):
     def num_masks(self, num_draft_tokens: int) -> int:
         """Tokens of the block, which follow the context in the first pass of a round; the first one is the anchor."""
         return num_draft_tokens if self.config.anchor_first else num_draft_tokens + 1
+
+    def num_passes(self, num_draft_tokens: int) -> int:
+        return 1
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         embeds = super().embed(tokens)

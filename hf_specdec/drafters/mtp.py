@@ -29,9 +29,8 @@ from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .cached import CachedDrafter, DraftMemory
 from .mtp_layers import MtpFrame, build_decoder
 from .none import no_drafts
-from .registry import register_drafter
 from .shared_weights import SharedWeight, embed, score
-from .target_checks import check_sizes, generating_model
+from .target_checks import generating_model
 
 
 @dataclass
@@ -82,7 +81,6 @@ class MtpMemory(DraftMemory):
         self.hidden.copy_(all_hidden.gather(1, columns[..., None].expand(-1, -1, all_hidden.shape[2])))
 
 
-@register_drafter
 class MtpDrafter(CachedDrafter):
     """MTP modules of a target.
 
@@ -141,7 +139,6 @@ class MtpDrafter(CachedDrafter):
     def load_checkpoint(cls, checkpoint: Checkpoint, config: MtpConfig, **options: Any) -> MtpDrafter:
         if _is_normal_form(checkpoint):
             return super().load_checkpoint(checkpoint, config, **options)
-        options.pop("use_safetensors", None)
         drafter, info = cls._load(checkpoint, config, checkpoint.read_all(), **options)
         checkpoint.check_loaded(info)
         return drafter
@@ -189,7 +186,7 @@ class MtpDrafter(CachedDrafter):
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         target = generating_model(target)
-        check_sizes(config.hidden_size, config.vocab_size, target.config, name)
+        config.check_fit(target.config, 0, name)
         shared = {}
         if not config.own_embedding:
             shared["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)

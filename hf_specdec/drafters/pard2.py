@@ -8,35 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..checkpoints.checkpoint import PROJECTION_FILE, Checkpoint
 from ..config import Pard2Config
 from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
 from ..state import DecodeState
+from .base import Reads
 from .draft_model import DraftModelDrafter
-from .registry import register_drafter
 
 
-def check_hidden_states(config: Pard2Config, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
-    """Check that a drafter called `name` can read the hidden states of a target with `num_layers` layers.
-
-    Returns:
-        the indices of those that it reads, 0 to `num_layers`, in the order in which it reads them.
-
-    Raises:
-        ValueError: expected a target of the hidden size and layers that the drafter was made for.
-    """
-    width, target_name = target.get_text_config().hidden_size, target.name_or_path or target.model_type
-    if width != config.target_hidden_size:
-        raise ValueError(
-            f"{name} was made for a target with hidden_size {config.target_hidden_size}, but {target_name} has "
-            f"hidden_size {width}: it is a drafter for another model."
-        )
-    return config.layer_ids(num_layers, name)
-
-
-@register_drafter
 class Pard2Drafter(DraftModelDrafter):
     """PARD-2 drafter: a causal language model with mask tokens, which reads tokens and hidden states of the target.
 
@@ -90,6 +71,10 @@ class Pard2Drafter(DraftModelDrafter):
     def aux_hidden_state_layer_ids(self) -> list[int]:
         return list(self._layer_ids)
 
+    def round_reads(self, num_draft_tokens: int) -> Reads:
+        passes, reads = super().round_reads(num_draft_tokens)
+        return passes, [*reads, (1, self.target_proj.parameters())]
+
     @property
     def reads_last_hidden_state(self) -> bool:
         return self._reads_last
@@ -97,7 +82,7 @@ class Pard2Drafter(DraftModelDrafter):
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
         num_layers = len(decoder_layers(target))
-        ids = check_hidden_states(config, target.config, num_layers, name)
+        ids = config.check_fit(target.config, num_layers, name)
         ascending = sorted(ids)
         layer_ids, reads_last = [one for one in ascending if one < num_layers], num_layers in ids
         check_aux_hidden_states(target, layer_ids, reads_last, config.target_hidden_size, name)
