@@ -27,13 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class NormalizedCheckpoint(NamedTuple):
-    """The drafter class of a checkpoint, and its configuration in normal form.
-
-    Attributes:
-        family: class that runs it.
-        config: its configuration in normal form.
-        decisions: how properties that the checkpoint leaves open were decided; only the caller's overrides for a
-            checkpoint that is in normal form.
+    """The class that runs a checkpoint, its configuration in normal form, and how what it leaves open was decided; for
+    a checkpoint that is in normal form only the caller's overrides.
     """
 
     family: type[Drafter]
@@ -49,11 +44,6 @@ def read_checkpoint(
     checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Overrides | None = None
 ) -> NormalizedCheckpoint:
     """Detect the family of a checkpoint, bring its configuration into normal form, and check its tensors against that.
-
-    Args:
-        checkpoint: as published.
-        target: the target's configuration, if there is a target.
-        overrides: how the caller wants it to be interpreted.
 
     Raises:
         ValueError: expected a supported family and dialect, and a config.json that agrees with itself and the tensors.
@@ -138,9 +128,8 @@ class AutoDrafter:
                 only their tensors are read, and only the shards that hold them are fetched.
             target: the model whose generation is to be accelerated.
             num_assistant_tokens: draft tokens a round (K), or `"auto"`; the checkpoint's own if None.
-            draft_probs, engine, verification: see `Drafter.configure`.
-            compile: `compile_rounds` of `Drafter.configure`.
-            batch_invariant, draft_window_size: see `Drafter.configure`.
+            draft_probs, engine, verification, batch_invariant, draft_window_size: see `Drafter.configure`; so does
+                `compile`, its `compile_rounds`.
             dtype: the target's if None.
             device_map: the device of the target's last layer if None.
             revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the
@@ -163,7 +152,11 @@ class AutoDrafter:
             ValueError: expected a supported and undamaged drafter that was made for the target.
             TypeError: expected the keywords above, and a model as target.
         """
-        hub, overrides = _split_keywords(keywords)
+        unknown = sorted(keywords.keys() - CheckpointKeywords.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
+        hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
+        overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
         if not isinstance(target, nn.Module):
             raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
         if not hasattr(target, "config"):
@@ -173,12 +166,11 @@ class AutoDrafter:
             )
         checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
         found = read_checkpoint(checkpoint, target.config, overrides)
-        drafter = found.family.load_checkpoint(
-            checkpoint,
-            found.config,
-            dtype=target.dtype if dtype is None else dtype,
-            device_map=_device_map_of(target) if device_map is None else device_map,
-        )
+        device = device_of_last_layer(target)
+        if device_map is None and device.type != "cpu":
+            device_map = {"": device}
+        dtype = target.dtype if dtype is None else dtype
+        drafter = found.family.load_checkpoint(checkpoint, found.config, dtype=dtype, device_map=device_map)
         drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
         share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
         drafter.bind(target)
@@ -187,25 +179,6 @@ class AutoDrafter:
         )
         _log(checkpoint.name, found)
         return drafter.eval()
-
-
-def _split_keywords(keywords: CheckpointKeywords) -> tuple[HubOptions, Overrides]:
-    """Split the keywords of `from_pretrained` into those about the Hub and those about the interpretation.
-
-    Raises:
-        TypeError: expected keywords of `CheckpointKeywords` only.
-    """
-    unknown = sorted(keywords.keys() - CheckpointKeywords.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
-    hub: HubOptions = {name: keywords[name] for name in HubOptions.__annotations__ if name in keywords}
-    overrides: Overrides = {name: keywords[name] for name in Overrides.__annotations__ if name in keywords}
-    return hub, overrides
-
-
-def _device_map_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
-    device = device_of_last_layer(target)
-    return None if device.type == "cpu" else {"": device}
 
 
 def share_with_target(

@@ -49,15 +49,8 @@ def speculators_type(config: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Published:
-    """What the family of a published checkpoint is told by.
-
-    Attributes:
-        name: of the checkpoint.
-        config: content of its config.json.
-        tensors: names of its tensors, as far as they are known.
-        target: the target's text configuration, if there is a target. A language model with MTP modules is a draft
-            model for any target but the one that the modules belong to.
-        given: those of the `Overrides` that are not None.
+    """What the family of a published checkpoint is told by: config.json, the names of its tensors as far as they are
+    known, the target's text configuration if there is a target, and those of the `Overrides` that are not None.
     """
 
     name: str

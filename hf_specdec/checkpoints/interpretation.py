@@ -34,11 +34,7 @@ def without_none(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_rope_overrides(overrides: Mapping[str, Any]) -> None:
-    """Check `rope_parameters` and `rope_theta` of `overrides`.
-
-    Raises:
-        ValueError: expected the complete `rope_parameters`, and at most one of the two keywords.
-    """
+    """Raise `ValueError` unless `rope_parameters` are complete, and given without `rope_theta`."""
     rope = overrides.get("rope_parameters")
     if rope is None:
         return
@@ -56,9 +52,7 @@ class Decision:
     """One property that a checkpoint leaves open, and how it was decided.
 
     Attributes:
-        name: of the property; a keyword of `AutoDrafter.from_pretrained` where there is one.
-        value: the outcome.
-        rule: the reason.
+        name: a keyword of `AutoDrafter.from_pretrained` where there is one.
         doubtful: whether published checkpoints are known for which the rule would be wrong.
     """
 
@@ -72,11 +66,7 @@ class Decision:
 
 
 class Decisions:
-    """The decisions made while one checkpoint is read, in order.
-
-    Args:
-        given: those of the `Overrides` that are not None.
-    """
+    """The decisions made while one checkpoint is read, in order; `given` are those of the `Overrides` not None."""
 
     def __init__(self, given: Mapping[str, Any]):
         self.given = given

@@ -66,13 +66,8 @@ _MODULE_NAME = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 
 class MtpFamily(NamedTuple):
-    """How a family publishes and runs its modules.
-
-    Attributes:
-        title: the family's name.
-        layout: names of its tensors.
-        block: transformers' model type of the decoder layers.
-        hidden_first, norm_offset, norm_output, own_head: fields of `MtpConfig`.
+    """How a family publishes and runs its modules: `block` is transformers' model type of the decoder layers, the last
+    four are fields of `MtpConfig`.
     """
 
     title: str
@@ -187,13 +182,7 @@ def find_family(config: Mapping[str, Any]) -> MtpFamily | None:
 
 
 class ModuleTensor(NamedTuple):
-    """A tensor of an MTP module.
-
-    Attributes:
-        published: its name in the files.
-        index: of the module, from 0; None for a tensor that all modules share.
-        part: its name within the module, as published.
-    """
+    """A tensor of module `index`, from 0, None if all modules share it: its name in the files and within the module."""
 
     published: str
     index: int | None

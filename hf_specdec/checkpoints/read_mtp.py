@@ -28,15 +28,9 @@ SINGLE_MODULE_DEPTH = 3
 
 
 def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> MtpConfig:
-    """Read the MTP modules of a checkpoint of any supported family.
+    """Read the MTP modules of a target's checkpoint, or one published on its own, of any supported family.
 
-    Args:
-        checkpoint: of a target, or of a module published on its own.
-        target: the target's text configuration, if there is a target. `bind` checks whether it fits.
-        decisions: see `LayersReader.read`.
-
-    Raises:
-        ValueError: expected a config.json that agrees with itself and the tensors.
+    Arguments and errors as of `LayersReader.read`; `bind` checks whether the target fits.
     """
     config, decide = checkpoint.config, decisions.decide
     family, num_modules = find_family(config), _count_modules(checkpoint)

@@ -104,7 +104,8 @@ def _is_ignored(name: str, config: DrafterConfig) -> bool:
 
 def _check_draft_vocabulary(checkpoint: Checkpoint, config: DrafterConfig) -> None:
     """`d2t` holds offsets: token t of the draft vocabulary is token t + d2t[t] of the target's."""
-    table = next(checkpoint.read(name) for name in checkpoint.tensors if rename(name) == "d2t").to(torch.int64)
+    (name,) = (name for name in checkpoint.tensors if rename(name) == "d2t")
+    table = checkpoint.only([name]).read()[name].to(torch.int64)
     own = torch.arange(len(table))
     if config.draft_vocab_size == config.vocab_size:
         if bool(table.any()) and not torch.equal(table, own):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,19 @@ class Drafter(PreTrainedModel):
     key_mapping = KEY_MAPPING
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
+    # The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number.
+    most_draft_tokens: int | None = None
+    # Whether it reads the target's last hidden state, after the final norm, instead of auxiliary ones.
+    reads_last_hidden_state = False
+    # Whether it reads keys and values of the target, which the static engine alone has in slots.
+    reads_target_cache = False
+    # Whether it reads the target's embeddings of images in prompts, from `DecodeState.records`; else tokens only. As in
+    # vLLM, where MTP modules get an image's embeddings, and EAGLE-3 drafters the token that stands for it.
+    reads_embeddings = False
+    # Whether `prefill` may be called with prompts of several rows packed in one, see `as_one_row`.
+    packs_prompts = False
+    # Sizes and layer types of the layers whose keys and values each pass of a round reads; None for none.
+    attention_config: PreTrainedConfig | None = None
     # Whether its calls are not a user's but check that an engine is equivalent to transformers on the target.
     is_equivalence_check = False
     # Whether such calls let the target itself run the prompts, see `engine.first_pass`.
@@ -119,10 +132,7 @@ class Drafter(PreTrainedModel):
 
     @num_assistant_tokens.setter
     def num_assistant_tokens(self, value: int | str) -> None:
-        value = check_num_or_auto(value)
-        if value == AUTO and not self.varies_num_draft_tokens:
-            raise ValueError(self._why_not_auto())
-        self._asked_num_assistant_tokens = value
+        self._asked_num_assistant_tokens = self.num_draft_tokens(value)
 
     @property
     def num_own_draft_tokens(self) -> int:
@@ -131,32 +141,9 @@ class Drafter(PreTrainedModel):
         return self.config.num_assistant_tokens if asked in (None, AUTO) else asked
 
     @property
-    def most_draft_tokens(self) -> int | None:
-        """The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number."""
-        return None
-
-    @property
     def aux_hidden_state_layer_ids(self) -> list[int]:
         """Layer ids of the auxiliary hidden states that the drafter reads (see `AuxHiddenStateRecorder`), ascending."""
         return []
-
-    @property
-    def reads_last_hidden_state(self) -> bool:
-        """Whether the drafter reads the target's last hidden state, after the final norm, instead of auxiliary ones."""
-        return False
-
-    @property
-    def reads_target_cache(self) -> bool:
-        """Whether the drafter reads keys and values of the target, which the static engine alone has in slots."""
-        return False
-
-    @property
-    def reads_embeddings(self) -> bool:
-        """Whether it reads the target's embeddings of images in prompts, from `DecodeState.records`; else tokens only.
-
-        As in vLLM, where MTP modules get an image's embeddings, and EAGLE-3 drafters the token that stands for it.
-        """
-        return False
 
     @property
     def sharing_modules(self) -> list[nn.Module]:
@@ -164,9 +151,9 @@ class Drafter(PreTrainedModel):
         return [self]
 
     @property
-    def attention_config(self) -> PreTrainedConfig | None:
-        """Sizes and layer types of the layers whose keys and values each pass of a round reads; None for none."""
-        return None
+    def title(self) -> str:
+        """The drafter in messages."""
+        return f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
 
     def round_reads(self, num_draft_tokens: int) -> Reads | None:
         """How many passes a round of so many drafts makes, and the weights that it reads, each with how often.
@@ -191,18 +178,34 @@ class Drafter(PreTrainedModel):
         check_tensors(checkpoint, cls, config)
 
     @classmethod
-    def load_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig, **options: Any) -> Drafter:
+    def tensor_names(cls, checkpoint: Checkpoint, config: DrafterConfig) -> dict[str, str]:
+        """For each of the drafter's tensors that the files hold, its name there."""
+        return {rename(name, cls.key_mapping): name for name in checkpoint.tensors}
+
+    @classmethod
+    def load_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        config: DrafterConfig,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        **options: Any,
+    ) -> Drafter:
         """A drafter with the checkpoint's weights.
 
         Args:
             checkpoint: one that passed `check_checkpoint`.
             config: its configuration in normal form.
+            weights: tensors by their names in the files; those of the files if None.
             options: `dtype`, `device_map` of `PreTrainedModel.from_pretrained`.
 
         Raises:
             ValueError: expected every weight to be loaded, and every tensor of the files to be used.
         """
-        state = {rename(name, cls.key_mapping): tensor for name, tensor in checkpoint.read_all().items()}
+        weights, state, used = checkpoint.read() if weights is None else weights, {}, set()
+        for name, published in cls.tensor_names(checkpoint, config).items():
+            # Tensors that are saved must not share memory.
+            state[name] = weights[published].clone() if published in used else weights[published]
+            used.add(published)
         with quiet_loading():
             drafter, info = cls.from_pretrained(
                 None, config=config, state_dict=state, output_loading_info=True, **options
@@ -300,14 +303,11 @@ class Drafter(PreTrainedModel):
             return AUTO if is_free else self.num_assistant_tokens
         requested = check_num_or_auto(requested)
         if requested == AUTO and not self.varies_num_draft_tokens:
-            raise ValueError(self._why_not_auto())
+            raise ValueError(
+                f'num_assistant_tokens is "auto", but {type(self).__name__} drafts the same number of tokens in all '
+                "rounds of a call; expected a number, or a family that sets varies_num_draft_tokens."
+            )
         return requested
-
-    def _why_not_auto(self) -> str:
-        return (
-            f'num_assistant_tokens is "auto", but {type(self).__name__} drafts the same number of tokens in all rounds '
-            "of a call; expected a number, or a family that sets varies_num_draft_tokens."
-        )
 
     def bind(self, target: PreTrainedModel) -> None:
         """Bind the drafter to `target`: check that it fits, share the target's embedding and head where it has none.
@@ -412,11 +412,6 @@ class Drafter(PreTrainedModel):
         largest K. What is kept at a slot may depend on later tokens; hidden states of the last ones are needed after a
         prefill. None if nothing can be reused."""
         return 1 if type(self).new_memory is Drafter.new_memory else None
-
-    @property
-    def packs_prompts(self) -> bool:
-        """Whether `prefill` may be called with prompts of several rows packed in one, see `as_one_row`."""
-        return False
 
     def as_one_row(self, memory: Any, batch: int) -> Any:
         """`memory` of `batch` rows as that of `DecodeState.as_one_row`; called with `packs_prompts` only."""

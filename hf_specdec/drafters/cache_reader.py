@@ -95,6 +95,9 @@ class CacheReaderDrafter(CachedDrafter):
     """
 
     config_class = CacheReaderConfig
+    num_cached_layers = 0
+    reads_last_hidden_state = True
+    reads_target_cache = True
 
     def __init__(self, config: CacheReaderConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
@@ -125,23 +128,11 @@ class CacheReaderDrafter(CachedDrafter):
         with sharing_all_layers(config.model_config):
             return cls(config, load_language_model(checkpoint, config, **options))
 
-    @property
-    def num_cached_layers(self) -> int:
-        return 0
-
-    @property
-    def reads_last_hidden_state(self) -> bool:
-        return True
-
-    @property
-    def reads_target_cache(self) -> bool:
-        return True
-
     @torch.inference_mode(False)  # it keeps tensors that it creates
     @torch.no_grad()
     def bind(self, target: PreTrainedModel) -> None:
         own, text = self.model.config, self.model.config.get_text_config()
-        name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        name = self.title
         target = generating_model(target)
         self.config.check_fit(target.config, 0, name)
         if tensor_parallel_group(target) is not None:

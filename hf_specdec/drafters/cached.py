@@ -203,22 +203,25 @@ class CachedDrafter(Drafter):
         hidden = self.combine_hidden_states(aux_hidden_states)
         self.extend_cache(state, tokens, positions, self.position_ids(state, positions), hidden, num_logits=0)
 
+    def prepare_inputs(
+        self,
+        state: DecodeState,
+        inputs: DraftInputs,
+        committed: torch.Tensor,
+        limits: torch.Tensor,
+        num_masks: int,
+    ) -> None:
+        """`ops.prepare_inputs` with what the state and the family give."""
+        mask_token = self.config.mask_token_id or 0
+        given = (state.tokens, state.lengths, committed, limits, state.finished, inputs)
+        ops.prepare_inputs(*given, num_masks=num_masks, mask_token=mask_token, shift=self.shift)
+
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
         num_masks = self.num_masks(state.num_draft_tokens)
         inputs = state.memory.inputs.first(result.tokens.shape[1] + num_masks)
-        ops.prepare_inputs(
-            state.tokens,
-            state.lengths,
-            result.committed,
-            state.limits,
-            state.finished,
-            inputs,
-            num_masks=num_masks,
-            mask_token=self.config.mask_token_id or 0,
-            shift=self.shift,
-        )
+        self.prepare_inputs(state, inputs, result.committed, state.limits, num_masks)
         hidden = self.gather_hidden_states(self.combine_hidden_states(aux_hidden_states), inputs.sources)
         num_logits = 1 + num_masks if state.num_draft_tokens > 0 else 0
         positions = inputs.positions

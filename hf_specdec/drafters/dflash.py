@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import ops
 from ..config import AUTO, DFlashConfig
 from ..host.modeling import LlamaRMSNorm
 from ..kernels.types import Proposal, VerificationResult
@@ -48,12 +46,6 @@ class DFlashDrafter(DraftLayersDrafter):
         self.layers = nn.ModuleList([BlockDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self._add_head()
-
-    def configure(self, num_assistant_tokens: int | str | None = None, *settings: Any, **others: Any) -> DFlashDrafter:
-        """See `Drafter.configure`; K is at most `config.depth`."""
-        if num_assistant_tokens is not None:
-            self.num_draft_tokens(num_assistant_tokens)
-        return super().configure(num_assistant_tokens, *settings, **others)
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """See `Drafter.num_draft_tokens`; K is at most `config.depth`."""
@@ -132,17 +124,7 @@ class DFlashDrafter(DraftLayersDrafter):
         inputs = state.memory.inputs.first(num_context + num_tokens)
         # A column with slot p is taken to draft the token at p + 2, but drafts that at p + 1, or at p.
         reach = 1 if self.config.anchor_first else 2
-        ops.prepare_inputs(
-            state.tokens,
-            state.lengths,
-            result.committed,
-            state.limits + reach,
-            state.finished,
-            inputs,
-            num_masks=num_tokens,
-            mask_token=self.config.mask_token_id,
-            shift=self.shift,
-        )
+        self.prepare_inputs(state, inputs, result.committed, state.limits + reach, num_tokens)
         combined = self.combine_hidden_states(aux_hidden_states)
         context = self.gather_hidden_states(combined, inputs.sources[:, :num_context])
         positions = inputs.positions + state.position_offsets[:, None]
@@ -246,6 +228,48 @@ class DFlashDrafter(DraftLayersDrafter):
         kinds = {"full_attention": last, "sliding_attention": windowed}
         layers = zip(self.config.causal, self.config.layer_types, strict=True)
         return [None if is_causal else kinds[kind] for is_causal, kind in layers]
+
+
+class WalkingDrafter(DFlashDrafter):
+    """A DFlash drafter with a small step for each draft token, left to right, which a family implements in `walk`.
+
+    A draft token is drawn from its own logits given the ones before it, so that the distributions that verification
+    reads are those that the tokens were drawn from.
+    """
+
+    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Choose the draft tokens of blocks, in order.
+
+        Args:
+            anchors: `[..., 1]` int64, the tokens before the first ones.
+            normed: `[..., n, H]`, inputs of the head, see `num_read`.
+            choose: returns the tokens `[..., 1]` of the target for logits `[..., 1, V_d]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement walk().")
+
+    def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} does not implement head_inputs(), which training needs.")
+
+    def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
+        drafts: list[Proposal] = []
+
+        def draw(logits: torch.Tensor) -> torch.Tensor:
+            drafts.append(self.draw(state, logits, first=len(drafts)))
+            return drafts[-1].tokens
+
+        self.walk(anchors, normed, draw)
+        return drafts
+
+    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
+        steps: list[torch.Tensor] = []
+
+        def most_likely(logits: torch.Tensor) -> torch.Tensor:
+            steps.append(logits.squeeze(-2))
+            best = logits.argmax(-1)
+            return best if self.target_ids is None else self.target_ids[best]
+
+        self.walk(anchors[..., None], normed, most_likely)
+        return steps
 
 
 class _BlocksAttention:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import DFlash2Config
 from .base import Reads
-from .walking import WalkingDrafter
+from .dflash import WalkingDrafter
 
 
 class CandidateSelector(nn.Module):

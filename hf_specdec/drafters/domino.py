@@ -10,7 +10,7 @@ from torch import nn
 from ..config import DominoConfig
 from ..patching.linear import linear
 from .base import Reads
-from .walking import WalkingDrafter
+from .dflash import WalkingDrafter
 
 
 class PrefixGRU(nn.Module):

@@ -71,7 +71,7 @@ class DraftLayersDrafter(CachedDrafter):
 
     @torch.inference_mode(False)  # it keeps tensors that it creates
     def bind(self, target: PreTrainedModel) -> None:
-        config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        config, name = self.config, self.title
         target = generating_model(target)
         layer_ids = config.check_fit(target.config, len(decoder_layers(target)), name)
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t

@@ -150,7 +150,7 @@ class DraftModelDrafter(CachedDrafter):
         return passes, [(passes, [*decoder, head])]
 
     def bind(self, target: PreTrainedModel) -> None:
-        name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        name = self.title
         target = generating_model(target)
         DraftModelConfig.check_fit(self.config, target.config, 0, name)  # PARD-2 has checked its layers before
         self.config.vocab_size = target.config.get_text_config().vocab_size

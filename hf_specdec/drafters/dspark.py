@@ -9,8 +9,7 @@ from torch import nn
 
 from ..config import DSparkConfig
 from .base import Reads
-from .dflash import DFlashDrafter
-from .walking import WalkingDrafter
+from .dflash import DFlashDrafter, WalkingDrafter
 
 
 class MarkovHead(nn.Module):

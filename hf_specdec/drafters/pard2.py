@@ -27,6 +27,7 @@ class Pard2Drafter(DraftModelDrafter):
     """
 
     config_class = Pard2Config
+    packs_prompts = False  # a slot has the hidden state of the position before it, in the row
     own_tensors = frozenset({"target_proj.weight", "target_proj.bias"})
 
     def __init__(self, config: Pard2Config, model: PreTrainedModel | None = None):
@@ -41,7 +42,7 @@ class Pard2Drafter(DraftModelDrafter):
             dtype=self.model.dtype,
         )
         self._layer_ids: list[int] = []
-        self._reads_last = False
+        self.reads_last_hidden_state = False
         # For each hidden state that `target_proj` reads, its place among those of ascending layers.
         self._order: list[int] = []
 
@@ -62,9 +63,9 @@ class Pard2Drafter(DraftModelDrafter):
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: Pard2Config, **options: Any) -> Pard2Drafter:
         drafter = super().load_checkpoint(checkpoint, config, **options)
-        with torch.no_grad():
-            for name, parameter in drafter.target_proj.named_parameters():
-                parameter.copy_(checkpoint.read(f"target_proj.{name}"))
+        prefix, module = "target_proj.", drafter.target_proj
+        weights = checkpoint.only([f"{prefix}{name}" for name in module.state_dict()]).read()
+        module.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
         return drafter
 
     @property
@@ -75,19 +76,15 @@ class Pard2Drafter(DraftModelDrafter):
         passes, reads = super().round_reads(num_draft_tokens)
         return passes, [*reads, (1, self.target_proj.parameters())]
 
-    @property
-    def reads_last_hidden_state(self) -> bool:
-        return self._reads_last
-
     def bind(self, target: PreTrainedModel) -> None:
-        config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        config, name = self.config, self.title
         num_layers = len(decoder_layers(target))
         ids = config.check_fit(target.config, num_layers, name)
         ascending = sorted(ids)
         layer_ids, reads_last = [one for one in ascending if one < num_layers], num_layers in ids
         check_aux_hidden_states(target, layer_ids, reads_last, config.target_hidden_size, name)
         super().bind(target)
-        self._layer_ids, self._reads_last = layer_ids, reads_last
+        self._layer_ids, self.reads_last_hidden_state = layer_ids, reads_last
         self._order = [ascending.index(one) for one in ids]
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
@@ -113,10 +110,6 @@ class Pard2Drafter(DraftModelDrafter):
         # A prefill from position p on writes the slots after p: slot p itself has to be one of the beginning.
         margin = super().prefix_margin(num_draft_tokens)
         return None if margin is None else margin + 1
-
-    @property
-    def packs_prompts(self) -> bool:
-        return False  # a slot has the hidden state of the position before it, in the row
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         # Hidden states at position p go with the token at p + 1, which the first round reads if it is the newest one.

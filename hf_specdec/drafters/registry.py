@@ -262,9 +262,3 @@ def needed_by(target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> 
 def refuse(name: str, config: Mapping[str, Any]) -> None:
     """`check_not_refused` of a checkpoint without weights."""
     check_not_refused(Published(name, config))
-
-
-def families_table() -> str:
-    """The table of docs/checkpoints.md."""
-    lines = ["| family | publishers' forms | reads from the target | draft pass |", "|---|---|---|---|"]
-    return "\n".join(lines + [f"| {' | '.join(family.row)} |" for family in reversed(FAMILIES)])

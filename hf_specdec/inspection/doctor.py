@@ -38,14 +38,7 @@ def add_doctor(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the report.
-
-    Returns:
-        exit status: 1 if the static engine cannot run, else 0.
-
-    Raises:
-        OSError, ValueError: the target cannot be read.
-    """
+    """Print the report. Returns the exit status: 1 if the static engine cannot run, else 0."""
     if arguments.parts:
         print(parts_table())
         return 0

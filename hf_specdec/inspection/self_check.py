@@ -26,7 +26,6 @@ class Score(NamedTuple):
     """How often draft tokens under an interpretation are the target's most likely tokens.
 
     Attributes:
-        interpretation: the one that was scored, as keywords of `AutoDrafter.from_pretrained`.
         agreement: a fraction for each draft step.
         hits: `[n]` bool, over all steps and positions; n is the same for every interpretation.
     """
@@ -42,12 +41,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Scores of all interpretations.
-
-    Attributes:
-        scores: of each interpretation, best first.
-        current: the interpretation that the drafter was loaded with.
-    """
+    """Scores of all interpretations, best first, and the `current` one, which the drafter was loaded with."""
 
     scores: tuple[Score, ...]
     current: Overrides
@@ -146,10 +140,8 @@ def self_check(
     position, and is scored by how often its most likely token is the target's.
 
     Args:
-        drafter: bound to `target`.
-        target: in eval mode.
+        drafter: bound to `target`, which is in eval mode.
         input_ids: `[1, n]` int64 prompt.
-        num_new_tokens: length of the continuation.
     """
     input_ids = input_ids.to(target.device)
     text = target.generate(
