@@ -112,7 +112,8 @@ def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 def module_names(config: Mapping[str, Any], names: Collection[str]) -> set[str]:
     """Those of the tensor `names` that belong to MTP modules, of any family."""
-    return {tensor.published for tensor in module_tensors(config, names)} | set(mtp_names(names))
+    certain = {name for name in names if _MODULE_NAME.match(name)}
+    return certain | {tensor.published for tensor in module_tensors(config, names)}
 
 
 def has_shape_of(config: Mapping[str, Any], target: PreTrainedConfig) -> bool:
@@ -134,11 +135,6 @@ def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
     kinds = {kind for _, _, kind in experts}
     names = (f"{layer}.experts.{number}.{kind}" for layer in layers for number in numbers for kind in kinds)
     return [name for name in names if name not in known]
-
-
-def mtp_names(names: Collection[str]) -> list[str]:
-    """Those of the tensor `names` that only MTP modules have, whatever the model is."""
-    return [name for name in names if _MODULE_NAME.match(name)]
 
 
 def is_speculators_mtp(config: Mapping[str, Any]) -> bool:

@@ -64,6 +64,8 @@ class DFlashReader(LayersReader):
     """Reads one DFlash checkpoint, or one of DSpark without a Markov head."""
 
     config_class: type[DFlashConfig] = DFlashConfig
+    # Fields of a head on top of the layers: the tensor, its number of dimensions, and the one that is the field.
+    head: Mapping[str, tuple[str, int, int]] = {}
 
     def __init__(self, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions):
         dialect = detect_block_dialect(checkpoint.config)
@@ -93,9 +95,10 @@ class DFlashReader(LayersReader):
 
     def _head(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the configuration that describe a head on top of the layers."""
-        return {}
+        sizes = {field: self._size(*place, getattr(self.config_class, field)) for field, place in self.head.items()}
+        return {field: self._setting(field, size) for field, size in sizes.items()}
 
-    def _size(self, name: str, num_dims: int, dim: int, planned: int, what: str = "tensor") -> int:
+    def _size(self, name: str, num_dims: int, dim: int, planned: int) -> int:
         """A size of the tensor called `name`, without which the drafter is of another family; `planned` without any."""
         if self.is_planned:
             return planned
@@ -103,7 +106,7 @@ class DFlashReader(LayersReader):
         if tensor is None or len(tensor.shape) != num_dims or 0 in tensor.shape:
             raise ValueError(
                 f"{self.name} is a {self.config_class.family} drafter by its config.json or its weights, but these "
-                f"have no {what} {name} of {num_dims} dimensions."
+                f"have no {'matrix' if num_dims == 2 else 'tensor'} {name} of {num_dims} dimensions."
             )
         return tensor.shape[dim]
 
@@ -289,6 +292,7 @@ class DFlash2Reader(DFlashReader):
     """Reads what DFlash checkpoints have, convolutions, and the selector of candidates."""
 
     config_class = DFlash2Config
+    head = {"selector_rank": ("candidate_selector.predecessor_codebook", 2, 1)}
 
     def _head(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         default, kernel = DFlash2Config, "layers.0.attention_conv.base_kernel"
@@ -296,17 +300,15 @@ class DFlash2Reader(DFlashReader):
         width = self._size(kernel, 3, 2, fields["hidden_size"])
         planned = 2 * taps * max(width // default.conv_group_size, 1)
         values = self._size("layers.0.attention_conv.kernel_projection.weight", 2, 0, planned)
-        rank = self._size("candidate_selector.predecessor_codebook", 2, 1, default.selector_rank)
         groups = values // (2 * taps)
         if not groups or width % groups:
             raise ValueError(
                 f"{self.name} has convolutions of {values} values a token, which is not 2 sides of {taps} "
                 f"taps of groups of {width} channels."
             )
-        return {
+        return super()._head(fields) | {
             "conv_kernel_size": self._setting("conv_kernel_size", taps),
             "conv_group_size": self._setting("conv_group_size", width // groups),
-            "selector_rank": self._setting("selector_rank", rank),
             "selector_top_k": self._or_default("selector_top_k", default.selector_top_k, "speculators' default"),
         }
 
@@ -315,20 +317,15 @@ class DominoReader(DFlashReader):
     """Reads what DFlash checkpoints have, and the correction by a GRU."""
 
     config_class = DominoConfig
+    head = {"gru_hidden_dim": ("prefix_gru.weight_hh_l0", 2, 1), "emb_dim": ("embed_proj.0.weight", 2, 0)}
 
     def _head(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        size = self._size("prefix_gru.weight_hh_l0", 2, 1, DominoConfig.gru_hidden_dim)
-        between = self._size("embed_proj.0.weight", 2, 0, DominoConfig.emb_dim)
-        return {
-            "gru_hidden_dim": self._setting("gru_hidden_dim", size),
-            "emb_dim": self._setting("emb_dim", between),
-            "pure_draft_prefix_len": self._or_default("pure_draft_prefix_len", 0, "SpecForge's default"),
-        }
+        prefix = self._or_default("pure_draft_prefix_len", 0, "SpecForge's default")
+        return super()._head(fields) | {"pure_draft_prefix_len": prefix}
 
     def _anchor_first(self) -> bool:
-        stated = self._stated_anchor_first()
-        if stated is not None:
-            return self._decide("anchor_first", stated[1], f"{stated[0]} of config.json")
+        if self._stated_anchor_first() is not None:
+            return super()._anchor_first()
         return self._decide("anchor_first", False, "shift_label is not in config.json; SpecForge's default", True)
 
 
@@ -336,13 +333,13 @@ class DSparkReader(DFlashReader):
     """Reads what DFlash checkpoints have, and the Markov head."""
 
     config_class = DSparkConfig
+    head = {"markov_rank": ("markov_head.markov_w1.weight", 2, 1)}
 
     def _head(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        rank = self._size("markov_head.markov_w1.weight", 2, 1, DSparkConfig.markov_rank, "matrix")
         kind = self._setting("markov_head_type")
         if kind is None:
             kinds = {"gate_proj": "gated", "joint_proj": "rnn"}
             found = [kind for part, kind in kinds.items() if f"markov_head.{part}.weight" in self.tensors]
             rule = "not in config.json; by the tensors"
             kind = self._decide("markov_type", found[0] if found else "vanilla", rule)
-        return {"markov_rank": self._setting("markov_rank", rank), "markov_type": kind}
+        return super()._head(fields) | {"markov_type": kind}

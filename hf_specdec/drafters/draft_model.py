@@ -66,19 +66,17 @@ WITHOUT_WEIGHTS = {"device_map": "meta", "ignore_mismatched_sizes": True}
 
 
 def _check_supported(model: PreTrainedModel, name: str) -> None:
-    """Raise `ValueError` unless the model called `name` can run on a `RaggedCache`."""
+    """Raise `ValueError` unless the model of the drafter called `name`, if it is, can run on a `RaggedCache`."""
     obstacle = why_not_supported(model, role="the draft model")
     if obstacle is None and not uses_attention_interface(model) and model.device.type != "meta":
         obstacle = why_not_masked(model, DIFFERENCE_LIMIT)
     if obstacle is not None:
+        kind = type(model).__name__
         raise ValueError(
-            f"{name} cannot draft here, where drafters run on a static cache: {obstacle}. Load it with "
-            "AutoModelForCausalLM and pass that as assistant_model; transformers supports it itself."
+            f"{f'{name} ({kind})' if name else kind} cannot draft here, where drafters run on a static cache: "
+            f"{obstacle}. Load it with AutoModelForCausalLM and pass that as assistant_model; transformers supports it "
+            "itself."
         )
-
-
-def _name_of(checkpoint: Checkpoint, model: PreTrainedModel) -> str:
-    return f"{checkpoint.name} ({type(model).__name__})"
 
 
 class DraftModelDrafter(CachedDrafter):
@@ -102,7 +100,7 @@ class DraftModelDrafter(CachedDrafter):
         if model is None:
             own = config.model_config
             model = auto_class(own).from_config(own)
-        _check_supported(model, type(model).__name__)
+        _check_supported(model, config.name_or_path)
         set_ragged_attention(model)
         self.model = model
         config.model = config.model or model.config.to_dict()
@@ -123,13 +121,11 @@ class DraftModelDrafter(CachedDrafter):
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
         with quiet_loading():
             model = load_language_model(checkpoint, config, cls.own_tensors, **WITHOUT_WEIGHTS)
-        _check_supported(model, _name_of(checkpoint, model))
+        _check_supported(model, checkpoint.name)
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig, **options: Any) -> DraftModelDrafter:
-        model = load_language_model(checkpoint, config, cls.own_tensors, **options)
-        _check_supported(model, _name_of(checkpoint, model))
-        return cls(config, model)
+        return cls(config, load_language_model(checkpoint, config, cls.own_tensors, **options))
 
     @property
     def num_cached_layers(self) -> int:

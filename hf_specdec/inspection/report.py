@@ -144,12 +144,15 @@ def describe_self_check(result: SelfCheck) -> dict[str, Any]:
 
 def render(report: dict[str, Any]) -> str:
     """The report as text."""
+    drafting = "token by token"
+    if report["parallel_drafting"]:
+        drafting = f"all tokens in one pass, the mask token {report['mask_token_id']} where there is none yet"
     lines = [
         f"checkpoint   {report['checkpoint']}",
         f"family       {report['family']} ({report['dialect']})",
         f"trained for  {report['trained_for'] or 'not stated'}",
         f"K            {report['num_assistant_tokens']} draft tokens a round",
-        f"drafting     {_render_drafting(report)}",
+        f"drafting     {drafting}",
         f"vocabulary   {report['draft_vocab_size']} of the target's {report['vocab_size']} tokens are drafted",
     ]
     names = list(report)
@@ -167,12 +170,6 @@ def render(report: dict[str, Any]) -> str:
     if "self_check" in report:
         lines += _render_self_check(report["self_check"])
     return "\n".join(lines)
-
-
-def _render_drafting(report: dict[str, Any]) -> str:
-    if not report["parallel_drafting"]:
-        return "token by token"
-    return f"all tokens in one pass, the mask token {report['mask_token_id']} where there is none yet"
 
 
 def _render_value(name: str, report: dict[str, Any]) -> str:
