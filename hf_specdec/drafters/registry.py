@@ -64,110 +64,87 @@ class Family:
         read: reads its config.json (and the shapes of its tensors; `Checkpoint.tensors` is None where a drafter with
             random weights is made, as by `hf-specdec bench`) into the normal form, given the target's text
             configuration, or None, and the caller's `Decisions`.
-        select: which of a checkpoint's tensors are needed.
         row: of the table in docs/checkpoints.md: the family, publishers' forms, what it reads, its draft pass.
+        select: which of a checkpoint's tensors are needed.
     """
 
     drafter: type[Drafter]
     detect: Callable[[Published], bool] | None = None
     read: Callable[[Checkpoint, PreTrainedConfig | None, Decisions], DrafterConfig] | None = None
+    row: str = ""
     select: Callable[[Published], Collection[str]] = _all_tensors
-    row: tuple[str, str, str, str] | None = None
 
 
-_AUX, _BLOCK = "auxiliary hidden states", "one pass over a block"
-_MASKS = "one pass, K - 1 mask tokens"
 FAMILIES = [
     Family(
         Pard2Drafter,
         is_pard2,
         read_pard2,
-        row=("PARD-2", "AMD's", "tokens and hidden states of any layers, the last one's after the final norm", _MASKS),
+        "PARD-2 | AMD's | tokens and hidden states of any layers, the last one's after the final norm | "
+        "one pass, K - 1 mask tokens",
     ),
     Family(
         DominoDrafter,
         is_domino,
         DominoReader.read,
-        row=("Domino", "SpecForge, NVIDIA ModelOpt", _AUX, f"{_BLOCK}, then K steps of a GRU"),
+        "Domino | SpecForge, NVIDIA ModelOpt | auxiliary hidden states | one pass over a block, then K steps of a GRU",
     ),
     Family(
         DFlash2Drafter,
         is_dflash2,
         DFlash2Reader.read,
-        row=("DFlash-2", "z-lab, speculators", _AUX, f"{_BLOCK}, then K steps over 16 candidates each"),
+        "DFlash-2 | z-lab, speculators | auxiliary hidden states | "
+        "one pass over a block, then K steps over 16 candidates each",
     ),
     Family(
         DSparkDrafter,
         is_dspark,
         DSparkReader.read,
-        row=(
-            "DSpark",
-            "DeepSpec, SpecForge, speculators, NVIDIA ModelOpt",
-            _AUX,
-            f"{_BLOCK}, then K steps of a Markov head",
-        ),
+        "DSpark | DeepSpec, SpecForge, speculators, NVIDIA ModelOpt | auxiliary hidden states | "
+        "one pass over a block, then K steps of a Markov head",
     ),
     Family(
         DFlashDrafter,
         is_block_drafter,
         DFlashReader.read,
-        row=(
-            "DFlash",
-            "z-lab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec, transformers (Muse Glimmer's assistant)",
-            _AUX,
-            _BLOCK,
-        ),
+        "DFlash | z-lab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec, transformers (Muse Glimmer's assistant) | "
+        "auxiliary hidden states | one pass over a block",
     ),
     Family(
         CacheReaderDrafter,
         is_cache_reader,
         read_cache_reader,
-        row=(
-            "Gemma 4 assistant",
-            "Google (`google/gemma-4-*-it-assistant`), transformers",
-            "last hidden state, keys and values",
-            "K steps of layers without keys of their own",
-        ),
+        "Gemma 4 assistant | Google (`google/gemma-4-*-it-assistant`), transformers | "
+        "last hidden state, keys and values | K steps of layers without keys of their own",
     ),
     Family(
         PEagleDrafter,
         is_peagle,
         PEagleReader.read,
-        row=("P-EAGLE", "Amazon, SpecForge, speculators, NeMo Automodel", _AUX, _MASKS),
+        "P-EAGLE | Amazon, SpecForge, speculators, NeMo Automodel | auxiliary hidden states | "
+        "one pass, K - 1 mask tokens",
     ),
     Family(
         Eagle3Drafter,
         is_eagle3,
         Eagle3Reader.read,
-        row=(
-            "EAGLE-3",
-            "SafeAILab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec",
-            _AUX,
-            "K steps of one layer or more",
-        ),
+        "EAGLE-3 | SafeAILab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec | auxiliary hidden states | "
+        "K steps of one layer or more",
     ),
     Family(
         MtpDrafter,
         is_mtp,
         read_mtp,
+        "MTP modules | DeepSeek-V3, GLM-4.5, Step-3.5, MiMo-7B, Qwen3-Next, Qwen3.5, speculators | "
+        "last hidden state | K steps, module k drafts token k",
         select=_module_tensors,
-        row=(
-            "MTP modules",
-            "DeepSeek-V3, GLM-4.5, Step-3.5, MiMo-7B, Qwen3-Next, Qwen3.5, speculators",
-            "last hidden state",
-            "K steps, module k drafts token k",
-        ),
     ),
     Family(
         DraftModelDrafter,
         is_language_model,
         read_draft_model,
-        row=(
-            "draft model, PARD",
-            "any `AutoModelForCausalLM` with the target's vocabulary; AMD's PARD",
-            "tokens",
-            f"K steps; PARD: {_MASKS}",
-        ),
+        "draft model, PARD | any `AutoModelForCausalLM` with the target's vocabulary; AMD's PARD | tokens | "
+        "K steps; PARD: one pass, K - 1 mask tokens",
     ),
 ]
 _registered: list[Family] = []  # the ones of others, which are tried first
