@@ -131,7 +131,8 @@ def read_prompts(
             "attention_mask over both; or take tokens out of the cache with its crop(), if it has no recurrent states."
         )
     prompts = Prompts(input_ids, left_padding(batch, attention_mask), width, cached)
-    filled = (layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None) if cached else ()
+    layers = getattr(cache, "layers", ()) if cached else ()  # those of an encoder-decoder are in two caches
+    filled = (layer.keys for layer in layers if getattr(layer, "keys", None) is not None)
     rows = next(map(len, filled), batch)
     if rows != batch:
         raise ValueError(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import RANDOM_DRAFTERS
 from targets import PAD, padded_prompts, tiny_target
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_specdec.engine.prompts import read_prompts
@@ -110,3 +110,11 @@ def test_a_cache_of_the_caller_is_filled():
         run.run_rounds()
     out = run.finish()
     assert out[OUTPUT_NAME] is cache and cache.get_seq_length() == out.sequences.shape[1] - 1
+
+
+def test_a_cache_of_two_caches_has_as_many_rows_as_the_prompts():
+    """That of classes whose layers read another sequence, too; whether a call may continue it is asked later."""
+    own = DynamicCache()
+    own.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
+    prompts = read_prompts(torch.ones(2, 5, dtype=torch.int64), None, None, EncoderDecoderCache(own, DynamicCache()))
+    assert prompts.cached == 3 and prompts.lengths == [5, 5]

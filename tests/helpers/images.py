@@ -182,13 +182,13 @@ def image_model(name: str, weight_std: float = 0.3, seed: int = 0) -> PreTrained
     config = tiny_config(model_class.config_class, tied=False, extra=None)
     for key, value in KINDS[name].settings.items():
         part = getattr(config, key)
-        if part is None:
+        if not isinstance(value, dict):
+            setattr(config, key, value)
+        elif part is None:
             setattr(config, key, AutoConfig.for_model(**value))
-        elif isinstance(value, dict):
+        else:
             for entry, content in value.items():
                 setattr(part, entry, content)
-        else:
-            setattr(config, key, value)
     torch.manual_seed(seed)
     model = model_class._from_config(config, dtype=torch.float32).eval()
     enliven(model, weight_std)

@@ -108,6 +108,7 @@ def check_image(model: PreTrainedModel, name: str) -> str:
     options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
     with torch.no_grad():
         text = plain(lambda: model.generate(**copy.deepcopy(given), **options))
+    text = getattr(text, "sequences", text)  # of a class with a generate() of its own
     # Of what is returned the prompt is a part, unless it was embedded; some classes leave out its last token.
     width = text.shape[1] - MAX_NEW_TOKENS
     lengths = [width if width > 0 else given["input_ids"].shape[1]] * len(text)
@@ -144,6 +145,8 @@ def check_cache(model: PreTrainedModel) -> str:
 
 def check_bulk(model: PreTrainedModel) -> str:
     """Prompts of a bulk call say what each says alone."""
+    if not hasattr(model, "generate_batch"):
+        raise NothingToCompare
     rows = rows_of(prompts(model))
     texts = [new_tokens(plain(lambda row=row: generate(model, row)))[0].tolist() for row in rows]
     config = GenerationConfig(
