@@ -128,8 +128,8 @@ class AutoDrafter:
                 only their tensors are read, and only the shards that hold them are fetched.
             target: the model whose generation is to be accelerated.
             num_assistant_tokens: draft tokens a round (K), or `"auto"`; the checkpoint's own if None.
-            draft_probs, engine, verification, batch_invariant, draft_window_size: see `Drafter.configure`; so does
-                `compile`, its `compile_rounds`.
+            draft_probs, engine, verification, compile, batch_invariant, draft_window_size: see `Drafter.configure`,
+                where `compile` is `compile_rounds`.
             dtype: the target's if None.
             device_map: the device of the target's last layer if None.
             revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the

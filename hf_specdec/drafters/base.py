@@ -132,7 +132,7 @@ class Drafter(PreTrainedModel):
 
     @num_assistant_tokens.setter
     def num_assistant_tokens(self, value: int | str) -> None:
-        self._asked_num_assistant_tokens = self.num_draft_tokens(value)
+        self._asked_num_assistant_tokens = self.num_draft_tokens(check_num_or_auto(value))
 
     @property
     def num_own_draft_tokens(self) -> int:

@@ -42,7 +42,8 @@ class DraftMemory:
         self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:
         """Copy what another generation keeps of rows; arguments as of `DecodeState.copy_rows`."""
-        self.cache.copy_rows(rows, source.cache, slots, source_rows)
+        for cache, other in zip(self.caches, source.caches, strict=True):
+            cache.copy_rows(rows, other, slots, source_rows)
 
 
 class CachedDrafter(Drafter):

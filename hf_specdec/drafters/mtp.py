@@ -56,8 +56,6 @@ class MtpMemory(DraftMemory):
         self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:
         super().copy_rows(rows, source, slots, source_rows)
-        for cache, other in zip(self.later_caches, source.later_caches, strict=True):
-            cache.copy_rows(rows, other, slots, source_rows)
         taken = slice(len(rows)) if source_rows is None else source_rows
         self.hidden[rows] = source.hidden[taken]
         self.num_seen[rows] = source.num_seen[taken]
