@@ -31,6 +31,7 @@ dynamic_rope_update = part(_ROPE, "dynamic_rope_update", why="decorator that cha
 output_capturing = part("transformers.utils", "output_capturing", why="its hooks do nothing in an engine's passes")
 ACT2FN = part("transformers.activations", "ACT2FN", why="activations by name")
 LlamaRMSNorm = part(_LLAMA, "LlamaRMSNorm", why="norm of drafters")
+LlamaMLP = part(_LLAMA, "LlamaMLP", why="MLP of drafters")
 LlamaRotaryEmbedding = part(_LLAMA, "LlamaRotaryEmbedding", why="rotary embedding of drafters")
 rotate_half = part(_LLAMA, "rotate_half", why="rotary embedding of drafters")
 Qwen3NextRMSNorm = part(
