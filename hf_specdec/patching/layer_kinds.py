@@ -55,7 +55,7 @@ PositionMarker = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 
 
 class PlugIn:
-    """A part of some models that runs by code of its own. A plug-in is a class, of which nothing is made.
+    """A part of some models that runs by code of its own. A plug-in is a class without instances.
 
     Attributes:
         patches: given models, a context in which the part of them runs on a `RaggedCache`; on other caches, and in
@@ -213,7 +213,7 @@ class LayerKind(PlugIn):
     layer_types: ClassVar[frozenset[str]] = frozenset()
     sources: ClassVar[tuple[type, ...]] = ()
     is_written: ClassVar[bool] = True
-    obstacles: ClassVar[Mapping[Use, str]] = dict.fromkeys(Use, "layers whose kind does not say that it allows this")
+    obstacles: ClassVar[Mapping[Use, str]] = dict.fromkeys(Use, "layers whose kind does not allow it")
     is_empty: ClassVar[bool] = False
     stores_keys: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
@@ -271,7 +271,7 @@ class LayerKinds:
 
     @property
     def knows_length(self) -> bool:
-        """Whether a cache of transformers says how long its texts are: not if it has states only."""
+        """Whether a cache of transformers knows how long its texts are: not if it has states only."""
         return self.stores_keys or not self.keeps_states
 
     @property

@@ -4,7 +4,7 @@ A recurrent state cannot be indexed by position, so rejected tokens cannot be le
 Instead a layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later
 tokens in a ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to the
 position at which the block begins. Tokens that are certain (below the row's length) become part of the stored state on
-the way; draft tokens are only put into the ring. So the position of the next block tells how many drafts were accepted,
+the way; draft tokens are only put into the ring. So the position of the next block shows how many drafts were accepted,
 nothing is rolled back or copied, and the state is read and written once a pass.
 """
 
