@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DistributedConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import loading
-from ..auto import AutoDrafter, read_config
+from ..auto import read_config
 from ..checkpoints.checkpoint import (
     Checkpoint,
     StoredTensor,
@@ -71,27 +71,14 @@ def _sharded_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreT
         return model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=sharding)
 
 
-def load_drafter(name: str, target: PreTrainedModel, *, random_weights: bool = False) -> Drafter:
-    """The drafter called `name`, a folder or Hub repository, bound to `target`."""
-    if not random_weights:
-        return AutoDrafter.from_pretrained(name, target)
-    return random_drafter(name, target)
-
-
 def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     """A drafter with random weights in the shapes that its config.json implies, bound to `target`."""
     file, settings = read_config_file(name)
     published = settings.get("model_type") not in registered_drafters()
-    tensors = {}
-    kind = check_family(name, settings, (), target.config.get_text_config()) if published else None
-    if kind == MTP:
-        tensors = dict.fromkeys(implied_names(settings), StoredTensor((), "BF16", Path()))
-    elif kind in (EAGLE3, P_EAGLE):
-        tensors = _implied_tensors(settings, target.config.get_text_config())
-    elif kind == PARD2:
-        tensors = _implied_projection(settings, target.config.get_text_config())
-    elif kind in (DFLASH, DFLASH2, DOMINO, DSPARK):
-        tensors = _implied_block_tensors(settings, target.config.get_text_config())
+    text = target.config.get_text_config()
+    kind = check_family(name, settings, (), text) if published else None
+    shapes = _IMPLIED[kind](settings, text) if kind in _IMPLIED else {}
+    tensors = {tensor: StoredTensor(shape, "BF16", Path()) for tensor, shape in shapes.items()}
     found = read_config(Checkpoint(name, file.parent, settings, tensors), target.config)
     torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same drafter.
     with torch.device(target.device):
@@ -102,7 +89,10 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     return drafter
 
 
-def _implied_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dict[str, StoredTensor]:
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _implied_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> Shapes:
     """Names and shapes, as far as the reader of EAGLE-3 and P-EAGLE checkpoints infers settings from them.
 
     The checkpoint is taken to have its own draft head and to share the target's embedding, as most published ones do.
@@ -114,7 +104,7 @@ def _implied_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dic
     ids = stated.get("eagle_aux_hidden_state_layer_ids") or stated.get("layer_ids") or ()
     num_aux_hidden_states = len(set(ids)) or stated.get("num_aux_hidden_states") or stated.get("num_aux_layers") or 3
     draft_vocab = stated.get("draft_vocab_size") or stated.get("vocab_size") or target.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (draft_vocab, width), "norm.weight": (width,)}
+    shapes: Shapes = {"lm_head.weight": (draft_vocab, width), "norm.weight": (width,)}
     if stated.get("use_aux_hidden_state", True):
         shapes["fc.weight"] = (width, num_aux_hidden_states * aux_hidden_size)
     present = {
@@ -128,10 +118,10 @@ def _implied_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dic
     shapes |= {
         f"layers.{layer}.input_layernorm.weight": (width,) for layer in range(stated.get("num_hidden_layers", 1))
     }
-    return _stored(shapes)
+    return shapes
 
 
-def _implied_block_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> dict[str, StoredTensor]:
+def _implied_block_tensors(config: Mapping[str, Any], target: PreTrainedConfig) -> Shapes:
     """As `_implied_tensors`, of drafters of blocks.
 
     The checkpoint is taken to share the target's embedding, and its head unless it drafts fewer tokens.
@@ -141,7 +131,7 @@ def _implied_block_tensors(config: Mapping[str, Any], target: PreTrainedConfig) 
     ids = stated.get("aux_hidden_state_layer_ids") or stated.get("target_layer_ids") or range(num_layers)
     vocab_size = stated.get("vocab_size") or target.vocab_size
     draft_vocab_size = stated.get("draft_vocab_size") or vocab_size
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "fc.weight": (width, len(ids) * (stated.get("target_hidden_size") or target.hidden_size)),
         "layers.0.self_attn.q_norm.weight": (),
     }
@@ -160,16 +150,21 @@ def _implied_block_tensors(config: Mapping[str, Any], target: PreTrainedConfig) 
     if stated.get("markov_rank"):
         shapes["markov_head.markov_w1.weight"] = (vocab_size, stated["markov_rank"])
     shapes |= {f"layers.{layer}.input_layernorm.weight": (width,) for layer in range(num_layers)}
-    return _stored(shapes)
+    return shapes
 
 
-def _implied_projection(config: Mapping[str, Any], target: PreTrainedConfig) -> dict[str, StoredTensor]:
+def _implied_projection(config: Mapping[str, Any], target: PreTrainedConfig) -> Shapes:
     """As `_implied_tensors`, of PARD-2 checkpoints, which have their own embedding and head."""
     ids = config.get("pard2_target_layers") or ()
     width = config.get("pard2_target_dim") or len(ids) * target.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"target_proj.weight": (config.get("hidden_size"), width)}
-    return _stored(shapes | ({"target_proj.bias": ()} if config.get("pard2_proj_bias") else {}))
+    shapes: Shapes = {"target_proj.weight": (config.get("hidden_size"), width)}
+    return shapes | ({"target_proj.bias": ()} if config.get("pard2_proj_bias") else {})
 
 
-def _stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
-    return {tensor: StoredTensor(shape, "BF16", Path()) for tensor, shape in shapes.items()}
+# By family, what its reader infers settings from.
+_IMPLIED: dict[str, Callable[[Mapping[str, Any], PreTrainedConfig], Shapes]] = {
+    **dict.fromkeys((EAGLE3, P_EAGLE), _implied_tensors),
+    **dict.fromkeys((DFLASH, DFLASH2, DOMINO, DSPARK), _implied_block_tensors),
+    MTP: lambda config, _: dict.fromkeys(implied_names(config), ()),
+    PARD2: _implied_projection,
+}
