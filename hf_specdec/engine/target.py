@@ -110,7 +110,7 @@ class Target:
         state.cache.advance(slots, state.live, state.num_before)
         position_ids = state.position_ids(slots)
         if self.longest_short is not None:
-            position_ids = mark_long(position_ids, self.longest_short, state.prompt_lengths, state.ahead)
+            position_ids = mark_long(position_ids, self.longest_short, state.prompt_lengths, state.prompt_length_gap)
         out = self.model(
             input_ids=tokens,
             attention_mask=state.cache.attention_mask(slots),

@@ -222,7 +222,7 @@ def _make_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def mark_long(
-    position_ids: torch.Tensor, limit: int, prompt_lengths: torch.Tensor, ahead: torch.Tensor
+    position_ids: torch.Tensor, limit: int, prompt_lengths: torch.Tensor, prompt_length_gap: torch.Tensor
 ) -> torch.Tensor:
     """`position_ids` for a model inside `length_rope`.
 
@@ -230,14 +230,14 @@ def mark_long(
         position_ids: `[B, n]` int64.
         limit: the longest text that is rotated by the short factors.
         prompt_lengths: `[B]` int64.
-        ahead: `[B]` int64, how many more tokens than a row's the longest prompt of the batch has.
+        prompt_length_gap: `[B]` int64, how many more tokens than a row's the longest prompt of the batch has.
 
     Returns:
         `[B, n]` int64, complemented where the long factors rotate.
     """
     # The length reached by the longest row in the pass in which plain `generate()` runs a token.
     lengths = torch.maximum(position_ids + 1, prompt_lengths[:, None])
-    return torch.where(lengths + ahead[:, None] > limit, ~position_ids, position_ids)
+    return torch.where(lengths + prompt_length_gap[:, None] > limit, ~position_ids, position_ids)
 
 
 class _FilledCache(DynamicCache):
