@@ -14,7 +14,7 @@ import gc
 import json
 import queue
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +35,7 @@ from .ops import row_seeds
 from .patching.support import num_positions, stated_positions
 from .sampling.logits import PenaltyLogitsProcessor
 from .serving.answers import CutText, join, join_streams, without_stops
-from .serving.bodies import CHAT, COMPLETION, RESPONSE, Asked, BadRequest, read_body
+from .serving.bodies import CHAT, COMPLETION, RESPONSE, Asked, RefusedRequest, read_body
 
 # Settings of a request's generation config that are passed on in another way, or have no effect on a text.
 _NOT_COMPARED = frozenset(
@@ -76,24 +76,14 @@ _OPTIONS: ContextVar[dict[str, Any] | None] = ContextVar("options", default=None
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How requests are run.
-
-    Attributes:
-        load_drafter: loads the drafter for the target.
-        max_rows: most rows of a round; None for the device's default.
-        max_queue_size: most requests that wait for a row; 0 for any number.
-        longest: tokens of the texts that the first buffers are made for, prompt included.
-        warmup: whether to capture all sizes of rounds before the server takes requests.
-        max_length: most tokens of a text, prompt and answer; None for the positions that the target states.
-        shutdown_timeout: seconds that streams may go on after the server was asked to stop.
-        managers: that were made.
+    """How requests are run: the options of `add_serve`, and the managers that were made.
 
     Raises:
         ValueError: a number is too small.
     """
 
     load_drafter: Callable[[PreTrainedModel], Drafter]
-    max_rows: int | None = None
+    max_requests: int | None = None
     max_queue_size: int = 0
     longest: int = LONGEST
     warmup: bool = True
@@ -102,13 +92,11 @@ class ServeSettings:
     managers: list[SpeculativeBatchingManager] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        least = {"max_rows": 1, "max_queue_size": 0, "longest": 2, "max_length": 2, "shutdown_timeout": 0}
-        names = {"max_rows": "max_requests"}
+        least = {"max_requests": 1, "max_queue_size": 0, "longest": 2, "max_length": 2, "shutdown_timeout": 0}
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and value < bound:
-                option = names.get(name, name).replace("_", "-")
-                raise ValueError(f"--{option} is {value}; expected at least {bound}.")
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
 
     def room(self, model: PreTrainedModel, num_tokens: int) -> tuple[int | None, bool]:
         """How many new tokens fit after a prompt of `num_tokens` tokens, None for any number, and whether the target
@@ -130,7 +118,7 @@ class ServeSettings:
             continuous_batching_config=replace(
                 settings or ContinuousBatchingConfig(),
                 per_request_processors=True,
-                max_requests_per_batch=self.max_rows,
+                max_requests_per_batch=self.max_requests,
                 max_queue_size=self.max_queue_size,
                 seed=_SEED.get(),  # set by --default-seed, before there are requests
             ),
@@ -147,19 +135,6 @@ class ServeSettings:
         self.managers.append(manager)
         _SEED.set(None)
         return manager
-
-
-class RefusedRequest(Exception):
-    """A request that cannot be run.
-
-    Args:
-        status: HTTP status code.
-        message: for the client.
-    """
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 class _WithOptions:
@@ -211,23 +186,19 @@ def serving(settings: ServeSettings) -> Iterator[None]:
         # Which ends streams that still go on then.
         (uvicorn, "Config"): functools.partial(uvicorn.Config, timeout_graceful_shutdown=settings.shutdown_timeout),
     }
-    before = {(place, name): getattr(place, name) for place, name in changed}
-    for (place, name), value in changed.items():
-        setattr(place, name, value)
-    try:
-        yield
-    finally:
-        for (place, name), value in before.items():
+    with ExitStack() as stack:
+        stack.callback(gc.unfreeze)
+        stack.callback(lambda: [manager.stop(hard_stop=True) for manager in settings.managers])
+        for (place, name), value in changed.items():
+            stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, value)
-        for manager in settings.managers:
-            manager.stop(hard_stop=True)
-        gc.unfreeze()
+        yield
 
 
 def _generate_manager(utils: Any, settings: ServeSettings) -> type:
-    """The server's `CBGenerateManager` with managers of ours behind it."""
-
     class SpeculativeGenerateManager(utils.CBGenerateManager):
+        """The server's own, with managers of ours behind it."""
+
         def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
             if self._cb is None:
                 # Of the model, not of the first request.
@@ -248,20 +219,20 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
             asked, length = _ASKED.get() or Asked({}), len(inputs["input_ids"])
             self._check_alive(request_id)
             if self._cb.is_active(request_id):
-                raise RefusedRequest(400, f"The request {request_id} is not over; expected another X-Request-ID.")
+                raise RefusedRequest(f"The request {request_id} is not over; expected another X-Request-ID.")
             _fit(settings, model, gen_config, length, asked)
             before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, asked, length))
             try:
                 self._cb.check_room(length)
                 yield asked
             except queue.Full as error:
-                raise RefusedRequest(429, str(error)) from error
+                raise RefusedRequest(str(error), 429) from error
             except utils.CBWorkerDeadError:
                 raise
             except ValueError as error:
-                raise RefusedRequest(400, str(error)) from error
+                raise RefusedRequest(str(error)) from error
             except RuntimeError as error:
-                raise RefusedRequest(500, str(error)) from error
+                raise RefusedRequest(str(error), 500) from error
             finally:
                 _OPTIONS.reset(before)
 
@@ -279,16 +250,14 @@ def _fit(settings: ServeSettings, model: PreTrainedModel, config: GenerationConf
         return
     if room < 1:
         raise RefusedRequest(
-            400,
-            f"The prompt has {length} tokens, but texts have at most {length + room} with their answers; shorten it.",
+            f"The prompt has {length} tokens, but texts have at most {length + room} with their answers; shorten it."
         )
     if config.max_new_tokens is not None and config.max_new_tokens <= room:
         return
     if asked.states_length and not is_end:
         raise RefusedRequest(
-            400,
             f"The prompt has {length} tokens and the answer may have {config.max_new_tokens}, but texts have at most "
-            f"{length + room}; expected at most {room} tokens for the answer.",
+            f"{length + room}; expected at most {room} tokens for the answer."
         )
     config.max_new_tokens = room  # the server's handler reads it, for the reason why an answer has ended
 
@@ -296,12 +265,9 @@ def _fit(settings: ServeSettings, model: PreTrainedModel, config: GenerationConf
 def _options_of(
     config: GenerationConfig, base: GenerationConfig, processor: Any, asked: Asked, length: int
 ) -> dict[str, Any]:
-    """Keywords of `add_request` for a request with the generation config `config`; all others have `base`.
+    """Keywords of `add_request` for a request with the generation config `config` and a prompt of `length` tokens.
 
-    Args:
-        config, base, processor: as named.
-        asked: what it asks for besides.
-        length: tokens of its prompt.
+    `base` is the configuration of all other requests.
 
     Raises:
         RefusedRequest: it has settings that requests cannot have of their own.
@@ -313,9 +279,8 @@ def _options_of(
     )
     if others:
         raise RefusedRequest(
-            400,
             f"The request sets {', '.join(others)}, which requests cannot have of their own with a drafter; expected "
-            "some of temperature, top_p, seed, stop and the numbers of tokens.",
+            "some of temperature, top_p, seed, stop and the numbers of tokens."
         )
     own = {name: getattr(config, name, None) for name in SAMPLING_OPTIONS + PROCESSOR_OPTIONS}
     options = {
@@ -350,10 +315,7 @@ def _handling(handle: Callable[[dict, str], Awaitable[Any]], kind: str) -> Calla
         return response
 
     async def handle_request(body: dict, request_id: str) -> Any:
-        try:
-            asked = read_body(kind, body)
-        except BadRequest as error:
-            raise RefusedRequest(400, str(error)) from error
+        asked = read_body(kind, body)
         if asked.n == 1:
             found = await answer(asked, request_id)
             return JSONResponse(found) if isinstance(found, dict) else found
@@ -491,16 +453,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
             drafter.num_assistant_tokens = number
         return drafter
 
-    settings = ServeSettings(
-        load_drafter,
-        arguments.max_requests,
-        arguments.max_queue_size,
-        arguments.longest,
-        arguments.warmup,
-        arguments.max_length,
-        arguments.shutdown_timeout,
-    )
-    with serving(settings):
+    names = ("max_requests", "max_queue_size", "longest", "warmup", "max_length", "shutdown_timeout")
+    with serving(ServeSettings(load_drafter, **{name: getattr(arguments, name) for name in names})):
         serving_parts.command_line()(
             ["serve", arguments.target, "--continuous-batching", *arguments.others], prog_name="hf-specdec"
         )

@@ -11,7 +11,8 @@ import torch
 
 from . import state_ops
 from .kernels.types import NO_TOKEN, NO_TOP_K, SamplingSettings, VerificationResult
-from .patching.cache import LayerKind, RaggedCache
+from .patching.cache import RaggedCache
+from .patching.layer_kinds import LayerKinds
 from .patching.packed_cache import PackedCache
 from .row_buffers import NEW_ROW, OF_ROWS, set_numbers, set_rows, upload
 
@@ -117,7 +118,7 @@ class DecodeState:
         self.dummy_slot = self.slots - 1
 
     @classmethod
-    def allocate(cls, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
+    def allocate(cls, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
         """Buffers for generations of one shape.
 
         Args:

@@ -3,34 +3,13 @@
 import gc
 import os
 import sys
+from collections import Counter
 
 import pytest
 from core_parameters import mark_core
 
-# Files that take longest: a worker that begins one of them last keeps the others waiting.
-LONGEST = {
-    "test_attention_kernel.py",
-    "test_bench.py",
-    "test_concurrent_use.py",
-    "test_continuous.py",
-    "test_cuda_graph_replay.py",
-    "test_distribution.py",
-    "test_draft_tokens.py",
-    "test_generate_batch.py",
-    "test_generate_options.py",
-    "test_lossless.py",
-    "test_mtp.py",
-    "test_recurrence_kernel.py",
-    "test_recurrent_targets.py",
-    "test_restored_after_call.py",
-    "test_sessions.py",
-    "test_short_conv_kernel.py",
-    "test_smollm2.py",
-    "test_tensor_parallel.py",
-    "test_varying_drafts.py",
-    "test_verify_kernel.py",
-    "test_zoo.py",
-}
+# Seconds of the files of the last whole run, in pytest's cache.
+SECONDS = "hf_specdec/seconds_of_files"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,7 +53,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselected = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    begin_with_longest(items, config.cache.get(SECONDS, {}) if hasattr(config, "cache") else {})
+
+
+def begin_with_longest(items: list[pytest.Item], seconds: dict[str, float]) -> None:
+    """Sort `items` by files, those that take longest first: a worker that begins one last keeps the others waiting.
+
+    Files that `seconds` does not know are taken to need the average time of a test for each of theirs, so without any
+    seconds the number of tests decides.
+    """
+    files = [item.nodeid.partition("::")[0] for item in items]
+    tests = Counter(files)
+    known = [name for name in tests if name in seconds]
+    average = sum(seconds[name] for name in known) / max(sum(tests[name] for name in known), 1) or 1.0
+    order = {name: (-seconds.get(name, average * count), name) for name, count in tests.items()}
+    items.sort(key=lambda item: order[item.nodeid.partition("::")[0]])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the ten slowest files; those of a whole run are kept for the order of the next one."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) < 2:
+        return
+    terminalreporter.section("slowest files")
+    for name, duration in seconds.most_common(10):
+        terminalreporter.write_line(f"{duration:7.1f} s  {name}")
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and not config.option.markexpr and not config.option.keyword and hasattr(config, "cache"):
+        config.cache.set(SECONDS, dict(seconds))
 
 
 def pytest_collection_finish() -> None:

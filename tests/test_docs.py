@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_specdec.drafters.registry import FAMILIES
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 MOST_LINES = {"README.md": 150, "docs/glossary.md": 25}
@@ -57,3 +59,25 @@ def test_chart_shows_its_figures():
     draw = runpy.run_path(str(figures / "rounds.py"))["draw"]
     drawn = draw(json.loads((figures / "rounds.json").read_text(encoding="utf-8")))
     assert (figures / "rounds.svg").read_text(encoding="utf-8") == drawn
+
+
+def test_every_module_has_a_place_for_its_tests():
+    """By the table of docs/inside.md, whose paths exist."""
+    section = (
+        (ROOT / "docs" / "inside.md").read_text(encoding="utf-8").split("## Where the tests are")[1].split("## ")[0]
+    )
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, flags=re.MULTILINE)
+    patterns = [pattern for modules, _ in rows for pattern in re.findall(r"`([^`]+)`", modules)]
+    for _, tests in rows:
+        assert all((ROOT / path).exists() for path in re.findall(r"`(tests/[^`]+)`", tests)), tests
+    folders = {path.parts[0] for path in map(Path, patterns) if len(path.parts) > 1}
+    for module in [*(ROOT / "hf_specdec").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        name = module.relative_to(ROOT).as_posix().removeprefix("hf_specdec/")
+        assert "/" not in name or name.partition("/")[0] in folders, f"docs/inside.md has no row for {name}"
+
+
+def test_table_of_families():
+    """Each record has its row in docs/checkpoints.md."""
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    table = page[page.index("| family |") :].split("\n\n")[0].splitlines()
+    assert sorted(table[2:]) == sorted(f"| {family.row} |" for family in FAMILIES)

@@ -15,7 +15,6 @@ ORDER = [
     "kernels",
     "errors",
     "host",
-    "optimizer_steps",
     "config",
     "stats",
     "device_policy",

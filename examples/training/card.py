@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from hf_specdec.prompt_sources import HUB_PREFIX
@@ -235,9 +236,14 @@ def write_card(folder: Path) -> None:
         step_shares=" | ".join(f"{share:.2f}" for share in shares),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
+    write_custom_generate(folder, arguments["repo_id"])
+
+
+def write_custom_generate(folder: Path, repo_id: str) -> None:
+    """(Re)write `custom_generate/` of `folder`, with the drafter `repo_id` as default."""
     custom = folder / "custom_generate"
     custom.mkdir(exist_ok=True)
-    source = HUB_SOURCE.read_text(encoding="utf-8").replace("REPO_ID", arguments["repo_id"])
+    source = HUB_SOURCE.read_text(encoding="utf-8").replace("REPO_ID", repo_id)
     (custom / "generate.py").write_text(source, encoding="utf-8")
     (custom / "requirements.txt").write_text("hf-specdec\n", encoding="utf-8")
 
@@ -312,3 +318,8 @@ def lengths_table(results: dict) -> str:
         found = [f"{result['by_k'][name]['all']['acceptance_length']:.2f}" for name in names]
         lines.append(f"| {length} | {result['count']} | {' | '.join(found)} |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":  # python examples/training/card.py FOLDER ...
+    for name in sys.argv[1:]:
+        write_card(Path(name))

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product, starmap
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
 from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
 from ..prompt_sources import load_prompts
 from .batches import Batch, random_batches, text_batches
-from .measure import Bench, Case, Setting, compare
+from .measure import Bench, Case, Setting, compare, short_name
 from .models import load_drafter, load_target
-from .report import check_matplotlib, draw, environment, short_name, table
+from .report import check_matplotlib, draw, environment, table
 from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
 from .traffic import copy_bandwidth
 
@@ -210,7 +210,7 @@ def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None
     """Put `cases`, sorted by setting and compared with the baselines, into `report`, and write that to `output`."""
     cases.sort(key=lambda case: case.setting)
     compare(cases)
-    report["cases"] = [case.to_dict() for case in cases]
+    report["cases"] = [asdict(case) for case in cases]
     if output is not None:
         output.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
@@ -242,11 +242,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError("--continuous and --serve are two ways to run the prompts; drop one of them.")
     if arguments.serve and arguments.tensor_parallel:
         raise ValueError("--serve runs in one process; drop it, or --tensor-parallel.")
-    check_processes(arguments)
-
-
-def check_processes(arguments: argparse.Namespace) -> None:
-    """Raise `ValueError` unless `--tensor-parallel` is given if and only if torchrun has started several processes."""
     if arguments.tensor_parallel and num_processes() == 1:
         raise ValueError(
             "--tensor-parallel splits the target over processes, but this is the only one; expected several. Start it "
@@ -265,11 +260,7 @@ def check_processes(arguments: argparse.Namespace) -> None:
 
 
 def find_device(name: str | None, tensor_parallel: bool = False) -> torch.device:
-    """The device to measure on.
-
-    Args:
-        name: of the device; None for a GPU if there is one, else the CPU.
-        tensor_parallel: whether each rank has its own device, the one that transformers chooses.
+    """The device called `name`, by default a GPU if there is one; with `tensor_parallel` the one of this rank.
 
     Raises:
         ValueError: torch cannot use the device, or `tensor_parallel` and it is not of the type that transformers uses.

@@ -9,8 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -156,8 +157,14 @@ class Case:
     def setting(self) -> Setting:
         return Setting(self.batch_size, self.temperature, self.prompt_length)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def label(self) -> str:
+        return short_name(self.name) + (" (stock engine)" if (self.engine or "").startswith("stock") else "")
+
+
+def short_name(name: str) -> str:
+    """The last part of a folder's or repository's name."""
+    return Path(name).name
 
 
 @dataclass
@@ -268,10 +275,8 @@ class Bench:
             case.gpu_ms_per_round = self._record(batches[0], drafter, options)
 
     def _run(self, batches: list[Batch], drafter: Drafter | None, options: dict[str, Any]) -> Run:
-        if self.continuous and drafter is not None:
-            return self._run_continuously(batches, drafter, options)
-        if self.serve and drafter is not None:
-            return self._run_manager(batches, drafter, options)
+        if (self.continuous or self.serve) and drafter is not None:
+            return self._run_requests(batches, drafter, options)
         run = Run()
         torch.manual_seed(0)
         for inputs in batches:
@@ -298,16 +303,14 @@ class Bench:
                 run.stats.append(drafter.stats)
         return run
 
-    def _run_continuously(self, batches: list[Batch], drafter: Drafter, options: dict[str, Any]) -> Run:
-        """One call over the prompts of all batches; no time of a round, since prefill runs between rounds."""
-        prompts = _prompts_of(batches)
-        rows = ContinuousBatchingConfig(max_requests_per_batch=len(batches[0]["input_ids"]))
+    def _run_requests(self, batches: list[Batch], drafter: Drafter, options: dict[str, Any]) -> Run:
+        """The prompts of all batches as requests; no time of a round, since prefill runs between rounds."""
+        prompts, num_rows = _prompts_of(batches), len(batches[0]["input_ids"])
+        config = ContinuousBatchingConfig(max_requests_per_batch=num_rows)
         torch.manual_seed(0)
-        synchronize(self.target.device)
-        start = time.perf_counter()
-        out = self.target.generate_batch(prompts, None, rows, **self.options, **options)
-        seconds = time.perf_counter() - start
-        texts = [result.generated_tokens for result in out.values()]
+        run = self._run_manager if self.serve else self._run_bulk
+        seconds, results = run(prompts, num_rows, config, self.options | options)
+        texts = [result.generated_tokens for result in results]
         return Run(
             seconds=seconds,
             tokens=sum(map(len, texts)),
@@ -315,17 +318,26 @@ class Bench:
             texts=texts,
             lengths=[len(prompt) + len(text) / 2 for prompt, text in zip(prompts, texts, strict=True)],
             stats=[drafter.stats],
+            results=results if self.serve else [],
         )
 
-    def _run_manager(self, batches: list[Batch], drafter: Drafter, options: dict[str, Any]) -> Run:
-        """All prompts by a manager; a request is added whenever one has ended."""
-        prompts, in_flight = _prompts_of(batches), len(batches[0]["input_ids"])
-        torch.manual_seed(0)
+    def _run_bulk(
+        self, prompts: list[list[int]], _: int, config: ContinuousBatchingConfig, options: dict[str, Any]
+    ) -> tuple[float, list[GenerationOutput]]:
+        """Seconds and results of one call over all prompts."""
+        synchronize(self.target.device)
+        start = time.perf_counter()
+        out = self.target.generate_batch(prompts, None, config, **options)
+        return time.perf_counter() - start, list(out.values())
+
+    def _run_manager(
+        self, prompts: list[list[int]], in_flight: int, config: ContinuousBatchingConfig, options: dict[str, Any]
+    ) -> tuple[float, list[GenerationOutput]]:
+        """Seconds and results of all prompts by a manager; a request is added whenever one has ended."""
         with self.target.continuous_batching_context_manager(
-            continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=in_flight),
-            workload_hints=WorkloadHints(max(map(len, prompts)), self.options["max_new_tokens"], len(prompts)),
+            continuous_batching_config=config,
+            workload_hints=WorkloadHints(max(map(len, prompts)), options["max_new_tokens"], len(prompts)),
             persistent_manager=True,
-            **self.options,
             **options,
         ) as manager:
             start, results = time.perf_counter(), {}
@@ -337,18 +349,7 @@ class Bench:
                 results[result.request_id] = result
                 if len(names) < len(prompts):
                     names.append(manager.add_request(prompts[len(names)], record_timestamps=True))
-            seconds = time.perf_counter() - start
-        found = [results[name] for name in names]
-        texts = [result.generated_tokens for result in found]
-        return Run(
-            seconds=seconds,
-            tokens=sum(map(len, texts)),
-            rounds=drafter.stats.num_rounds,
-            texts=texts,
-            lengths=[len(prompt) + len(text) / 2 for prompt, text in zip(prompts, texts, strict=True)],
-            stats=[drafter.stats],
-            results=found,
-        )
+            return time.perf_counter() - start, [results[name] for name in names]
 
     def _fill(self, case: Case, runs: list[Run]) -> None:
         first = runs[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import AUTO
-from .measure import Case, Latency, Setting, Spread
+from .measure import Case, Latency, Setting, Spread, short_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,60 +38,52 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return MISSING if value is None else f"{value:.{digits}f}"
-
-
-def _spread(value: Spread | None, digits: int = 2) -> str:
-    if value is None:
-        return MISSING
+def _spread(value: Spread, digits: int = 2) -> str:
     half = f" ±{(value.high - value.low) / 2:.{digits}f}" if len(value.runs) > 1 else ""
     return f"{value.median:.{digits}f}{half}"
 
 
-def _latency(value: Latency | None, digits: int = 1) -> str:
-    return MISSING if value is None else f"{value.median:.{digits}f} / {value.p99:.{digits}f}"
+def _latency(value: Latency, digits: int = 2) -> str:
+    return f"{value.median:.{digits}f} / {value.p99:.{digits}f}"
 
 
-def _share(value: float | None) -> str:
-    return MISSING if value is None else f"{100 * value:.0f} %"
-
-
-def _gigabytes(value: int | None) -> str:
-    return MISSING if value is None else f"{value / 1e9:.2f}"
-
-
-def _stock_mark(case: Case) -> str:
-    return " (stock engine)" if (case.engine or "").startswith("stock") else ""
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
 
 
 # Titles of columns that are shown only if cases differ in them.
 VARIED = ("prompt", "T", "draft probs")
 
-COLUMNS: tuple[tuple[str, Callable[[Case], str]], ...] = (
-    ("batch", lambda case: str(case.batch_size)),
-    ("prompt", lambda case: MISSING if case.prompt_length is None else str(case.prompt_length)),
-    ("case", lambda case: short_name(case.name) + _stock_mark(case)),
-    ("T", lambda case: f"{case.temperature:g}"),
-    ("draft probs", lambda case: case.draft_probs or MISSING),
-    ("K", lambda case: MISSING if case.k is None else str(case.k)),
-    ("same text", lambda case: _share(case.same_texts)),
-    ("accepted", lambda case: _number(case.acceptance_length)),
-    ("ms/round", lambda case: _spread(case.ms_per_round)),
-    ("GPU ms", lambda case: _number(case.gpu_ms_per_round)),
-    ("/engine", lambda case: _number(case.round_over_engine)),
-    ("/dynamic", lambda case: _number(case.round_over_dynamic)),
-    ("tokens/s", lambda case: _spread(case.tokens_per_second, 1)),
-    ("speedup", lambda case: _number(case.speedup)),
-    ("first ms", lambda case: _spread(case.ms_to_first_token, 1)),
-    ("first ms p50 / p99", lambda case: _latency(case.request_to_first_token)),
-    ("ms/token p50 / p99", lambda case: _latency(case.request_per_token, 2)),
-    ("gap ms p50 / p99", lambda case: _latency(case.request_gap, 2)),
-    ("cached tokens", lambda case: str(case.cached_tokens or MISSING)),
-    ("peak GB", lambda case: _gigabytes(case.peak_memory_bytes)),
-    ("bandwidth", lambda case: _share(case.bandwidth_share)),
-    ("per position", lambda case: " ".join(f"{share:.2f}" for share in case.acceptance_per_position) or MISSING),
+# Titles of columns, the attributes of `Case` that they show, and how; None and empty lists are `MISSING`.
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("batch", "batch_size", str),
+    ("prompt", "prompt_length", str),
+    ("case", "label", str),
+    ("T", "temperature", "{:g}".format),
+    ("draft probs", "draft_probs", str),
+    ("K", "k", str),
+    ("same text", "same_texts", _share),
+    ("accepted", "acceptance_length", "{:.2f}".format),
+    ("ms/round", "ms_per_round", _spread),
+    ("GPU ms", "gpu_ms_per_round", "{:.2f}".format),
+    ("/engine", "round_over_engine", "{:.2f}".format),
+    ("/dynamic", "round_over_dynamic", "{:.2f}".format),
+    ("tokens/s", "tokens_per_second", partial(_spread, digits=1)),
+    ("speedup", "speedup", "{:.2f}".format),
+    ("first ms", "ms_to_first_token", partial(_spread, digits=1)),
+    ("first ms p50 / p99", "request_to_first_token", partial(_latency, digits=1)),
+    ("ms/token p50 / p99", "request_per_token", _latency),
+    ("gap ms p50 / p99", "request_gap", _latency),
+    ("cached tokens", "cached_tokens", lambda value: str(value or MISSING)),
+    ("peak GB", "peak_memory_bytes", lambda value: f"{value / 1e9:.2f}"),
+    ("bandwidth", "bandwidth_share", _share),
+    ("per position", "acceptance_per_position", lambda shares: " ".join(map("{:.2f}".format, shares))),
 )
+
+
+def _shown(case: Case) -> list[str]:
+    values = ((getattr(case, name), show) for _, name, show in COLUMNS)
+    return [MISSING if value is None or value == [] else show(value) for value, show in values]
 
 
 def _draft_probs(case: Case) -> str:
@@ -105,21 +98,16 @@ def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
     return [(short_name(line[0].name) + _draft_probs(line[0]), line) for line in lines.values()]
 
 
-def short_name(name: str) -> str:
-    """The last part of a folder's or repository's name."""
-    return Path(name).name
-
-
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
     """The cases as aligned text, a line each, without empty columns and without `VARIED` ones that do not vary.
 
     Below the cases follow the errors of those that failed, and the drift of the machine.
     """
     measured = [case for case in cases if case.error is None]
-    rows = [[show(case) for _, show in COLUMNS] for case in measured]
+    rows = [_shown(case) for case in measured]
     kept = [
         index
-        for index, (title, _) in enumerate(COLUMNS)
+        for index, (title, *_) in enumerate(COLUMNS)
         if len({row[index] for row in rows} - {MISSING}) > (title in VARIED)
     ]
     lines = []

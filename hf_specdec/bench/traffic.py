@@ -1,4 +1,4 @@
-"""The bytes that a round reads at least, and the copy bandwidth of the device, to tell the share of it in use.
+"""The bytes that a round reads at least, and the copy bandwidth of the device, for the share of it in use.
 
 Of a tensor-parallel target, the bytes are those of one rank.
 """
@@ -11,22 +11,21 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..drafters import (
-    DFlash2Drafter,
-    DFlashDrafter,
-    DominoDrafter,
-    Drafter,
-    DraftModelDrafter,
-    DSparkDrafter,
-    Eagle3Drafter,
-    Pard2Drafter,
-)
-from ..drafters.cached import CachedDrafter
-from ..parallel.tensor_parallel import local_shard, tensor_parallel_group
+from ..drafters import Drafter
+from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.linear import local_shard
 from .clock import synchronize
 
 # More than the caches of most devices.
 COPY_BYTES = 2**28
+# Beginnings of the names of the parameters that drafters read once in a round, in a pass, for each draft token. Of
+# embeddings and codebooks few rows are read.
+_A_ROUND = ("fc.", "input_norm.", "fc_norm.", "hidden_norm.", "target_proj.", "candidate_selector.hidden_projection.")
+_A_PASS = ("layers.", "norm.")
+_A_TOKEN = (
+    *(f"markov_head.{name}." for name in ("markov_w2", "gate_proj", "joint_proj")),
+    *("prefix_gru.", "embed_proj."),
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -60,7 +59,7 @@ def round_bytes(
 
     Returns:
         None if the number is not known: of mixture-of-experts models, where it depends on the routing, and of drafters
-        other than EAGLE-3, P-EAGLE, DFlash, DSpark and draft models.
+        that do not say what they read.
     """
     text = target.config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
@@ -70,38 +69,12 @@ def round_bytes(
     total = _model_bytes(target) + (cached if group is None else cached // group.size())
     if drafter is None or num_draft_tokens == 0:
         return total
-    if not isinstance(drafter, CachedDrafter):
+    config, reads = drafter.attention_config, drafter.round_reads(num_draft_tokens)
+    if reads is None or any(getattr(config, name, None) for name in _EXPERTS):
         return None
-    passes = num_draft_tokens - drafter.num_masks(num_draft_tokens)
-    if isinstance(drafter, Eagle3Drafter):
-        config, once = drafter.config, _parameters(drafter.fc, drafter.input_norm, drafter.fc_norm)
-        layers = [*drafter.layers.parameters(), *drafter.norm.parameters(), drafter.head_weight]
-        each = _size(layers)
-        total += _size(once)
-    elif isinstance(drafter, DFlashDrafter):
-        config, passes = drafter.config, 1
-        total += _size(_parameters(drafter.fc, drafter.hidden_norm))
-        each = _size([*drafter.layers.parameters(), *drafter.norm.parameters(), drafter.head_weight])
-        if isinstance(drafter, DSparkDrafter):
-            steps = [one for name, one in drafter.markov_head.named_parameters() if not name.startswith("markov_w1")]
-            total += num_draft_tokens * _size(steps)
-        if isinstance(drafter, DominoDrafter):
-            total += num_draft_tokens * _size(_parameters(drafter.prefix_gru, drafter.embed_proj))
-        if isinstance(drafter, DFlash2Drafter):  # of its codebooks few rows are read
-            total += _size(drafter.candidate_selector.hidden_projection.parameters())
-    elif isinstance(drafter, DraftModelDrafter):
-        config, each = drafter.model.config.get_text_config(), _model_bytes(drafter.model)
-        if isinstance(drafter, Pard2Drafter):
-            total += _size(drafter.target_proj.parameters())
-        if any(getattr(config, name, None) for name in _EXPERTS):
-            return None
-    else:
-        return None
-    return total + passes * (each + _kv_bytes(config, batch, length, drafter.dtype.itemsize))
-
-
-def _parameters(*modules: torch.nn.Module | None) -> list[torch.Tensor]:
-    return [parameter for module in modules if module is not None for parameter in module.parameters()]
+    passes, weights = reads
+    total += sum(count * _size(tensors) for count, tensors in weights)
+    return total + (passes * _kv_bytes(config, batch, length, drafter.dtype.itemsize) if config is not None else 0)
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,6 +1,6 @@
 """Dialects of published checkpoints of EAGLE-3, P-EAGLE and drafters of blocks: whose layout a `config.json` has.
 
-`eagle3.py`, `peagle.py` and `dflash.py` read all of them into one normal form for each family. The rules
+`read_eagle.py` and `read_blocks.py` read all of them into one normal form for each family. The rules
 follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py, peagle.py),
 vllm-project/speculators (models/eagle3, models/peagle), NVIDIA/Model-Optimizer (export/plugins/hf_spec_export.py),
 NVIDIA-NeMo/Automodel (speculative/eagle), z-lab/dflash, deepseek-ai/DeepSpec (modeling/dspark) and vLLM's readers of

@@ -13,11 +13,9 @@ from ..patching.attention import cached_attend
 from ..state import DecodeState
 from ..training.unrolled import UnrolledAttention, shift_left
 from .draft_layers import DraftLayersDrafter
-from .layers import Attend, DraftDecoderLayer, rotary_embedding
-from .registry import register_drafter
+from .layers import Attend, DraftDecoderLayer
 
 
-@register_drafter
 class Eagle3Drafter(DraftLayersDrafter):
     """EAGLE-3 drafter.
 
@@ -34,7 +32,6 @@ class Eagle3Drafter(DraftLayersDrafter):
         super().__init__(config)
         width, aux_size = config.hidden_size, config.target_hidden_size
         count = config.num_aux_hidden_states if config.use_aux_hidden_state else 0
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.input_norm = LlamaRMSNorm(count * aux_size, config.rms_norm_eps) if config.norm_before_fc else None
         self.fc_norm = (
             nn.ModuleList([LlamaRMSNorm(aux_size, config.rms_norm_eps) for _ in range(count)])
@@ -44,15 +41,7 @@ class Eagle3Drafter(DraftLayersDrafter):
         self.fc = nn.Linear(count * aux_size, width, bias=config.fc_bias) if config.use_aux_hidden_state else None
         self.layers = nn.ModuleList([DraftDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps) if config.final_norm else nn.Identity()
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
-        self.rotary_emb = rotary_embedding(config)
-        # Token t of the draft vocabulary is token t + d2t[t] of the target's.
-        if config.draft_vocab_size < config.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        else:
-            self.d2t = None
-        self._layer_ids = config.aux_hidden_state_layer_ids
-        self.post_init()
+        self._add_head()
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to `[..., H]`."""

@@ -8,10 +8,8 @@ from transformers import PreTrainedModel
 
 from ..config import PEagleConfig
 from .eagle3 import Eagle3Drafter
-from .registry import register_drafter
 
 
-@register_drafter
 class PEagleDrafter(Eagle3Drafter):
     """P-EAGLE drafter.
 

@@ -27,7 +27,7 @@ from ..sampling.row_processors import RowsProcessor
 from ..state import DecodeState, Shape
 from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .groups import Groups
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k, shape_of
 from .prefix_reuse import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
 from .request import Request
@@ -59,7 +59,7 @@ def decode_continuously(request: Request, requests: Sequence[RowRequest], settin
             end(one, now, settings)
     # The longest first: prompts of a group have similar lengths.
     first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
-    with LazyTarget(request.model, request.drafter) as target:
+    with HostedTarget(request.model, request.drafter) as target:
         runner = ContinuousRunner(request, settings, target)
         if arrivals is not None:
             arrived = arrivals.next(False, target.unpatch)
@@ -107,7 +107,7 @@ def check_continuous(request: Request) -> None:
 class ContinuousRunner(Runner):
     """Rows that requests take and leave; they move to a session of other sizes where that is worth it."""
 
-    def __init__(self, request: Request, settings: ContinuousBatching, target: LazyTarget):
+    def __init__(self, request: Request, settings: ContinuousBatching, target: HostedTarget):
         blank = torch.empty(0, 0, dtype=torch.int64, device=request.model.device)
         process = RowsProcessor(BlockProcessor(request.processors, blank, [], request.temperature))
         super().__init__(request, target, process)

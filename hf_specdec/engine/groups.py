@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ..row_buffers import upload
 from ..state import DecodeState
 from .buckets import next_power_of_two
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefix_reuse import Prefix, copy_prefixes, copy_texts, spans_after
 from .request import Request
@@ -33,7 +33,7 @@ class Groups:
         is_continuous: whether there are many groups, of different sizes.
     """
 
-    def __init__(self, request: Request, target: LazyTarget, is_continuous: bool):
+    def __init__(self, request: Request, target: HostedTarget, is_continuous: bool):
         self._request, self._target, self._is_continuous = request, target, is_continuous
         self._leases: dict[int, SessionLease] = {}
         # Where a group is being prefilled, and what is left to do then.

@@ -33,7 +33,7 @@ def replay_states(cache: RaggedCache, ends: Sequence[int]) -> bool:
         return False
     if bases == list(ends):
         return True
-    if not all(layer.can_replay for layer in cache.recurrent_layers):
+    if not all(layer.can_replay for layer in cache.layers):
         return False
     cache.replay(upload(ends, cache.recurrence.base))
     return True

@@ -16,7 +16,7 @@ from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedCloc
 from .buckets import next_power_of_two, slots_for, useful_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .cuda_graphs import start_compiler
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .request import Request
 from .rounds import catch_up, run_round
 from .row_memory import place_in_memory, span_for, spanning
@@ -69,7 +69,7 @@ class SessionLease:
     def __init__(
         self,
         request: Request,
-        target: LazyTarget,
+        target: HostedTarget,
         shape: Shape,
         process: BlockProcessor | None = None,
         is_continuous: bool = False,
@@ -106,7 +106,7 @@ class SessionLease:
         return session
 
     def _key(self) -> SessionKey:
-        return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.fingerprint)
+        return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.hosting)
 
     def _round_key(self, num_drafts: int) -> tuple[Hashable, int, int]:
         """What the next round of `num_drafts` drafts is captured under, see `Session.rounds`.

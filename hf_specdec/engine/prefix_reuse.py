@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..drafters.base import Drafter
-from ..patching.packing import reuses_prefixes
+from ..patching.layer_kinds import Use
+from ..patching.support import why_not_used
 from ..row_buffers import upload
 from ..state import DecodeState
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .packed_prompts import PromptSpan
 from .prefix_index import Match, PrefixIndex
 from .request import Request
@@ -43,12 +44,12 @@ class Prefix(NamedTuple):
     is_whole: bool = False
 
 
-def margin_of(target: LazyTarget, num_draft_tokens: int) -> int | None:
+def margin_of(target: HostedTarget, num_draft_tokens: int) -> int | None:
     """`Drafter.prefix_margin` of the drafter of `target`; None also if the target's cache cannot be reused.
 
     Hidden states that the caller gets are those of all positions, so then all are run.
     """
-    if target.keeps_hidden_states or not reuses_prefixes(target.model):
+    if target.keeps_hidden_states or why_not_used(target.model, Use.PREFIX_REUSE) is not None:
         return None
     return target.drafter.prefix_margin(num_draft_tokens)
 

@@ -13,14 +13,15 @@ from ..drafters.cached import CachedDrafter
 from ..errors import first_line
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.layer_kinds import Use
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
 from ..virtual_memory import RowMemory, has_virtual_memory, slot_unit, total_bytes
+from .hosted_target import HostedTarget
 from .key_layout import KeyLayout, caches_of
-from .lazy_target import LazyTarget
 from .rounds import draft_and_forward
 from .session_prefill import SessionPrefill
-from .sessions import Session, sessions_of
+from .sessions import Session
 
 # Tokens of a text for which addresses are reserved where requests arrive, if the target has positions for more; a
 # longer one moves all rows to a larger session.
@@ -32,7 +33,7 @@ FEWEST_SPAN, SPAN_STEP = 1024, 4
 SHARE_FOR_TOKENS = 16
 
 
-def can_grow(target: LazyTarget) -> bool:
+def can_grow(target: HostedTarget) -> bool:
     """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see.
 
     Processes that run one model together need the same rows, but may have different memory.
@@ -40,16 +41,16 @@ def can_grow(target: LazyTarget) -> bool:
     model, drafter = target.model, target.drafter
     if tensor_parallel_group(model) is not None:
         return False
-    kinds = list(cache_layers(model))
+    kinds = [cache_layers(model)]
     if isinstance(drafter, CachedDrafter):
-        kinds += drafter.cached_layers
+        kinds.append(drafter.cached_layers)
     elif type(drafter).new_memory is not Drafter.new_memory:
         return False
     # The references, which attention in float64 runs, read all slots.
     if any(one.dtype == torch.float64 for module in (model, drafter) for one in module.parameters()):
         return False
-    has_keys = any(kind.has_keys for kind in kinds)
-    return has_keys and not any(kind.takes_mask for kind in kinds) and has_virtual_memory(model.device)
+    is_allowed = all(one.why_not(Use.ROW_MEMORY) is None for one in kinds)
+    return is_allowed and any(one.stores_keys for one in kinds) and has_virtual_memory(model.device)
 
 
 def slots_in_memory(longest: int, device: torch.device) -> int:
@@ -100,25 +101,22 @@ def allocating(shape: Shape, device: torch.device) -> Iterator[None]:
         raise
 
 
-def place_in_memory(state: DecodeState, target: LazyTarget, shape: Shape) -> None:
+def place_in_memory(state: DecodeState, target: HostedTarget, shape: Shape) -> None:
     """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; `target` has a layout of them."""
     layout = target.key_layout
     memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
     layout.place(caches_of(state), memory)
 
 
-def layout_of(target: LazyTarget, shape: Shape) -> KeyLayout | None:
+def layout_of(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     """`find_layout`, once for all calls as long as target and drafter are the same."""
-    pool = sessions_of(target.drafter)
-    layouts = pool.looked_up(target.fingerprint).layouts
-    if shape.num_draft_tokens not in layouts:
-        found = find_layout(target, shape)
-        layouts = pool.looked_up(target.fingerprint).layouts  # patching may move weights, which a fingerprint names
-        layouts[shape.num_draft_tokens] = found
-    return layouts[shape.num_draft_tokens]
+    if shape.num_draft_tokens not in target.hosting.layouts:
+        found = find_layout(target, shape)  # patching may move weights, which makes another hosting
+        target.hosting.layouts[shape.num_draft_tokens] = found
+    return target.hosting.layouts[shape.num_draft_tokens]
 
 
-def find_layout(target: LazyTarget, shape: Shape) -> KeyLayout | None:
+def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     """Run one token through target and drafter, and see what they store.
 
     Returns:
@@ -132,6 +130,6 @@ def find_layout(target: LazyTarget, shape: Shape) -> KeyLayout | None:
         SessionPrefill(Session(state), target, None, is_continuous=False).run(())
         with state.idle():
             draft_and_forward(state, target(), drafter)
-    layers = [layer for cache in caches_of(state) for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    stored = {one.untyped_storage().data_ptr() for layer in layers for one in (layer.keys, layer.values)}
+    buffers = [one for cache in caches_of(state) for layer in cache.layers for one in layer.slot_buffers]
+    stored = {one.untyped_storage().data_ptr() for one in buffers}
     return KeyLayout.of(caches_of(state)) if stored <= attended else None

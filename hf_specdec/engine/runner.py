@@ -13,7 +13,7 @@ from ..state import DecodeState
 from ..stats import Counters
 from ..virtual_memory import RowMemory, available_bytes
 from .auto_drafts import Acceptance, Drafts
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k
 from .prefix_reuse import Prefix
 from .request import Request
@@ -51,7 +51,7 @@ class Runner:
     prefix_margin: int | None = None
     merges_equal = False
 
-    def __init__(self, request: Request, target: LazyTarget, process: BlockProcessor):
+    def __init__(self, request: Request, target: HostedTarget, process: BlockProcessor):
         self._request, self._target, self._process = request, target, process
         self.acceptance = Acceptance(request.num_draft_tokens)
         self.execution = "no rounds"

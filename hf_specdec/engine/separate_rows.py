@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,56 +20,20 @@ from transformers import (
 from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache
 from ..host.generation import inputs_after, prefill
 from ..patching.hidden_states import modules_of
+from ..patching.layer_kinds import first_reason
 from ..patching.module_hooks import has_hooks
 from ..patching.patch import caller
-from ..patching.support import SUPPORTED_LAYER_TYPES, length_limits
+from ..patching.support import parts
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
-from .equivalence import why_not_separate_rows
+from .compared_texts import why_not_separate_rows
 from .prompts import Prompts
 from .request import Request
 from .transcript import DECIDED_BY_TOKENS, Transcript
 
-# Model inputs with a column for each token, and the dimension of their columns; that of the rows is the one before.
-_COLUMNS = {
-    "attention_mask": 1,
-    "cross_attention_mask": 1,
-    "image_attention_mask": 1,
-    "inputs_embeds": 1,
-    "mm_token_type_ids": 1,
-    "moe_mm_token_type_ids": 1,
-    "position_ids": -1,
-    "token_type_ids": 1,
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a call, as a call of its own.
-
-    Attributes:
-        number: of the row in the batch.
-        request: of the row.
-        inputs: of the model besides the tokens.
-        padding: `[1, n]` int64, what the caller's processors and criteria are shown before the tokens of `request`.
-    """
-
-    number: int
-    request: Request
-    inputs: dict[str, Any]
-    padding: torch.Tensor
-
-    def text(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`tokens` `[1, m]` of the row as plain `generate()` has them in the batch: behind their padding."""
-        return torch.cat([self.padding, tokens], dim=1) if self.padding.shape[1] else tokens
-
 
 class _Ended(StoppingCriteria):
-    """Ends each row at a length of its own.
-
-    Args:
-        lengths: `[B]` int64, padding included.
-    """
+    """Ends each row at a length of its own: `lengths` `[B]` int64, padding included."""
 
     def __init__(self, lengths: torch.Tensor):
         self._lengths = lengths
@@ -82,9 +45,7 @@ class _Ended(StoppingCriteria):
 def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | None:
     """The reason why the rows of `request` cannot be run one after the other; None if they can.
 
-    Args:
-        request: of the call.
-        model_kwargs: inputs of the model as prepared by `generate()`.
+    `model_kwargs` are the inputs of the model as prepared by `generate()`.
     """
     batch, prompts = request.batch, request.prompts
     if batch == 1:
@@ -96,41 +57,25 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
         )
     if has_hooks(modules_of(request.model), of_engines=False):
         return "modules of the target have forward hooks, which may treat each row differently; remove them"
-    obstacles = (_why_not_split(name, value, prompts) for name, value in model_kwargs.items())
-    obstacle = next(filter(None, obstacles), None)
+    obstacle = next(filter(None, (_why_not_split(name, value, batch) for name, value in model_kwargs.items())), None)
     if obstacle is not None:
         return obstacle
-    if not any(prompts.padding):
-        return why_not_separate_rows(request.model, is_padded=False)
-    kinds = set(getattr(request.model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
-    if kinds:
-        return (
-            f"the target has layers of type {', '.join(sorted(kinds))}, for which padding may change the text of plain "
-            "generate(); expected prompts of the same length, or one row"
-        )
-    limits, longest = length_limits(request.model), request.config.max_length - 1
-    limit = limits.long or limits.fixed
-    if limit is not None and longest > limit:
-        return (
-            f"a text of up to {longest + 1} tokens outgrows {limit}, and plain generate() chooses RoPE of all rows by "
-            "the longest one; expected prompts of the same length, or fewer new tokens"
-        )
-    return why_not_separate_rows(request.model)
+    model, longest = request.model, request.config.max_length - 1
+    if any(prompts.padding):
+        obstacle = first_reason(part.why_not_alone(model, longest) for part in parts(model))
+        if obstacle is not None:
+            return f"{obstacle}; expected prompts of the same length, or fewer new tokens"
+    return why_not_separate_rows(model, is_padded=False)
 
 
-def _why_not_split(name: str, value: Any, prompts: Prompts) -> str | None:
-    batch, width = prompts.input_ids.shape
+def _why_not_split(name: str, value: Any, batch: int) -> str | None:
+    """The reason why the model input `name` has not an entry for each of `batch` rows; None if it has."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         row_dim, shape = _row_dim(name), tuple(value.shape)
         if len(shape) < -row_dim or shape[row_dim] != batch:
             return (
                 f"{name} has shape {list(shape)}, which does not say what belongs to which of {batch} rows; expected "
                 "an entry for each row"
-            )
-        if name not in _COLUMNS and any(prompts.padding) and shape[1:2] == (width,):
-            return (
-                f"{name} has shape {list(shape)}, of which nobody knows whether there is a column for each of {width} "
-                "tokens, padding included; expected prompts of the same length"
             )
     if isinstance(value, (dict, list, tuple)) and len(value) > 0:
         content = f" of {', '.join(map(str, value))}" if isinstance(value, dict) else ""
@@ -146,52 +91,42 @@ def _row_dim(name: str) -> int:
     return -2 if name == "position_ids" else 0
 
 
-def separate_rows(request: Request, model_kwargs: dict[str, Any]) -> Iterator[Row]:
-    """The rows of a call, each when it is to be run; a call of one row as it is.
+def request_of_row(request: Request, model_kwargs: dict[str, Any], row: int) -> tuple[Request, dict[str, Any]]:
+    """One row of a call as a call of its own, and its inputs of the model; a call of one row as it is.
 
-    A row of a batch has no padding, and no streamer. It ends where what is known of the row alone ends it, see
-    `_ends_of_row`.
-
-    Args:
-        request: of the call.
-        model_kwargs: inputs of the model as prepared by `generate()`.
+    A row of a batch keeps its padding. It has no streamer. It ends where what is known of the row alone ends it, see
+    `_ends_of_row`, which is to be asked when the row begins.
     """
-    tokens = request.prompts.input_ids
     if request.batch == 1:
-        yield Row(0, request, model_kwargs, tokens[:, :0])
-        return
-    for row, pad in enumerate(request.prompts.padding):
-        config = copy.copy(request.config)
-        config.max_length -= pad
-        config.output_hidden_states = config.output_attentions = False
-        config.return_dict_in_generate = request.keeps("scores") or request.keeps("logits")
-        own = replace(
-            request,
-            prompts=Prompts(tokens[row : row + 1, pad:], [0], tokens.shape[1] - pad),
-            processors=processors_of_row(request.processors, row, request.batch),
-            criteria=_ends_of_row(request, request.batch - row),
-            config=config,
-            randomness=Randomness(seeds=request.seeds[row : row + 1]),
-            streamer=None,
-            cache=None,
-        )
-        inputs = {
-            name: _input_of_row(name, value, row, pad)
-            for name, value in model_kwargs.items()
-            if name not in ("output_attentions", "output_hidden_states")
-        }
-        yield Row(row, own, inputs, tokens[row : row + 1, :pad])
+        return request, model_kwargs
+    prompts, config = request.prompts, copy.copy(request.config)
+    config.output_hidden_states = config.output_attentions = False
+    config.return_dict_in_generate = request.keeps("scores") or request.keeps("logits")
+    own = replace(
+        request,
+        prompts=Prompts(prompts.input_ids[row : row + 1], prompts.padding[row : row + 1], prompts.width),
+        processors=processors_of_row(request.processors, row, request.batch),
+        criteria=_ends_of_row(request, request.batch - row),
+        config=config,
+        randomness=Randomness(seeds=request.seeds[row : row + 1]),
+        streamer=None,
+        cache=None,
+    )
+    inputs = {
+        name: _input_of_row(name, value, row)
+        for name, value in model_kwargs.items()
+        if name not in ("output_attentions", "output_hidden_states")
+    }
+    return own, inputs
 
 
-def _input_of_row(name: str, value: Any, row: int, pad: int) -> Any:
+def _input_of_row(name: str, value: Any, row: int) -> Any:
     if isinstance(value, Cache):
         # Nothing is in it. Streams, which offloaded caches have, cannot be copied.
         return copy.deepcopy(value, {id(one): one for one in vars(value).values() if isinstance(one, torch.Stream)})
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    value = value.narrow(_row_dim(name), row, 1)
-    columns = _COLUMNS.get(name)
-    return value if columns is None else value.narrow(columns, pad, value.shape[columns] - pad)
+    return value.narrow(_row_dim(name), row, 1)
 
 
 def _is_of_row(rule: StoppingCriteria, request: Request) -> bool:
@@ -229,15 +164,10 @@ def join_rows(
 
     Hidden states, attention weights and the cache are those of two passes of the target over the finished batch, of its
     prompts and of what follows: they are then what plain `generate()` returns for padding and finished rows as well.
-
-    Args:
-        request: of the call.
-        model_kwargs: inputs of the model as prepared by `generate()`.
-        outputs: of the rows of `separate_rows`.
     """
     prompts, kept = request.prompts, [name for name in ("scores", "logits") if request.keeps(name)]
     texts = [output if isinstance(output, torch.Tensor) else output.sequences for output in outputs]
-    new = [text[0, length:].tolist() for text, length in zip(texts, prompts.lengths, strict=True)]
+    new = [text[0, prompts.width :].tolist() for text in texts]
     rules = [rule for rule in request.criteria if not _is_of_row(rule, request) and type(rule) is not MaxTimeCriteria]
     transcript = Transcript(
         prompts.input_ids,
@@ -268,8 +198,7 @@ def join_rows(
 def _passes(request: Request, model_kwargs: dict[str, Any], sequences: torch.Tensor) -> dict[str, Any]:
     """Fill the cache: it, and the hidden states and attention weights of each step if asked for, by their names.
 
-    Args:
-        sequences: `[B, P + new]`, of which the last column is not run, as in plain `generate()`.
+    The last column of `sequences` `[B, P + new]` is not run, as in plain `generate()`.
     """
     model, width = request.model, request.prompts.width
     after = sequences.shape[1] - width - 1
@@ -280,17 +209,11 @@ def _passes(request: Request, model_kwargs: dict[str, Any], sequences: torch.Ten
             inputs = model.prepare_inputs_for_generation(sequences[:, :-1], next_sequence_length=after, **inputs)
             passes.append(model(**inputs, return_dict=True))
     found = {OUTPUT_NAME: given_cache(model_kwargs)}
-    if request.keeps("hidden_states"):
-        steps = [tuple(layer[..., step : step + 1, :] for layer in passes[1].hidden_states) for step in range(after)]
-        found["hidden_states"] = (passes[0].hidden_states, *steps)
-    if request.keeps("attentions"):
-        steps = [
-            tuple(_weights_of_step(layer, step, width + step + 1) for layer in passes[1].attentions)
-            for step in range(after)
-        ]
-        found["attentions"] = (passes[0].attentions, *steps)
-    return found
-
-
-def _weights_of_step(weights: torch.Tensor | None, step: int, columns: int) -> torch.Tensor | None:
-    return None if weights is None else weights[..., step : step + 1, :columns]
+    for name in filter(request.keeps, ("hidden_states", "attentions")):
+        found[name] = [passes[0][name]]
+        for step in range(after):
+            # A step sees the columns up to its own; layers without attention weights have None.
+            columns = width + step + 1 if name == "attentions" else None
+            layers = passes[1][name]
+            found[name].append(tuple(None if one is None else one[..., step : step + 1, :columns] for one in layers))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

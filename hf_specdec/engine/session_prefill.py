@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..patching.packing import packs_prompts
+from ..patching.layer_kinds import Use
+from ..patching.support import why_not_used
 from ..row_buffers import upload
 from . import buckets
 from .capture import capture_prefill
 from .first_pass import FirstPass
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .packed_prompts import PackedPrompts, PromptBuffers, PromptSpan
 from .prefill import finish_prefill, prefill_chunk, start_prefill
 from .sessions import Session
@@ -24,14 +25,14 @@ EAGER_ROW_TOKENS, EAGER_PACKED_TOKENS, EAGER_COLUMNS = 32768, 8192, 2048
 FEWEST_PADDED_COLUMNS = 2
 
 
-def can_pack(target: LazyTarget) -> bool:
+def can_pack(target: HostedTarget) -> bool:
     """Whether prompts of several rows are prefilled as one row.
 
     Not where modules have hooks, which may treat each row of the batch in its own way.
     """
     if target.has_hooks or target.keeps_hidden_states:
         return False
-    return target.drafter.packs_prompts and packs_prompts(target.model)
+    return target.drafter.packs_prompts and why_not_used(target.model, Use.PACKING) is None
 
 
 class SessionPrefill:
@@ -43,7 +44,7 @@ class SessionPrefill:
             few sizes.
     """
 
-    def __init__(self, session: Session, target: LazyTarget, chunk_size: int | None, is_continuous: bool):
+    def __init__(self, session: Session, target: HostedTarget, chunk_size: int | None, is_continuous: bool):
         self._session, self._target, self._is_continuous = session, target, is_continuous
         self._batch = len(session.state.tokens)
         self._goes_on = False

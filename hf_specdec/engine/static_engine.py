@@ -13,9 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..host.caches import OUTPUT_NAME
-from ..patching.hidden_states import ModuleTree
 from ..patching.patch import caller
-from ..patching.support import settings_read_once
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
@@ -23,9 +21,9 @@ from . import prefix_reuse
 from .buckets import next_power_of_two
 from .first_pass import FirstPass
 from .groups import Groups
+from .hosted_target import HostedTarget
 from .kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
 from .last_states import positions_of_states, replay_states, run_to_ends
-from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
 from .packed_prompts import PromptSpan
@@ -47,14 +45,14 @@ REREAD_PER_NEW_TOKEN, MOST_REREAD = 8, 2048
 
 @torch.inference_mode(False)  # whatever the user's: buffers and weights that are moved outlive the call
 @torch.no_grad()
-def decode(request: Request, tree: ModuleTree | None = None) -> SpeculativeOutput | torch.Tensor:
+def decode(request: Request) -> SpeculativeOutput | torch.Tensor:
     """Generate on the static engine: what `generate()` returns, sequences `[B, P + new]` or a `SpeculativeOutput`.
 
     The target of `request` is on one device, in evaluation mode, and of the kinds that the engine supports (see
-    `integration.eligibility`). Its `tree` is as it is now.
+    `integration.eligibility`).
     """
     # A context: the target is patched inside at most, and only if need be.
-    with LazyTarget(request.model, request.drafter, request.kept, tree) as target:
+    with HostedTarget(request.model, request.drafter, request.kept) as target:
         call = Lockstep(request, target)
         run = call.open()
         call.run_rounds(run)
@@ -64,8 +62,7 @@ def decode(request: Request, tree: ModuleTree | None = None) -> SpeculativeOutpu
 class Lockstep(Runner):
     """The rows of a call of `generate()`, admitted together to a session of their number."""
 
-    @settings_read_once()
-    def __init__(self, request: Request, target: LazyTarget):
+    def __init__(self, request: Request, target: HostedTarget):
         # Of a call whose prompts the target itself runs, until the drafter has read what that gives.
         self._first_pass = None if request.inputs is None else FirstPass(request, target.keeps_hidden_states)
         request = replace(request, prompts=_with_reread(request, target))
@@ -310,7 +307,7 @@ class Lockstep(Runner):
         )
 
 
-def _with_reread(request: Request, target: LazyTarget) -> Prompts:
+def _with_reread(request: Request, target: HostedTarget) -> Prompts:
     """The prompts of `request`, with what the target runs again of them where the drafter lacks its hidden states.
 
     That is as much as pays for itself by what more of the drafts are accepted: a prefill runs tokens in a small part of

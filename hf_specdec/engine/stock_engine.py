@@ -1,15 +1,15 @@
 """The stock engine: our drafters inside transformers' own `_assisted_decoding`.
 
-For targets that the static engine cannot host. Eager, on the cache that the target itself wants. The rows of a batch
-run one after the other, each without its padding: see `separate_rows`.
+For targets that the static engine cannot host. It is eager, on the cache that the target itself wants. The rows of a
+batch run one after the other: see `separate_rows`.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,49 +26,36 @@ from ..host.caches import (
 from ..host.generation import BaseStreamer, CandidateGenerator
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
-from ..patching.compressed_attention import compressed_attention
 from ..patching.hidden_states import AuxHiddenStateRecorder
-from ..patching.indexer_probes import pooled_indexers
-from ..patching.length_rope import length_rope
-from ..patching.mask_rules import why_not_kept
-from ..patching.patch import caller
-from ..patching.recurrent_functions import recurrent_functions
-from ..patching.relative_bias import relative_biases
-from ..patching.support import has_only_states, has_recurrent_layers, length_limits
+from ..patching.layer_kinds import LayerKinds, patches_of, plug_ins
+from ..patching.patch import caller, replaced
+from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
 from ..stats import Counters
-from .equivalence import why_not_equivalent, why_not_equivalent_row
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import propose
-from .separate_rows import Row, join_rows, separate_rows, why_not_separate
+from .separate_rows import join_rows, request_of_row
 
 
 class CommittedTextCriteria(StoppingCriteriaList):
-    """Stopping criteria that are not evaluated for text which the target has not extended yet.
+    """The stopping criteria of a call of one row, not evaluated for text which the target has not extended yet.
 
-    transformers 5.17 evaluates them for blocks without candidates too, before the target has added its token, so that a
-    criterion which does not read the text, such as a time limit, would end an output without its first token.
-
-    Args:
-        row: whose criteria they are.
+    transformers 5.17 evaluates them for blocks without candidates too, before the target has added its token. A time
+    limit would then end an output without its first token.
     """
 
     committed = 0
-
-    def __init__(self, row: Row):
-        super().__init__(row.request.criteria)
-        self._row = row
 
     def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.Tensor:
         if input_ids.shape[1] == self.committed:
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         with caller():
-            return super().__call__(self._row.text(input_ids), scores, **kwargs)
+            return super().__call__(input_ids, scores, **kwargs)
 
 
 class CallersStreamer(BaseStreamer):
-    """A streamer of the caller, which runs as the caller's code: see `patch.caller`."""
+    """A streamer that runs as the caller's code."""
 
     def __init__(self, streamer: BaseStreamer):
         self._streamer = streamer
@@ -86,22 +73,23 @@ class DrafterCandidateGenerator(CandidateGenerator):
     """transformers' `CandidateGenerator` for a `Drafter`.
 
     The loop asks for candidates before the target has run, so the first answer is none. From then on every call follows
-    one verified block, and is one `propose`.
-
-    Args:
-        row: of the call.
-        recorder: entered by the caller for as long as the generator is used.
-        criteria: of the row. A candidate that would end the output is not proposed but left to the target, so that
-            nothing is accepted beyond the end.
-        counters: of all rows of the call.
+    one verified block, and is one `propose`. A candidate that would end the output by `criteria` is left to the target,
+    so that nothing is accepted beyond the end. `request` is row `row` of the call, `counters` are those of all rows.
     """
 
     requires_model_outputs = True
 
-    def __init__(self, row: Row, recorder: AuxHiddenStateRecorder, criteria: CommittedTextCriteria, counters: Counters):
-        request = row.request
+    def __init__(
+        self,
+        request: Request,
+        row: int,
+        recorder: AuxHiddenStateRecorder,
+        criteria: CommittedTextCriteria,
+        counters: Counters,
+    ):
         self._request = request
-        self._row = row.number
+        self._row = row
+        self._padding = request.prompts.padding[0]
         self._drafter = request.drafter
         self._recorder = recorder
         self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if recorder.misses_positions else {}
@@ -131,9 +119,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
             (n for n in range(tokens.shape[1]) if bool(self._criteria(candidates[:, : length + n + 1], None).any())),
             tokens.shape[1],
         )
-        longest = length_limits(self._request.model).last_draft(length)
-        if longest is not None:
-            self._num_candidates = min(self._num_candidates, longest - length)
+        model, own_length = self._request.model, length - self._padding
+        for longest in (part.longest_with_drafts(model, own_length) for part in parts(model)):
+            if longest is not None:
+                self._num_candidates = min(self._num_candidates, longest - own_length)
         if proposal.probs is not None:
             # A draft of logits that have no softmax is none.
             are_laws = proposal.probs[0].isfinite().all(dim=-1)
@@ -160,9 +149,13 @@ class DrafterCandidateGenerator(CandidateGenerator):
     def _begin(self, input_ids: torch.Tensor) -> None:
         # The hidden states of tokens in a cache of the caller are not known: the drafter starts after them.
         aux_hidden_states = self._aux_hidden_states()
-        num_seen = input_ids.shape[1] - 1 if aux_hidden_states is None else aux_hidden_states.shape[1]
-        tokens = input_ids[0, input_ids.shape[1] - 1 - num_seen :].to(self._drafter.device)
-        self._counters.rows[self._row].unread_tokens = input_ids.shape[1] - len(tokens)
+        length = input_ids.shape[1] - self._padding
+        num_seen = length - 1
+        if aux_hidden_states is not None:
+            num_seen = min(num_seen, aux_hidden_states.shape[1])
+            aux_hidden_states = aux_hidden_states[:, -num_seen:]
+        tokens = input_ids[0, -num_seen - 1 :].to(self._drafter.device)
+        self._counters.rows[self._row].unread_tokens = length - len(tokens)
         remaining = self._request.config.max_length - input_ids.shape[1]
         self._num_draft_tokens = min(self._request.num_draft_tokens, remaining)
         max_new_tokens = remaining + self._num_draft_tokens + 1
@@ -174,7 +167,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             draft_probs=self._request.draft_probs,
             num_ends=0,
         )
-        self._state = state = self._drafter.new_state(shape, layers=(), device=tokens.device)
+        self._state = state = self._drafter.new_state(shape, layers=LayerKinds(), device=tokens.device)
         request = self._request
         state.set_temperature(request.temperature)
         state.admit(range(1), [tokens], [max_new_tokens], request.seeds.tolist())
@@ -199,7 +192,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         return None if aux_hidden_states is None else aux_hidden_states.to(self._drafter.device)
 
     def _propose(self, committed: int, aux_hidden_states: torch.Tensor | None) -> None:
-        """Draft after a block of which the first `committed` rows, with `taps` `[1, n, width]`, were committed."""
+        """Draft after a block of which the first `committed` tokens, with hidden states `[1, n, width]`, were kept."""
         window = None
         if aux_hidden_states is not None:
             window = aux_hidden_states.new_zeros(1, self._num_draft_tokens + 1, aux_hidden_states.shape[-1])
@@ -210,18 +203,15 @@ class DrafterCandidateGenerator(CandidateGenerator):
 
 
 class ReachableProcessors(LogitsProcessorList):
-    """Logits processors that are not called for text which they themselves rule out.
+    """The logits processors of a call of one row, not called for text which they themselves rule out.
 
     The loop calls them for every prefix of a block of candidates, but a processor such as `prefix_allowed_tokens_fn`
     may fail for text after a token that it forbids. Scores after such a token are left unprocessed: it is not accepted.
-
-    Args:
-        row: whose processors they are.
     """
 
-    def __init__(self, row: Row):
-        super().__init__(row.request.processors)
-        self._row = row
+    def __init__(self, request: Request):
+        super().__init__(request.processors)
+        self._is_greedy = request.temperature is None
 
     _scores: torch.Tensor | None = None
     _length: int | None = None
@@ -232,14 +222,14 @@ class ReachableProcessors(LogitsProcessorList):
         # Every block begins with an allowed token, so only text that extends the previous one can be ruled out.
         if self._length == length - 1:
             before, token = self._scores[0], input_ids[0, -1]
-            # Where no token is possible, greedy decoding says one.
-            is_said = self._row.request.temperature is None and bool(before.argmax() == token)
-            self._is_ruled_out |= bool(before[token].isneginf()) and not is_said
+            # Where no token is possible, greedy decoding chooses one.
+            is_greedy_choice = self._is_greedy and bool(before.argmax() == token)
+            self._is_ruled_out |= bool(before[token].isneginf()) and not is_greedy_choice
         else:
             self._is_ruled_out = False
         if not self._is_ruled_out:
             with caller():
-                self._scores = scores = super().__call__(self._row.text(input_ids), scores, **kwargs)
+                self._scores = scores = super().__call__(input_ids, scores, **kwargs)
         self._length = length
         return scores
 
@@ -247,12 +237,8 @@ class ReachableProcessors(LogitsProcessorList):
 class ReplayCache(DynamicCache):
     """A `DynamicCache` with recurrent layers that can be cropped.
 
-    The last tokens cannot be removed from a recurrent state. So the layers are copied before each forward pass; `crop`
-    restores the copy and runs the tokens that stay again. A context: it hooks the forward pass of `target`.
-
-    Args:
-        target: whose forward passes fill it.
-        cache: of the caller, whose layers it shares; None for layers of its own.
+    The last tokens cannot be removed from a recurrent state. So the layers are copied before each forward pass of
+    `target`; `crop` restores the copy and runs the tokens that stay again. It shares the layers of `cache`, if given.
     """
 
     def __init__(self, target: PreTrainedModel, cache: Cache | None):
@@ -267,7 +253,7 @@ class ReplayCache(DynamicCache):
         self._handle = self._target.register_forward_pre_hook(self._remember, with_kwargs=True)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._handle.remove()
 
     @property
@@ -288,17 +274,12 @@ class ReplayCache(DynamicCache):
         self._snapshot = [_copy_state(layer.__dict__) for layer in self.layers]
 
 
-@contextmanager
-def _continuing(model: PreTrainedModel, cached: int) -> Iterator[None]:
-    """Context in which the first forward pass of transformers' loop leaves out the `cached` tokens of the caller's
-    cache.
+def _prepares_rest(model: PreTrainedModel, cached: int) -> Callable:
+    """`prepare_inputs_for_generation`, in whose first call the `cached` tokens of the caller's cache are left out.
 
-    The loop itself would append the whole prompt to the cache again.
+    transformers' loop would append the whole prompt to the cache again.
     """
-    if not cached:
-        yield
-        return
-    was_there, prepare = "prepare_inputs_for_generation" in vars(model), model.prepare_inputs_for_generation
+    prepare = model.prepare_inputs_for_generation
 
     @functools.wraps(prepare)
     def prepare_rest(input_ids, *args, is_first_iteration=False, **kwargs):
@@ -306,54 +287,18 @@ def _continuing(model: PreTrainedModel, cached: int) -> Iterator[None]:
             kwargs["next_sequence_length"] = input_ids.shape[1] - cached
         return prepare(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
 
-    model.prepare_inputs_for_generation = prepare_rest
-    try:
-        yield
-    finally:
-        if was_there:
-            model.prepare_inputs_for_generation = prepare
-        else:
-            del model.prepare_inputs_for_generation
+    return prepare_rest
 
 
-@contextmanager
-def _restored(cache: Cache | None) -> Iterator[None]:
-    """Context that restores whether sliding-window layers of the caller's `cache` keep what has left their window."""
-    kept = recording_layers(cache)
-    try:
-        yield
-    finally:
-        set_recording(kept)
-
-
-@contextmanager
-def _cross_attention_kept(model: PreTrainedModel, cache: Cache | None) -> Iterator[None]:
-    """Context in which `crop` of `cache` leaves layers with cross-attention alone: their keys are of images, not of
-    tokens that may be rejected."""
-    fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
-    if not fixed or cache is None:
-        yield
-        return
+def _crop_without(cache: Cache, fixed: set[int]) -> Callable[[int], None]:
+    """`crop` of `cache` that leaves the layers `fixed` alone."""
 
     def crop(tokens_to_remove: int) -> None:
         for index, layer in enumerate(cache.layers):
             if index not in fixed:
                 layer.crop(tokens_to_remove)
 
-    cache.crop = crop
-    try:
-        yield
-    finally:
-        del cache.crop
-
-
-@contextmanager
-def _seeded(seed: int, model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the global generators of the CPU and of `model`'s devices start from `seed`."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(sorted(devices, key=str)):
-        torch.manual_seed(seed)
-        yield
+    return crop
 
 
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -393,18 +338,19 @@ def assist(
         ValueError: not all tokens of the text are known, the rows of the batch cannot be separated, or transformers'
             assisted generation differs from plain generation of this target.
     """
-    _check_request(request, model_kwargs)
     seeds, is_seeded = request.seeds, request.randomness.is_given
+    devices = sorted({parameter.device for parameter in request.model.parameters() if parameter.is_cuda}, key=str)
     counters, seconds = Counters(request.batch, request.num_draft_tokens), 0.0
     outputs, draft_probs = [], False
-    for row in separate_rows(request, model_kwargs):
-        if not request.drafter.is_equivalence_check:
-            _check_equivalent(request, why_not_equivalent_row(row.request, row.inputs))
-        with _seeded(int(seeds[row.number]), request.model) if is_seeded else nullcontext():
-            output, seconds_of_row = _assist_row(assisted_decoding, inputs_tensor, row, counters)
+    for row in range(request.batch):
+        own, inputs = request_of_row(request, model_kwargs, row)
+        with torch.random.fork_rng(devices, enabled=is_seeded):
+            if is_seeded:
+                torch.manual_seed(int(seeds[row]))
+            output, seconds_of_row = _assist_row(assisted_decoding, inputs_tensor, inputs, own, row, counters)
         outputs.append(output)
         seconds += seconds_of_row
-        draft_probs |= row.request.draft_probs
+        draft_probs |= own.draft_probs
     output = outputs[0] if request.batch == 1 else join_rows(request, model_kwargs, outputs)
     request.drafter._last_stats = stats = counters.summary(
         num_assistant_tokens=request.num_draft_tokens,
@@ -418,32 +364,42 @@ def assist(
 
 
 def _assist_row(
-    assisted_decoding: Callable, inputs_tensor: torch.Tensor | None, row: Row, counters: Counters
+    assisted_decoding: Callable,
+    inputs_tensor: torch.Tensor | None,
+    model_kwargs: dict[str, Any],
+    request: Request,
+    row: int,
+    counters: Counters,
 ) -> tuple[GenerateDecoderOnlyOutput | torch.Tensor, float]:
     """Generate one row: what transformers' loop returns for it, and the seconds of its rounds."""
-    request, model_kwargs = row.request, row.inputs
     model, drafter = request.model, request.drafter
-    criteria = CommittedTextCriteria(row)
+    criteria = CommittedTextCriteria(request.criteria)
     with ExitStack() as stack:
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
-        for patches in (recurrent_functions, pooled_indexers, compressed_attention, relative_biases, length_rope):
-            stack.enter_context(patches(drafter))
+        for patch in patches_of(plug_ins(), drafter):
+            stack.enter_context(patch)
         cache = given_cache(model_kwargs)
-        stack.enter_context(_restored(cache))
-        stack.enter_context(_cross_attention_kept(model, cache))
-        stack.enter_context(_continuing(model, request.prompts.cached))
-        if has_recurrent_layers(model):
+        # The loop lets sliding-window layers keep what has left their window.
+        stack.callback(set_recording, recording_layers(cache))
+        # Keys of cross-attention are of images, not of tokens that may be rejected.
+        fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
+        if fixed and cache is not None:
+            stack.enter_context(replaced("crop", [(cache, _crop_without(cache, fixed))]))
+        if cached := request.prompts.cached:
+            prepare_rest = _prepares_rest(model, cached)
+            stack.enter_context(replaced("prepare_inputs_for_generation", [(model, prepare_rest)]))
+        if configured_layers(model).keeps_states:
             model_kwargs = model_kwargs | {OUTPUT_NAME: stack.enter_context(ReplayCache(model, cache))}
-        generator = DrafterCandidateGenerator(row, recorder, criteria, counters)
+        generator = DrafterCandidateGenerator(request, row, recorder, criteria, counters)
         output = assisted_decoding(
             model,
             request.prompts.input_ids,
             stopping_criteria=criteria,
             generation_config=request.config,
             assistant_model=generator,
-            logits_processor=ReachableProcessors(row),
+            logits_processor=ReachableProcessors(request),
             streamer=None if request.streamer is None else CallersStreamer(request.streamer),
             inputs_tensor=inputs_tensor,
             **model_kwargs,
@@ -455,17 +411,7 @@ def _assist_row(
     return output, seconds
 
 
-def _check_equivalent(request: Request, obstacle: str | None) -> None:
-    """Raise `ValueError` if there is an `obstacle` to transformers' assisted generation."""
-    if obstacle is not None:
-        raise ValueError(
-            f"{type(request.model).__name__} cannot generate with a drafter: neither on the static engine "
-            f"({request.reason}), nor in transformers' own assisted generation ({obstacle}). Generate without "
-            "assistant_model."
-        )
-
-
-def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
+def check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
     name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
     if request.drafter.reads_target_cache:
@@ -474,7 +420,7 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
             "assistant_model: transformers runs it in its own loop, one row at a time."
         )
-    if has_only_states(request.model) and is_of_caller(given_cache(model_kwargs)):
+    if not configured_layers(request.model).knows_length and is_of_caller(given_cache(model_kwargs)):
         raise ValueError(
             f"{name} cannot continue such a cache with a drafter: {reason}. Pass the whole text without the cache, or "
             "generate without assistant_model."
@@ -484,16 +430,4 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "
             f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only {OUTPUT_NAME} holds; "
             "expected the whole text in input_ids."
-        )
-    obstacle = None
-    if not request.drafter.is_equivalence_check:
-        kept = why_not_kept(request.model, request.config.max_length - 1)
-        obstacle = kept or why_not_equivalent(request.model, "stock")
-    _check_equivalent(request, obstacle)
-    obstacle = why_not_separate(request, model_kwargs)
-    if obstacle is not None:
-        raise ValueError(
-            f"{name} cannot run on the static engine ({reason}), and the rows of a batch cannot run one after the "
-            f"other in transformers' own assisted generation: {obstacle}. Generate row by row, or without "
-            "assistant_model."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -11,11 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoints.dialects import SPECFORGE
-from ..checkpoints.overrides import Overrides, without_none
+from ..checkpoints.interpretation import Overrides
 from ..checkpoints.rope import rope_by_layer_type
-from ..config import DEFAULT_ROPE_THETA, DFlashConfig, DraftLayersConfig, Eagle3Config, PEagleConfig
-from ..drafters.dflash import DFlashDrafter
-from ..drafters.eagle3 import Eagle3Drafter
+from ..config import DEFAULT_ROPE_THETA, DFlashConfig, DraftLayersConfig, PEagleConfig
+from ..drafters.draft_layers import DraftLayersDrafter
 from ..drafters.layers import rotary_embedding
 from ..patching.hidden_states import AuxHiddenStateRecorder, decoder_layers
 from ..patching.length_rope import LENGTH_DEPENDENT
@@ -24,59 +22,15 @@ from ..patching.length_rope import LENGTH_DEPENDENT
 NUM_STEPS = 3
 
 
-class Interpretation(NamedTuple):
-    """One interpretation of a checkpoint, as keywords of `AutoDrafter.from_pretrained`; see `Overrides`.
-
-    Attributes:
-        aux_hidden_state_layer_ids: None for a drafter that reads no auxiliary hidden states.
-        rope_parameters: given where it differs in more than `rope_theta`.
-    """
-
-    aux_hidden_state_layer_ids: tuple[int, ...] | None
-    norm_before_residual: bool
-    norm_output: bool
-    final_norm: bool
-    rope_theta: float
-    rope_parameters: dict[str, Any] | None = None
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.overrides().items())
-
-    def overrides(self) -> Overrides:
-        """The keywords that load the checkpoint so."""
-        layer_ids = self.aux_hidden_state_layer_ids
-        overrides = self._asdict() | {"aux_hidden_state_layer_ids": layer_ids and list(layer_ids)}
-        if self.rope_parameters is not None:
-            del overrides["rope_theta"]
-        return without_none(overrides)
-
-
-class BlockInterpretation(NamedTuple):
-    """One interpretation of a DFlash or DSpark checkpoint, as keywords of `AutoDrafter.from_pretrained`."""
-
-    aux_hidden_state_layer_ids: tuple[int, ...]
-    anchor_first: bool
-    causal: tuple[bool, ...]
-    rope_theta: float
-    rope_parameters: dict[str, Any] | None = None
-
-    __str__ = Interpretation.__str__
-
-    def overrides(self) -> Overrides:
-        """The keywords that load the checkpoint so."""
-        return Interpretation.overrides(self) | {"causal": list(self.causal)}
-
-
 class Score(NamedTuple):
     """How often draft tokens under an interpretation are the target's most likely tokens.
 
     Attributes:
-        interpretation: the one that was scored.
         agreement: a fraction for each draft step.
         hits: `[n]` bool, over all steps and positions; n is the same for every interpretation.
     """
 
-    interpretation: Interpretation | BlockInterpretation
+    interpretation: Overrides
     agreement: tuple[float, ...]
     hits: torch.Tensor
 
@@ -87,15 +41,10 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Scores of all interpretations.
-
-    Attributes:
-        scores: of each interpretation, best first.
-        current: the interpretation that the drafter was loaded with.
-    """
+    """Scores of all interpretations, best first, and the `current` one, which the drafter was loaded with."""
 
     scores: tuple[Score, ...]
-    current: Interpretation | BlockInterpretation
+    current: Overrides
 
     @property
     def best(self) -> Score:
@@ -113,32 +62,16 @@ class SelfCheck:
     def conclusion(self) -> str:
         """The result in one sentence."""
         if not self.conclusive:
-            return f"the current interpretation stands ({self.current}): no other is clearly better."
-        current, best = self.current.overrides(), self.best.interpretation.overrides()
-        keywords = ", ".join(f"{name}={value!r}" for name, value in best.items() if current.get(name) != value)
+            stated = ", ".join(f"{name}={value}" for name, value in self.current.items())
+            return f"the current interpretation stands ({stated}): no other is clearly better."
+        best = self.best.interpretation
+        keywords = ", ".join(f"{name}={value!r}" for name, value in best.items() if self.current.get(name) != value)
         return f"the weights were trained for another interpretation; pass {keywords} to AutoDrafter.from_pretrained."
 
 
-def _layer_ids_and_ropes(
-    config: DraftLayersConfig, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
-) -> tuple[list[tuple[int, ...] | None], list[tuple[float, dict[str, Any] | None]]]:
-    """What such a drafter may have been trained with, the current ones first; arguments as of `interpretations_of`."""
-    shifted = [tuple(layer_id + shift for layer_id in aux_hidden_state_layer_ids) for shift in (0, 1, -1)]
-    all_layer_ids = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers] if shifted[0] else [None]
-    own, theirs = config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope]
-    bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
-    ropes: list[tuple[float, dict[str, Any] | None]] = [
-        (theta, None) for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))
-    ]
-    for rope, base in zip(theirs, bases, strict=True):
-        if rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT}:
-            ropes.append((base, dict(rope)))
-    return all_layer_ids, ropes
-
-
 def interpretations_of(
-    config: Eagle3Config, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
-) -> Iterator[Interpretation]:
+    config: DraftLayersConfig, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
+) -> list[Overrides]:
     """Every interpretation that a checkpoint of this configuration may have been trained for, the current one first.
 
     Args:
@@ -148,42 +81,43 @@ def interpretations_of(
         target_rope: RoPE parameters of the target, also by type of layer. A drafter may have been trained with their
             scaling without stating it.
     """
-    all_layer_ids, ropes = _layer_ids_and_ropes(config, aux_hidden_state_layer_ids, num_layers, target_rope)
-    residuals = (config.norm_before_residual, not config.norm_before_residual)
-    # In parallel drafting no hidden state is fed back.
-    feedbacks = (config.norm_output, not config.norm_output)[: 1 if config.parallel_drafting else 2]
-    # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
-    is_optional = config.final_norm and config.dialect == SPECFORGE and not isinstance(config, PEagleConfig)
-    finals = (True, False) if is_optional else (config.final_norm,)
-    for layer_ids, residual, feedback, final, (theta, rope) in product(
-        all_layer_ids, residuals, feedbacks, finals, ropes
-    ):
-        yield Interpretation(layer_ids, residual, feedback, final, theta, rope)
+    choices: dict[str, list[Any]] = {}
+    if aux_hidden_state_layer_ids:
+        shifted = [[layer_id + shift for layer_id in aux_hidden_state_layer_ids] for shift in (0, 1, -1)]
+        choices["aux_hidden_state_layer_ids"] = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers]
+    if isinstance(config, DFlashConfig):
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+        ways = [config.causal, windowed, [False] * len(windowed), [True] * len(windowed)]
+        choices["anchor_first"] = [config.anchor_first, not config.anchor_first]
+        choices["causal"] = [way for index, way in enumerate(ways) if way not in ways[:index]]
+    else:
+        choices["norm_before_residual"] = [config.norm_before_residual, not config.norm_before_residual]
+        # In parallel drafting no hidden state is fed back.
+        choices["norm_output"] = [config.norm_output, not config.norm_output][: 1 if config.parallel_drafting else 2]
+        # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
+        is_optional = config.final_norm and config.dialect == SPECFORGE and not isinstance(config, PEagleConfig)
+        choices["final_norm"] = [True, False] if is_optional else [config.final_norm]
+    ropes = _ropes(config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope])
+    return [dict(zip(choices, values, strict=True)) | rope for *values, rope in product(*choices.values(), ropes)]
 
 
-def block_interpretations_of(
-    config: DFlashConfig, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
-) -> Iterator[BlockInterpretation]:
-    """As `interpretations_of`, of a DFlash or DSpark checkpoint."""
-    all_layer_ids, ropes = _layer_ids_and_ropes(config, aux_hidden_state_layer_ids, num_layers, target_rope)
-    windowed = [kind == "sliding_attention" for kind in config.layer_types]
-    ways = [config.causal, windowed, [False] * len(windowed), [True] * len(windowed)]
-    ways = list(dict.fromkeys(map(tuple, ways)))
-    conventions = (config.anchor_first, not config.anchor_first)
-    for layer_ids, anchor_first, causal, (theta, rope) in product(all_layer_ids, conventions, ways, ropes):
-        yield BlockInterpretation(layer_ids, anchor_first, causal, theta, rope)
+def _ropes(own: dict[str, Any], theirs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """RoPE that a drafter may have been trained with, its `own` first; `theirs` is that of the target's layers."""
+    bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
+    known = {own["rope_type"], "default", *LENGTH_DEPENDENT}
+    return [{"rope_theta": theta} for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))] + [
+        {"rope_parameters": dict(rope)} for rope in theirs if rope.get("rope_type", "default") not in known
+    ]
 
 
 def with_interpretation(
-    drafter: Eagle3Drafter | DFlashDrafter,
-    target: PreTrainedModel,
-    interpretation: Interpretation | BlockInterpretation,
-) -> Eagle3Drafter | DFlashDrafter:
+    drafter: DraftLayersDrafter, target: PreTrainedModel, interpretation: Overrides
+) -> DraftLayersDrafter:
     """A drafter with the same weights, not copied, under another interpretation, bound to `target`."""
-    settings = drafter.config.to_dict() | interpretation.overrides()
-    if isinstance(interpretation, BlockInterpretation):
+    settings = drafter.config.to_dict() | interpretation
+    if "anchor_first" in interpretation:
         settings["num_assistant_tokens"] = None  # how many there may be depends on the convention
-    if interpretation.rope_parameters is None:
+    if "rope_theta" in interpretation:
         theta = settings.pop("rope_theta")
         settings["rope_parameters"] = drafter.config.rope_parameters | {"rope_theta": theta}
     config = type(drafter.config).from_dict(settings)
@@ -198,10 +132,7 @@ def with_interpretation(
 
 @torch.no_grad()
 def self_check(
-    drafter: Eagle3Drafter | DFlashDrafter,
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    num_new_tokens: int = 128,
+    drafter: DraftLayersDrafter, target: PreTrainedModel, input_ids: torch.Tensor, num_new_tokens: int = 128
 ) -> SelfCheck:
     """Score every interpretation of a bound drafter on a prompt and the target's greedy continuation of it.
 
@@ -209,10 +140,8 @@ def self_check(
     position, and is scored by how often its most likely token is the target's.
 
     Args:
-        drafter: bound to `target`.
-        target: in eval mode.
+        drafter: bound to `target`, which is in eval mode.
         input_ids: `[1, n]` int64 prompt.
-        num_new_tokens: length of the continuation.
     """
     input_ids = input_ids.to(target.device)
     text = target.generate(
@@ -220,29 +149,24 @@ def self_check(
     )
     num_layers = len(decoder_layers(target))
     target_rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
-    of = block_interpretations_of if isinstance(drafter.config, DFlashConfig) else interpretations_of
-    interpretations = list(of(drafter.config, drafter.aux_hidden_state_layer_ids, num_layers, target_rope))
-    layer_ids = sorted(
-        {layer_id for interpretation in interpretations for layer_id in interpretation.aux_hidden_state_layer_ids or ()}
-    )
+    interpretations = interpretations_of(drafter.config, drafter.aux_hidden_state_layer_ids, num_layers, target_rope)
+    layer_ids = sorted({one for reading in interpretations for one in reading.get("aux_hidden_state_layer_ids", ())})
     with AuxHiddenStateRecorder(target, layer_ids, last_hidden_state=drafter.reads_last_hidden_state) as recorder:
         choices = target(text, use_cache=False).logits[0].argmax(-1)
         recorded = recorder.aux_hidden_states
     width = drafter.config.target_hidden_size
     by_id = dict(zip(layer_ids, recorded.split(width, dim=-1), strict=True)) if layer_ids else {}
     scores = []
-    for interpretation in interpretations:
-        ids = interpretation.aux_hidden_state_layer_ids
+    for reading in interpretations:
+        ids = reading.get("aux_hidden_state_layer_ids")
         aux_hidden_states = recorded if ids is None else torch.cat([by_id[layer_id] for layer_id in ids], dim=-1)
-        other = with_interpretation(drafter, target, interpretation)
-        scores.append(_score(other, interpretation, text, aux_hidden_states, choices))
-    ordered = sorted(scores, key=lambda score: -score.mean)
-    return SelfCheck(tuple(ordered), interpretations[0])
+        scores.append(_score(with_interpretation(drafter, target, reading), reading, text, aux_hidden_states, choices))
+    return SelfCheck(tuple(sorted(scores, key=lambda score: -score.mean)), interpretations[0])
 
 
 def _score(
-    drafter: Eagle3Drafter | DFlashDrafter,
-    interpretation: Interpretation | BlockInterpretation,
+    drafter: DraftLayersDrafter,
+    interpretation: Overrides,
     text: torch.Tensor,
     aux_hidden_states: torch.Tensor,
     choices: torch.Tensor,

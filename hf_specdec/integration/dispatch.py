@@ -17,25 +17,22 @@ from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import decode_continuously
 from ..engine.cuda_graphs import on_device
-from ..engine.equivalence import CallWithInputs, why_not_equivalent, why_not_equivalent_with
-from ..engine.first_pass import inputs_after_prompts, inputs_besides_tokens, position_offsets
+from ..engine.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
+from ..engine.first_pass import for_static_engine
 from ..engine.prompts import Prompts, read_prompts
 from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
 from ..engine.static_engine import decode
-from ..engine.stock_engine import assist
+from ..engine.stock_engine import assist, check_request
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
-from ..patching.hidden_states import ModuleTree
-from ..patching.module_hooks import hooks_of
 from ..patching.patch import engine as engine_context
-from ..patching.support import has_compressed_layers, has_only_states, has_recurrent_layers, settings_read_once
-from ..patching.variants import note_variant
+from ..patching.signature import looked_at_once
+from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
-from .batch_invariance import check_batch_invariant
-from .eligibility import empty_attentions, ordinary_offsets, why_not_static
+from .eligibility import check_batch_invariant, empty_attentions, why_not_static
 from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
@@ -97,75 +94,52 @@ def _warn(message: str) -> None:
 
 
 def _on_static_engine(
-    request: Request, model_kwargs: dict[str, Any], is_continuous: bool, tree: ModuleTree
+    request: Request, model_kwargs: dict[str, Any], is_continuous: bool
 ) -> tuple[Request, str | None]:
     """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
-    model, prompts, drafter = request.model, request.prompts, request.drafter
-    obstacle = why_not_static(model, request.config, prompts, model_kwargs, tree, is_continuous)
+    model, prompts, config = request.model, request.prompts, request.config
+    obstacle = why_not_static(model, config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
         return request, obstacle
-    besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
-    is_by_target = bool(besides) or offsets is None
-    if drafter.is_equivalence_check:
-        is_by_target |= drafter.prompts_by_target
-    if has_compressed_layers(model) and (is_by_target or any(offsets)):
-        return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
-    if not drafter.is_equivalence_check:
-        # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
-        is_padded = not is_continuous and any(prompts.padding)
-        why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
-        obstacle = why_not()
-        if obstacle is not None and why_not(prompts_by_target=True) is None:
-            is_by_target, obstacle = True, None
-    hooks = () if drafter.is_equivalence_check else hooks_of(tree.hooked)
-    if obstacle is not None or not is_by_target:
-        if obstacle is None and hooks:
-            obstacle = why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, {}, {}, hooks))
-        return replace(request, position_offsets=offsets), obstacle
-    what = ", ".join(sorted(besides)) or "position_ids of its own"
-    if prompts.cached and has_recurrent_layers(model):
-        return request, f"the call has {what}, and continues a cache with recurrent states"
-    if request.config.prefill_chunk_size is not None:
-        return request, f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
-    following = inputs_after_prompts(model, prompts, model_kwargs)
-    offsets = following if isinstance(following, str) else position_offsets(prompts, following)
-    if isinstance(offsets, str):
-        return request, offsets
-    if (besides or hooks) and not drafter.is_equivalence_check:
-        call = CallWithInputs.of(request, model_kwargs, besides, following, hooks)
-        obstacle = why_not_equivalent_with(call)
-    return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
+    # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
+    is_padded = not is_continuous and any(prompts.padding)
+    why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
+    obstacle = why_not()
+    by_target = obstacle is not None and why_not(prompts_by_target=True) is None
+    if obstacle is not None and not by_target:
+        return request, obstacle
+    prepared = for_static_engine(request, model_kwargs, by_target)
+    if isinstance(prepared, str):
+        return request, prepared
+    request, following = prepared
+    return request, why_not_equivalent_with(request, model_kwargs, following)
 
 
-@settings_read_once()
-def _choose_engine(
-    request: Request, model_kwargs: dict[str, Any], is_continuous: bool, tree: ModuleTree
-) -> tuple[Request, str]:
+def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Request, str]:
     """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Args:
         model_kwargs: inputs of the target as prepared by `generate()`.
         is_continuous: whether it is to run by continuous batching.
-        tree: of the target.
 
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = request.drafter
-    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous, tree)
+    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
         engine, reason = drafter.engine, f"forced by engine={drafter.engine!r}"
     else:
         engine, reason = ("static", "the target and the call fit") if obstacle is None else ("stock", obstacle)
-    if not drafter.is_equivalence_check:
-        _log_engine(engine, reason)
+    _log_engine(engine, reason)
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
     return replace(on_static if engine == "static" else request, reason=reason), engine
 
 
+@looked_at_once()
 def generate_with_drafter(
     assisted_decoding: Callable,
     model: PreTrainedModel,
@@ -196,10 +170,8 @@ def generate_with_drafter(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     # A cache of states only does not know how many tokens it holds.
-    cache = None if has_only_states(model) else given_cache(model_kwargs)
+    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     check_prompts(input_ids, mask, cache, model_kwargs)
-    tree = ModuleTree.of(model)
-    note_variant(model, tree)
     check_processors(logits_processor)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
@@ -211,15 +183,17 @@ def generate_with_drafter(
     request = replace(request, streamer=streamer, cache=cache if is_of_caller(cache) else None)
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(request, model_kwargs)
-    request, engine = _choose_engine(request, model_kwargs, False, tree)
+    request, engine = _choose_engine(request, model_kwargs, False)
     if engine == "stock" or request.inputs is not None:
         _make_cache(model, generation_config, model_kwargs)
     request = _for_engine(request, engine)
     _check_engine(request, engine, None)
     if engine == "static":
         check_tokens(model, input_ids.cpu(), mask)
-        output = decode(request, tree)
+        output = decode(request)
     else:
+        check_request(request, model_kwargs)
+        check_stock(request, model_kwargs)
         output = assist(assisted_decoding, inputs_tensor, model_kwargs, request)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
     if attentions is not None:
@@ -270,11 +244,9 @@ def generate_continuously(
         ValueError: the static engine cannot run the call.
     """
     model = request.model
-    with lock_of(model), on_device(model.device), engine_context():
-        tree = ModuleTree.of(model)
-        note_variant(model, tree)
+    with lock_of(model), on_device(model.device), engine_context(), looked_at_once():
         _drop_empty_attentions(request, model_kwargs)
-        request, engine = _choose_engine(request, model_kwargs, True, tree)
+        request, engine = _choose_engine(request, model_kwargs, True)
         _check_continuous(request, engine)
         _check_engine(request, engine, prompts)
         seeds = from_first_rank(request.randomness.row_seeds(len(prompts), request.temperature), model)
@@ -300,7 +272,7 @@ def _drop_empty_attentions(request: Request, model_kwargs: dict[str, Any]) -> tu
 def _check_engine(request: Request, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
     """Check that `engine` can run the call now, on all processes that run the target; `prompts` as of `_call_of`."""
     model, drafter = request.model, request.drafter
-    if drafter.batch_invariant and not drafter.is_equivalence_check:
+    if drafter.batch_invariant:
         check_batch_invariant(request, engine)
     if engine == "static":
         check_same_device(model, drafter)

@@ -11,16 +11,14 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.buckets import PACKED_TOKENS, row_sizes
-from ..engine.fingerprint import fingerprint, versions_of
 from ..engine.groups import GROUP_SIZES
 from ..engine.request import Request
 from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..host.generation import prepared_config
 from ..kernels.types import SamplingSettings
-from ..optimizer_steps import last_step
-from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
 from ..patching.patch import on_host
+from ..patching.signature import Fingerprint, Signature
 from ..sampling.logits import RowSampling
 from .continuous import call_of
 from .dispatch import generate_continuously
@@ -95,8 +93,8 @@ class ManagedCall:
 
         To be asked for while no run has patched the target.
         """
-        tree = ModuleTree.of(self.model).with_model(self._drafter)
-        return fingerprint(tree, self.model.device), hooks_of(tree.hooked), versions_of(tree), last_step()
+        found = Signature(self.model, self._drafter)
+        return Fingerprint.of(self.model.device, found), hooks_of(found.hooked), found.versions
 
     def check(self) -> None:
         """Make the call without a request.

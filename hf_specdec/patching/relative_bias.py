@@ -15,6 +15,7 @@ from torch import nn
 
 from ..host.modeling import RELATIVE_BIASES
 from .hidden_states import modules_of
+from .layer_kinds import PlugIn, register
 from .patch import Replacements, runs_engine
 
 
@@ -105,3 +106,10 @@ def biased_attention(
         scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
     return (weights @ values).transpose(1, 2).contiguous()
+
+
+@register
+class RelativeBias(PlugIn):
+    """Attention with relative biases."""
+
+    patches = staticmethod(relative_biases)

@@ -89,12 +89,12 @@ class MaskTokenLogitsProcessor(LogitsProcessor):
 
 
 class PenaltyLogitsProcessor(LogitsProcessor):
-    """Lowers the scores of tokens that a text has said since its prompt, by the penalties of OpenAI's API.
+    """Lowers the scores of tokens that were generated since the prompt, by the penalties of OpenAI's API.
 
     Args:
         prompt_length: tokens before the new ones.
         presence: subtracted once from the score of every new token.
-        frequency: subtracted as often as a token was said.
+        frequency: subtracted as often as a token was generated.
     """
 
     def __init__(self, prompt_length: int, presence: float = 0.0, frequency: float = 0.0):

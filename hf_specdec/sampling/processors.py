@@ -83,7 +83,7 @@ def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tenso
         vocabulary: V.
 
     Raises:
-        ValueError: a processor mixes rows, or says something else of the same arguments.
+        ValueError: a processor mixes rows, or returns something else for the same arguments.
     """
     generator = torch.Generator(input_ids.device).manual_seed(0)
     batch = len(input_ids)
@@ -277,7 +277,7 @@ class BlockProcessor:
 
             draft = block[rows, (at + 1).clamp(max=width - 1)]
             is_ruled_out = scores[rows, at, draft].isneginf()
-            if not state.is_sampling:  # where no token is possible, greedy decoding says one
+            if not state.is_sampling:  # where no token is possible, greedy decoding chooses one
                 is_ruled_out &= scores[rows, at].argmax(dim=1) != draft
             is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | is_ruled_out
             is_over |= self._padding[rows] + state.limits[rows] <= length + 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -55,12 +56,38 @@ _NEUTRAL: dict[str, tuple] = {
     "web_search_options": (),
 }
 
-# OpenAI's most answers of one request.
-_MOST_ANSWERS = 128
+_TINY, _HUGE = math.ulp(0.0), sys.float_info.max
+
+# Types and ranges of fields that are numbers, and how an error names them.
+_NUMBERS: dict[str, tuple[type, float, float, str]] = {
+    **dict.fromkeys(_LENGTHS, (int, 1, math.inf, "an int of at least 1")),
+    "temperature": (Real, 0, _HUGE, "a number of at least 0"),
+    "top_p": (Real, _TINY, 1, "a number above 0 and up to 1"),
+    "top_k": (int, -1, math.inf, "an int of at least -1"),
+    "min_p": (Real, 0, 1, "a number from 0 to 1"),
+    "min_tokens": (int, 0, math.inf, "an int of at least 0"),
+    "repetition_penalty": (Real, _TINY, _HUGE, "a number above 0"),
+    "presence_penalty": (Real, -2, 2, "a number from -2 to 2"),
+    "frequency_penalty": (Real, -2, 2, "a number from -2 to 2"),
+    "seed": (int, -(2**63), 2**63 - 1, "an integer of 64 bits"),
+    "n": (int, 1, 128, "an int from 1 to 128"),
+}
+
+# Keywords of `add_request` for fields that are no fields of OpenAI.
+_OPTIONS = {
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "min_tokens": "min_new_tokens",
+    "repetition_penalty": "repetition_penalty",
+}
 
 
-class BadRequest(ValueError):
-    """What is wrong with the body of a request."""
+class RefusedRequest(Exception):
+    """A request that cannot be run: `message` is for its client, `status` the HTTP status code."""
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -73,7 +100,7 @@ class Asked:
         presence_penalty, frequency_penalty: as of OpenAI.
         stops: strings that end an answer, and are no part of it.
         n: answers.
-        states_length: whether it says how many tokens an answer may have.
+        states_length: whether it states how many tokens an answer may have.
     """
 
     body: dict[str, Any]
@@ -93,45 +120,47 @@ def read_body(kind: str, body: Mapping[str, Any]) -> Asked:
     """What the body of a request of a `kind` asks for.
 
     Raises:
-        BadRequest: it is malformed, or asks for what the server does not have.
+        RefusedRequest: it is malformed, or asks for what the server does not have.
     """
     given = {name: value for name, value in body.items() if value is not None}
     _check_text(given)
     {CHAT: _check_messages, COMPLETION: _check_prompt, RESPONSE: _check_input}[kind](given)
     for name, values in _NEUTRAL.items():
         if name in given and given.pop(name) not in values:
-            raise BadRequest(f"{name} is {body[name]!r:.80}, which this server does not have; expected no {name}.")
+            raise RefusedRequest(f"{name} is {body[name]!r:.80}, which this server does not have; expected no {name}.")
     for name in _WITHOUT_EFFECT:
         given.pop(name, None)
-    for name in _LENGTHS:
-        _check(given, name, _is_count, "an int of at least 1")
-    _check(given, "temperature", lambda value: _is_number(value) and 0 <= value < math.inf, "a number of at least 0")
-    _check(given, "top_p", lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and up to 1")
-    _check(given, "seed", lambda value: _is_int(value) and -(2**63) <= value < 2**63, "an integer of 64 bits")
-    _check(given, "stream", lambda value: isinstance(value, bool), "true or false")
-    _check(given, "generation_config", _is_config, "a string with a JSON object of generation settings")
-    states_length = any(name in given for name in _LENGTHS) or "max_new_tokens" in given.get("generation_config", "")
+    for name, (kind_of_number, low, high, expected) in _NUMBERS.items():
+        value = given.get(name, low)
+        _check(name, value, _is(value, kind_of_number) and low <= value <= high, expected)
+    for name in ("stream", "ignore_eos"):
+        _check(name, given.get(name), isinstance(given.get(name, False), bool), "true or false")
+    config = given.get("generation_config", "{}")
+    _check("generation_config", config, _is_config(config), "a string with a JSON object of generation settings")
     _check_tools(given)
-    options = _options(given)
-    # transformers takes the frequency penalty for a repetition penalty.
-    presence, frequency = (_penalty(given, name) for name in ("presence_penalty", "frequency_penalty"))
     stops = given.pop("stop", ())
     stops = (stops,) if isinstance(stops, str) else stops
-    if not isinstance(stops, (list, tuple)) or not all(isinstance(one, str) and one for one in stops):
-        raise BadRequest(f"stop is {body['stop']!r:.80}; expected a string or a list of strings, none of them empty.")
+    are_stops = isinstance(stops, (list, tuple)) and all(isinstance(one, str) and one for one in stops)
+    _check("stop", body.get("stop"), are_stops, "a string or a list of strings, none of them empty")
     if stops:
         given["stop"] = list(stops)
-    n = given.pop("n", 1)
-    if not _is_count(n) or n > _MOST_ANSWERS:
-        raise BadRequest(f"n is {n!r:.80}; expected an int from 1 to {_MOST_ANSWERS}.")
-    return Asked(given, options, presence, frequency, tuple(stops), n, states_length)
+    return Asked(
+        options=_options(given),
+        # transformers takes the frequency penalty for a repetition penalty.
+        presence_penalty=float(given.pop("presence_penalty", 0.0)),
+        frequency_penalty=float(given.pop("frequency_penalty", 0.0)),
+        stops=tuple(stops),
+        n=given.pop("n", 1),
+        states_length=any(name in given for name in _LENGTHS) or "max_new_tokens" in config,
+        body=given,
+    )
 
 
 def _check_text(given: Mapping[str, Any]) -> None:
     try:
         json.dumps(given, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadRequest(
+        raise RefusedRequest(
             f"The request holds {error.object[error.start]!r}, a lone surrogate, which is no character; expected text "
             "that is valid Unicode."
         ) from error
@@ -139,113 +168,81 @@ def _check_text(given: Mapping[str, Any]) -> None:
 
 def _check_messages(given: Mapping[str, Any]) -> None:
     messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest(f"messages is {messages!r:.80}; expected a list of messages, at least one.")
+    _check("messages", messages, isinstance(messages, list) and messages, "a list of messages, at least one")
     for number, one in enumerate(messages):
-        if not isinstance(one, dict) or not isinstance(one.get("role"), str):
-            raise BadRequest(f"messages[{number}] is {one!r:.80}; expected an object with a role and content.")
+        name = f"messages[{number}]"
+        is_message = isinstance(one, dict) and isinstance(one.get("role"), str)
+        _check(name, one, is_message, "an object with a role and content")
         content = one.get("content")
         if isinstance(content, list):
             for part in content:
-                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                    raise BadRequest(f"messages[{number}] has the part {part!r:.80}; expected parts of type text only.")
-        elif not isinstance(content, str) and not (content is None and "tool_calls" in one):
-            raise BadRequest(f"messages[{number}] has the content {content!r:.80}; expected a string or text parts.")
-        _check_calls(one, number)
+                is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+                _check(f"A part of {name}", part, is_text, "parts of type text only")
+        else:
+            is_content = isinstance(content, str) or (content is None and "tool_calls" in one)
+            _check(f"The content of {name}", content, is_content, "a string or text parts")
+        calls = one.get("tool_calls") or []
+        for call in calls if isinstance(calls, list) else [calls]:
+            _check(f"A tool call of {name}", call, _is_call(call), "a function with a name and arguments")
 
 
-def _check_calls(message: Mapping[str, Any], number: int) -> None:
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else [None] if calls is not None else []:
-        function = call.get("function") if isinstance(call, dict) else None
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        try:
-            is_right = isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict)
-        except ValueError:
-            is_right = False
-        if not is_right or not isinstance(function.get("name"), str):
-            raise BadRequest(
-                f"messages[{number}] has the tool call {call!r:.80}; expected a function with a name and arguments."
-            )
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    arguments = function.get("arguments")
+    return isinstance(arguments, dict) or _is_config(arguments)
 
 
 def _check_prompt(given: Mapping[str, Any]) -> None:
-    if not isinstance(given.get("prompt"), str) or not given["prompt"]:
-        raise BadRequest(f"prompt is {given.get('prompt')!r:.80}; expected a string, not empty.")
+    prompt = given.get("prompt")
+    _check("prompt", prompt, isinstance(prompt, str) and prompt, "a string, not empty")
 
 
 def _check_input(given: Mapping[str, Any]) -> None:
     items = given.get("input")
-    if not items or not isinstance(items, (str, list)) or not all(isinstance(one, (str, dict)) for one in items):
-        raise BadRequest(f"input is {items!r:.80}; expected a string or a list of items, not empty.")
+    is_input = items and isinstance(items, (str, list)) and all(isinstance(one, (str, dict)) for one in items)
+    _check("input", items, is_input, "a string or a list of items, not empty")
 
 
 def _check_tools(given: dict[str, Any]) -> None:
     tools, choice = given.get("tools", []), given.pop("tool_choice", "auto")
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise BadRequest(f"tools is {tools!r:.80}; expected a list of tools.")
+    is_list = isinstance(tools, list) and all(isinstance(one, dict) for one in tools)
+    _check("tools", tools, is_list, "a list of tools")
     if choice == "none":
         given.pop("tools", None)
     elif choice != "auto":
-        raise BadRequest(f"tool_choice is {choice!r:.80}, which this server cannot enforce; expected auto or none.")
+        raise RefusedRequest(f"tool_choice is {choice!r:.80}, which this server cannot enforce; expected auto or none.")
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of `add_request` for fields that are no fields of OpenAI; they are taken from `given`."""
-    checks: dict[str, tuple[str, Callable[[Any], bool], str]] = {
-        "top_k": ("top_k", lambda value: _is_int(value) and value >= -1, "an int of at least -1"),
-        "min_p": ("min_p", lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
-        "min_tokens": ("min_new_tokens", lambda value: _is_int(value) and value >= 0, "an int of at least 0"),
-        "repetition_penalty": (
-            "repetition_penalty",
-            lambda value: _is_number(value) and 0 < value < math.inf,
-            "a number above 0",
-        ),
-        "ignore_eos": ("eos_token_id", lambda value: isinstance(value, bool), "true or false"),
-    }
-    options = {}
-    for name, (option, is_right, expected) in checks.items():
-        _check(given, name, is_right, expected)
-        if name in given:
-            options[option] = given.pop(name)
+    """Keywords of `add_request` for fields that transformers' handlers do not read; they are taken from `given`."""
+    options = {option: given.pop(name) for name, option in _OPTIONS.items() if name in given}
     if "top_k" in options:
         options["top_k"] = max(options["top_k"], 0)
     if "repetition_penalty" in options:
         options["repetition_penalty"] = float(options["repetition_penalty"])
-    if "eos_token_id" in options:
-        options |= {"eos_token_id": -1} if options.pop("eos_token_id") else {}
+    if given.pop("ignore_eos", False):
+        options["eos_token_id"] = -1
     bias = given.pop("logit_bias", {})
     try:
         pairs = [[[int(token)], float(value)] for token, value in bias.items()]
     except (AttributeError, TypeError, ValueError):
         pairs = [[[-1], math.nan]]
-    if not all(token[0] >= 0 and -100 <= value <= 100 for token, value in pairs):
-        raise BadRequest(f"logit_bias is {bias!r:.80}; expected an object of numbers from -100 to 100 by token id.")
+    is_bias = all(token[0] >= 0 and -100 <= value <= 100 for token, value in pairs)
+    _check("logit_bias", bias, is_bias, "an object of numbers from -100 to 100 by token id")
     if pairs:
         options["sequence_bias"] = pairs
     return options
 
 
-def _penalty(given: dict[str, Any], name: str) -> float:
-    _check(given, name, lambda value: _is_number(value) and -2 <= value <= 2, "a number from -2 to 2")
-    return float(given.pop(name, 0.0))
+def _check(name: str, value: Any, is_right: Any, expected: str) -> None:
+    if not is_right:
+        raise RefusedRequest(f"{name} is {value!r:.80}; expected {expected}.")
 
 
-def _check(given: Mapping[str, Any], name: str, is_right: Callable[[Any], bool], expected: str) -> None:
-    if name in given and not is_right(given[name]):
-        raise BadRequest(f"{name} is {given[name]!r:.80}; expected {expected}.")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _is(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _is_config(value: Any) -> bool:

@@ -158,7 +158,7 @@ def test_field_names_of_earlier_versions(target, tmp_path):
 @pytest.mark.core
 def test_registered_family_loads(target, tmp_path, monkeypatch):
     """A family that a user adds is found by its model_type and held to the same checks."""
-    monkeypatch.setattr("hf_specdec.drafters.registry._FAMILIES", {})
+    monkeypatch.setattr("hf_specdec.drafters.registry._registered", [])
 
     class OwnConfig(Eagle3Config):
         model_type = "someones_drafter"

@@ -49,8 +49,8 @@ def eagle(folder, spec, dialect, is_parallel=False) -> Case:
     return Case(
         target,
         drafter,
-        partial(propose, weights, spec, target),
-        partial(eagle_reference.eagle_cache, weights, spec, target),
+        partial(propose, weights, spec, remembering := eagle_reference.Remembering(target)),
+        partial(eagle_reference.eagle_cache, weights, spec, remembering),
     )
 
 
@@ -62,8 +62,8 @@ def block(folder, layout, spec, **overrides) -> Case:
     return Case(
         target,
         AutoDrafter.from_pretrained(folder, target, **overrides),
-        partial(blocks.propose, weights, spec, target),
-        partial(blocks.context_cache, weights, spec, target),
+        partial(blocks.propose, weights, spec, remembering := eagle_reference.Remembering(target)),
+        partial(blocks.context_cache, weights, spec, remembering),
     )
 
 
@@ -105,8 +105,8 @@ def pard2(folder, **options) -> Case:
     return Case(
         target,
         AutoDrafter.from_pretrained(folder, target),
-        partial(pard2_reference.propose, folder, target),
-        partial(pard2_reference.cache, folder, target),
+        partial(pard2_reference.propose, folder, remembering := eagle_reference.Remembering(target)),
+        partial(pard2_reference.cache, folder, remembering),
     )
 
 

@@ -26,7 +26,7 @@ PROMPT = padded_prompts(PROMPTS[3])
 def supported(monkeypatch):
     """A CPU counts as a device that has the kernels."""
     set_policy(monkeypatch, "cpu", batch_invariant=True, layer_kernels=True)
-    monkeypatch.setattr("hf_specdec.integration.batch_invariance.why_not_batch_invariant", lambda model: None)
+    monkeypatch.setattr("hf_specdec.integration.eligibility.why_not_batch_invariant", lambda model: None)
 
 
 @pytest.mark.usefixtures("supported")
@@ -71,7 +71,7 @@ def test_bits_are_compared_when_a_target_first_runs(monkeypatch):
     target, outcomes = tiny_target("llama"), [None, "50% of the logits have other bits"]
     assert why_not_batch_invariant(target) == why_not_batch_invariant(target)
     for outcome in outcomes:
-        monkeypatch.setattr("hf_specdec.engine.equivalence._outcomes", {})
+        monkeypatch.setattr("hf_specdec.patching.signature._facts", {})
         monkeypatch.setattr("hf_specdec.engine.equivalence._compare_bits", lambda model, outcome=outcome: outcome)
         drafter = NoDrafter(target, batch_invariant=True)
         if outcome is None:

@@ -9,7 +9,7 @@ from targets import PAD, padded_prompts, tiny_target
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from hf_specdec.engine.lazy_target import LazyTarget
+from hf_specdec.engine.hosted_target import HostedTarget
 from hf_specdec.engine.prompts import read_prompts
 from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE, Request
 from hf_specdec.engine.static_engine import Lockstep, decode
@@ -88,7 +88,7 @@ def test_steps_of_a_run():
     """`open` prefills the prompts and commits a token after each, `run_rounds` generates, `complete` hands over."""
     request = make_request(return_dict_in_generate=True)
     plain = request.model.generate(**padded_prompts([5, 3]), max_new_tokens=6, do_sample=False)
-    with engine(), LazyTarget(request.model, request.drafter) as target:
+    with engine(), HostedTarget(request.model, request.drafter) as target:
         call = Lockstep(request, target)
         run, state = call.open(), call.state
         assert state.lengths.tolist() == [6, 4] and not state.finished.any()

@@ -1,7 +1,6 @@
 """Batches on the stock engine: rows one after the other, put together as plain `generate()` returns them."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from transformers import (
 )
 from transformers.generation.utils import GenerationMixin
 
-from hf_specdec.engine import equivalence, separate_rows
-from hf_specdec.engine.separate_rows import _input_of_row, why_not_separate
+from hf_specdec.engine.separate_rows import _input_of_row
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.patching import signature
 from hf_specdec.sampling.logits import RowTemperature
 
 LENGTHS = PROMPTS[3]
@@ -179,7 +178,7 @@ def test_a_time_limit_is_shared_by_the_rows(pads, monkeypatch):
 
 @pytest.mark.core
 def test_position_ids_of_the_caller():
-    """Inputs with a column for each token lose those of the padding."""
+    """Inputs with a column for each token keep those of the padding."""
     target, inputs = tiny_target("llama"), padded_prompts(LENGTHS)
     counted = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     own = inputs | {"position_ids": counted * 2}
@@ -225,11 +224,10 @@ def test_inputs_with_an_entry_for_each_row(tinted):
     ("tint", "message"),
     [
         (torch.zeros(7, VOCAB), r"tint has shape \[7, 96\], .* which of 3 rows; expected an entry for each row"),
-        (torch.zeros(3, max(LENGTHS)), r"tint has shape \[3, 12\], .* a column for each of 12 tokens, padding"),
         ([torch.zeros(VOCAB)] * 3, "tint is a list, .* which of 3 rows; expected a tensor"),
         ({"image": torch.zeros(3)}, "tint is a dict of image, .* which of 3 rows; expected a tensor"),
     ],
-    ids=["seven", "columns", "list", "dict"],
+    ids=["seven", "list", "dict"],
 )
 def test_inputs_that_do_not_say_what_belongs_to_which_row(tinted, tint, message):
     drafter = random_eagle3(tinted)
@@ -240,8 +238,8 @@ def test_inputs_that_do_not_say_what_belongs_to_which_row(tinted, tint, message)
 
 
 @pytest.mark.core
-def test_padding_that_changes_the_text_is_refused(monkeypatch):
-    """A class that counts columns of padding as positions runs rows of one length, and no padded ones."""
+def test_padding_that_changes_the_text(monkeypatch):
+    """Of a class that counts columns of padding as positions."""
 
     class Columns(type(tiny_target("llama"))):
         def prepare_inputs_for_generation(self, input_ids, **kwargs):
@@ -249,32 +247,19 @@ def test_padding_that_changes_the_text_is_refused(monkeypatch):
             inputs["position_ids"] = torch.arange(input_ids.shape[1])[None, -inputs["input_ids"].shape[1] :] ** 2
             return inputs
 
-    monkeypatch.setattr(equivalence, "_outcomes", {})
+    monkeypatch.setattr(signature, "_facts", {})
     torch.manual_seed(0)
     target = Columns(tiny_target("llama").config).eval()
     target.load_state_dict(tiny_target("llama").state_dict())
     target.generation_config.pad_token_id = PAD
-    drafter = random_eagle3(target)
-    with pytest.raises(ValueError, match="the padding of a row changes its logits in plain"):
-        greedy(target, padded_prompts(LENGTHS), drafter)
-    inputs = padded_prompts([6, 6])
-    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+    inputs, drafter = padded_prompts(LENGTHS), random_eagle3(target)
+    plain = greedy(target, inputs)
+    alone = [greedy(target, row_of(inputs, row))[0, LENGTHS[row] :] for row in range(3)]
+    assert not torch.equal(torch.stack(alone), plain[:, max(LENGTHS) :])
+    assert torch.equal(greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == "stock"
 
 
 def test_rows_have_offloaded_caches_of_their_own():
     cache = DynamicCache(config=tiny_target("llama").config, offloading=True)
-    copied = _input_of_row(OUTPUT_NAME, cache, 0, 0)
+    copied = _input_of_row(OUTPUT_NAME, cache, 0)
     assert copied is not cache and copied.layers is not cache.layers and copied.offloading
-
-
-def test_padded_batches_of_unknown_layer_types_are_refused(monkeypatch):
-    """A batch of UnlimitedOCR, whose windows count padding, had other tokens than plain `generate()`."""
-    text = SimpleNamespace(layer_types=["full_attention", "reference_sliding_attention"])
-    model = torch.nn.Module()
-    model.config = SimpleNamespace(get_text_config=lambda: text)
-    prompts = SimpleNamespace(cached=0, padding=[2, 0], input_ids=torch.zeros(2, 4, dtype=torch.int64))
-    reason = why_not_separate(SimpleNamespace(batch=2, prompts=prompts, model=model), {})
-    assert "layers of type reference_sliding_attention, for which padding may change the text" in reason
-    prompts.padding = [0, 0]
-    monkeypatch.setattr(separate_rows, "why_not_separate_rows", lambda model, is_padded: None)
-    assert why_not_separate(SimpleNamespace(batch=2, prompts=prompts, model=model), {}) is None

@@ -23,18 +23,12 @@ from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.peagle import PEagleDrafter
-from hf_specdec.inspection.self_check import (
-    BlockInterpretation,
-    Interpretation,
-    SelfCheck,
-    interpretations_of,
-    self_check,
-    with_interpretation,
-)
+from hf_specdec.inspection.self_check import SelfCheck, interpretations_of, self_check, with_interpretation
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
 SPEC = Spec(vocab_size=64, draft_vocab_size=64, maps_vocabulary=False, own_embedding=True)
-TRUTH = Interpretation((2, 4, 5), norm_before_residual=False, norm_output=True, final_norm=True, rope_theta=10000.0)
+TRUTH = {"norm_before_residual": False, "norm_output": True, "final_norm": True, "rope_theta": 10000.0}
+TRUTH["aux_hidden_state_layer_ids"] = [2, 4, 5]
 NUM_NEW_TOKENS = 8
 
 
@@ -48,14 +42,14 @@ class Fitted:
         return self_check(drafter, self.target, self.prompt, NUM_NEW_TOKENS)
 
 
-def fit(target, spec: Spec, truth: Interpretation, text: torch.Tensor, steps: int = 60) -> Eagle3Drafter:
+def fit(target, spec: Spec, truth: dict[str, Any], text: torch.Tensor, steps: int = 60) -> Eagle3Drafter:
     """A drafter that under `truth` drafts what the target chooses in `text`."""
     torch.manual_seed(0)
     config = Eagle3Config(**settings(spec, truth))
     return train(Eagle3Drafter(config), target, text, steps)
 
 
-def settings(spec: Spec, truth: Interpretation) -> dict[str, Any]:
+def settings(spec: Spec, truth: dict[str, Any]) -> dict[str, Any]:
     return dict(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -64,10 +58,10 @@ def settings(spec: Spec, truth: Interpretation) -> dict[str, Any]:
         head_dim=spec.head_dim,
         vocab_size=spec.vocab_size,
         rms_norm_eps=spec.eps,
-        aux_hidden_state_layer_ids=list(truth.aux_hidden_state_layer_ids),
-        norm_before_residual=truth.norm_before_residual,
-        norm_output=truth.norm_output,
-        final_norm=truth.final_norm,
+        aux_hidden_state_layer_ids=truth["aux_hidden_state_layer_ids"],
+        norm_before_residual=truth["norm_before_residual"],
+        norm_output=truth["norm_output"],
+        final_norm=truth["final_norm"],
         initializer_range=0.2,
     )
 
@@ -113,24 +107,24 @@ def test_true_interpretation_is_kept(fitted):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"aux_hidden_state_layer_ids": (3, 5, 6)},
-        {"aux_hidden_state_layer_ids": (1, 3, 4)},
+        {"aux_hidden_state_layer_ids": [3, 5, 6]},
+        {"aux_hidden_state_layer_ids": [1, 3, 4]},
         {"norm_before_residual": True},
         {"norm_output": False},
         {"rope_theta": 1e6},
-        {"aux_hidden_state_layer_ids": (3, 5, 6), "norm_output": False, "rope_theta": 1e6},
+        {"aux_hidden_state_layer_ids": [3, 5, 6], "norm_output": False, "rope_theta": 1e6},
     ],
     ids=str,
 )
 def test_wrong_interpretation_is_corrected(fitted, wrong):
-    misread = with_interpretation(fitted.drafter, fitted.target, TRUTH._replace(**wrong))
+    misread = with_interpretation(fitted.drafter, fitted.target, TRUTH | wrong)
     result = fitted.check(misread)
     assert result.best.interpretation == TRUTH and result.conclusive
     assert all(f"{name}=" in result.conclusion for name in wrong)
 
 
 def test_new_interpretation_copies_no_weight(fitted):
-    other = with_interpretation(fitted.drafter, fitted.target, TRUTH._replace(norm_output=False))
+    other = with_interpretation(fitted.drafter, fitted.target, TRUTH | {"norm_output": False})
     assert other.lm_head.weight.data_ptr() == fitted.drafter.lm_head.weight.data_ptr()
     assert fitted.drafter.config.norm_output and not other.config.norm_output
 
@@ -138,7 +132,7 @@ def test_new_interpretation_copies_no_weight(fitted):
 def test_specforge_norm_that_is_not_applied(fitted):
     """Before its pull request 879 SpecForge's norm_output False meant that the norm in the file is not applied."""
     text = fitted.target.generate(fitted.prompt, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
-    truth = TRUTH._replace(norm_output=False, final_norm=False)
+    truth = TRUTH | {"norm_output": False, "final_norm": False}
     drafter = fit(fitted.target, SPEC, truth, text, steps=90)
     config = Eagle3Config.from_dict(drafter.config.to_dict() | {"final_norm": True, "dialect": "SpecForge"})
     written = Eagle3Drafter(config)
@@ -147,13 +141,13 @@ def test_specforge_norm_that_is_not_applied(fitted):
     written.load_state_dict(drafter.state_dict() | {"norm.weight": never_trained})
     written.bind(fitted.target)
     result = fitted.check(written)
-    assert not result.best.interpretation.final_norm and "final_norm=False" in result.conclusion
+    assert not result.best.interpretation["final_norm"] and "final_norm=False" in result.conclusion
 
 
 def test_inspect_finds_layer_ids_that_count_layer_outputs(fitted, tmp_path, capsys):
     """Ids that equal the default of layer outputs, yet count layer inputs, as in one of NVIDIA's gpt-oss-120b heads."""
     spec = replace(SPEC, aux_hidden_state_layer_ids=(1, 3, 4))
-    truth = TRUTH._replace(aux_hidden_state_layer_ids=(1, 3, 4), norm_output=False)
+    truth = TRUTH | {"aux_hidden_state_layer_ids": [1, 3, 4], "norm_output": False}
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(SPEC.vocab_size, (1, 16), generator=generator)
@@ -181,7 +175,7 @@ def parallel(fitted) -> Fitted:
     """A P-EAGLE drafter whose chains were fitted as it drafts them, at mask tokens."""
     text = fitted.target.generate(fitted.prompt, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
     torch.manual_seed(0)
-    config = PEagleConfig(**settings(SPEC, TRUTH._replace(norm_output=False)), mask_token_id=5)
+    config = PEagleConfig(**settings(SPEC, TRUTH | {"norm_output": False}), mask_token_id=5)
     drafter = PEagleDrafter(config)
     torch.nn.init.normal_(drafter.mask_hidden)
     drafter = train(drafter, fitted.target, text, steps=90)
@@ -191,19 +185,19 @@ def parallel(fitted) -> Fitted:
 
 def test_peagle_is_scored_as_it_drafts(parallel):
     result = parallel.check(parallel.drafter)
-    assert result.best.interpretation == result.current == TRUTH._replace(norm_output=False)
+    assert result.best.interpretation == result.current == TRUTH | {"norm_output": False}
     assert min(result.best.agreement) > 0.8 and not result.conclusive
     # Nothing is fed back in one pass, so that norm_output is no question.
-    assert not any(score.interpretation.norm_output for score in result.scores)
+    assert not any(score.interpretation["norm_output"] for score in result.scores)
     assert len(result.scores) == 6
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"aux_hidden_state_layer_ids": (3, 5, 6)}, {"norm_before_residual": True}, {"rope_theta": 1e6}], ids=str
+    "wrong", [{"aux_hidden_state_layer_ids": [3, 5, 6]}, {"norm_before_residual": True}, {"rope_theta": 1e6}], ids=str
 )
 def test_wrong_interpretation_of_peagle_is_corrected(parallel, wrong):
-    truth = TRUTH._replace(norm_output=False)
-    misread = with_interpretation(parallel.drafter, parallel.target, truth._replace(**wrong))
+    truth = TRUTH | {"norm_output": False}
+    misread = with_interpretation(parallel.drafter, parallel.target, truth | wrong)
     assert type(misread) is PEagleDrafter
     assert misread.mask_hidden.data_ptr() == parallel.drafter.mask_hidden.data_ptr()
     result = parallel.check(misread)
@@ -214,21 +208,21 @@ def test_wrong_interpretation_of_peagle_is_corrected(parallel, wrong):
 def test_rope_scaling_of_the_target_is_an_interpretation(parallel):
     """SpecForge's P-EAGLE trainer drops the scaling that a target has; another trainer may have kept it."""
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-    readings = list(interpretations_of(parallel.drafter.config, [2, 4, 5], 8, linear))
-    assert readings[0] == TRUTH._replace(norm_output=False)
-    (scaled, *_) = [reading for reading in readings if reading.rope_parameters]
-    assert scaled.rope_parameters == linear and "rope_theta" not in scaled.overrides()
+    readings = interpretations_of(parallel.drafter.config, [2, 4, 5], 8, linear)
+    assert readings[0] == TRUTH | {"norm_output": False}
+    (scaled, *_) = [reading for reading in readings if "rope_parameters" in reading]
+    assert scaled["rope_parameters"] == linear and "rope_theta" not in scaled
     drafter = with_interpretation(parallel.drafter, parallel.target, scaled)
     assert drafter.config.rope_parameters == linear
     result = parallel.check(drafter)
-    assert result.best.interpretation.overrides()["rope_theta"] == 10000.0 or not result.conclusive
+    assert result.best.interpretation["rope_theta"] == 10000.0 or not result.conclusive
 
 
 def test_rope_bases_by_layer_type_are_interpretations(parallel):
     bases = {"sliding_attention": 5e5, "full_attention": 1e6}
     ropes = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
-    readings = list(interpretations_of(parallel.drafter.config, [2, 4, 5], 8, ropes))
-    assert {reading.rope_theta for reading in readings} == {1e4, 5e5, 1e6}
+    readings = interpretations_of(parallel.drafter.config, [2, 4, 5], 8, ropes)
+    assert {reading["rope_theta"] for reading in readings} == {1e4, 5e5, 1e6}
 
 
 def test_inspect_scores_peagle(parallel, tmp_path, capsys):
@@ -271,20 +265,20 @@ def test_blocks_are_scored_as_they_draft(layout, number, tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"anchor_first": True}, {"aux_hidden_state_layer_ids": (3,)}, {"causal": (True,)}, {"rope_theta": 1e6}],
+    [{"anchor_first": True}, {"aux_hidden_state_layer_ids": [3]}, {"causal": [True]}, {"rope_theta": 1e6}],
     ids=str,
 )
 def test_wrong_interpretation_of_blocks_is_corrected(wrong):
     """Of a drafter made by hand, which is right about every token of a text that counts, to the end of its context."""
     target = counting_target()
     drafter = finding_drafter(target, COUNTED + 1, causal=False)
-    truth = BlockInterpretation((2,), False, (False,), 10000.0)
-    misread = with_interpretation(drafter, target, truth._replace(**wrong))
+    truth = {"aux_hidden_state_layer_ids": [2], "anchor_first": False, "causal": [False], "rope_theta": 10000.0}
+    misread = with_interpretation(drafter, target, truth | wrong)
     prompt = torch.arange(40)[None] % COUNTED
     result = self_check(misread, target, prompt, num_new_tokens=60)
-    assert result.current == truth._replace(**wrong)
-    scores = {score.interpretation: score.mean for score in result.scores}
-    assert scores[truth] == max(scores.values()) > 0.7
+    assert result.current == truth | wrong
+    (mean,) = [score.mean for score in result.scores if score.interpretation == truth]
+    assert mean == result.best.mean > 0.7
     if "anchor_first" in wrong or "rope_theta" in wrong:
         assert result.conclusive and all(f"{name}=" in result.conclusion for name in wrong)
 

@@ -382,7 +382,7 @@ REFUSED = [
     ({"messages": []}, r"messages is \[\]; expected a list of messages"),
     ({"messages": "hello"}, "messages is 'hello'; expected a list of messages"),
     ({"messages": [{"content": "a"}]}, r"messages\[0\] is .*; expected an object with a role"),
-    ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\] has the content 5"),
+    ({"messages": [{"role": "user", "content": 5}]}, r"content of messages\[0\] is 5; expected a string or text parts"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "expected parts of type text only"),
     ({"messages": [{"role": "user", "content": "a\ud800b"}]}, "a lone surrogate"),
     ({"max_tokens": "abc"}, "max_tokens is 'abc'; expected an int of at least 1"),

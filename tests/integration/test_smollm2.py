@@ -6,6 +6,7 @@ import pytest
 import torch
 from case_counts import num_cases
 from shipped_drafters import DRAFTERS, chat_batches
+from training.card import write_custom_generate
 from transformers import dynamic_module_utils
 
 from hf_specdec import AutoDrafter
@@ -80,9 +81,12 @@ def first_two_tokens_law(model, input_ids, top_k, temperature) -> dict[tuple[int
 
 @pytest.mark.parametrize("folder", DRAFTERS, ids=lambda path: path.name)
 def test_custom_generate_of_the_card(smollm2, folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    write_custom_generate(tmp_path, folder.name)
     model, tokenizer = smollm2
     inputs = tokenizer("The three primary colours are", return_tensors="pt")
     options = {"do_sample": False, "max_new_tokens": num_cases(12, 6)}
-    out = model.generate(**inputs, **options, custom_generate=str(folder), trust_remote_code=True, drafter=str(folder))
+    out = model.generate(
+        **inputs, **options, custom_generate=str(tmp_path), trust_remote_code=True, drafter=str(folder)
+    )
     assert torch.equal(out, model.generate(**inputs, **options))
