@@ -86,7 +86,7 @@ def drafting(drafter: Eagle3Drafter, batch: int, num_drafts: int, context: int) 
         batch, slots=context + 65, num_draft_tokens=num_drafts, is_sampling=False, draft_probs=False, num_ends=0
     )
     state = drafter.new_state(shape, layers=LayerKinds(), device=device)
-    state.begin(prompts, max_new_tokens=64, eos=None, seeds=torch.zeros(batch, dtype=torch.int64))
+    state.admit(range(batch), prompts, max_new_tokens=[64] * batch, seeds=[0] * batch)
     slots = torch.arange(context - 1, device=device).expand(batch, -1)
     aux_hidden_states = torch.randn(batch, context - 1, width, device=device, dtype=drafter.dtype)
     drafter.prefill(state, aux_hidden_states, slots)

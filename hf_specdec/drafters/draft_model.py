@@ -174,7 +174,7 @@ class DraftModelDrafter(CachedDrafter):
         if self._num_positions is not None:  # the target may support more positions; draft tokens beyond are worse
             positions = positions.clamp(max=self._num_positions - 1)
         for mark in self._position_markers:
-            positions = mark(positions, state.prompt_lengths, state.ahead)
+            positions = mark(positions, state.prompt_lengths, state.prompt_length_gap)
         logits = self.model(
             # The target may have tokens that this model cannot embed; which one stands in for them does not matter.
             **self.model_inputs(tokens.clamp(max=self._num_embeddings - 1), hidden),

@@ -144,8 +144,6 @@ def inputs_after_prompts(
     Nothing is run.
 
     Args:
-        model: the target.
-        prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
     """
     given = {name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES}
@@ -164,12 +162,7 @@ def inputs_after_prompts(
 
 
 def position_offsets(prompts: Prompts, following: Mapping[str, Any]) -> list[int] | str:
-    """For each row the difference of position ids and positions after the prompt, or why it is not a number.
-
-    Args:
-        prompts: of the call.
-        following: from `inputs_after_prompts`.
-    """
+    """For each row the difference of position ids and positions after the prompt, or why it is not a number."""
     if following.get("position_ids") is None:
         return [0] * len(prompts.lengths)
     position_ids = _sections(following["position_ids"])[..., -1]
@@ -389,7 +382,7 @@ class FirstPass:
         return torch.where(slots < self._state.dummy_slot, found, 0)
 
     def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """See `state.PromptRecords`."""
+        """What the decoder was given in the place of embeddings of the tokens at `slots`, `[B, n, H]`, if recorded."""
         return None if self._embeddings is None else self._at(self._embeddings, slots)
 
     def _at(self, recorded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

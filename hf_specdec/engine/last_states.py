@@ -46,7 +46,6 @@ def run_to_ends(
 
     Args:
         state: of the texts, in its first rows; no round follows.
-        target: to run.
         texts: at least `[ends[row]]` int64 tokens of each, read from the position of its state on.
         ends: of each row, none before the position of its state.
         chunk_size: most columns of a pass.

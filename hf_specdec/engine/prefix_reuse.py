@@ -1,7 +1,7 @@
 """Prefilling a beginning that texts have in common once: which rows have it from which, and how they get it.
 
 Every row has slots of its own, so keys and values of a beginning are copied; those that are in memory which rows share
-already (`MemoryOfRows.share`) are overwritten by themselves. The target's at a slot depend on the tokens up to it; what
+already (`Runner.share`) are overwritten by themselves. The target's at a slot depend on the tokens up to it; what
 a drafter keeps there may depend on more, see `Drafter.prefix_margin`.
 """
 
@@ -44,18 +44,6 @@ class Prefix(NamedTuple):
     is_whole: bool = False
 
 
-class PrefillWave(NamedTuple):
-    """Rows that are prefilled together.
-
-    Attributes:
-        spans: positions to run.
-        prefixes: what is copied before, from rows of earlier waves.
-    """
-
-    spans: Sequence[PromptSpan]
-    prefixes: Sequence[Prefix] = ()
-
-
 def margin_of(target: HostedTarget, num_draft_tokens: int) -> int | None:
     """`Drafter.prefix_margin` of the drafter of `target`; None also if the target's cache cannot be reused.
 
@@ -66,6 +54,12 @@ def margin_of(target: HostedTarget, num_draft_tokens: int) -> int | None:
     return target.drafter.prefix_margin(num_draft_tokens)
 
 
+def can_copy_rows(drafter: Drafter) -> bool:
+    """Whether what `drafter` keeps of a generation can be copied row by row."""
+    kind = type(drafter)
+    return kind.new_memory is Drafter.new_memory or kind.copy_rows is not Drafter.copy_rows
+
+
 def reusable(match: Match | None, num_tokens: int, margin: int) -> int:
     """How many leading positions of a prompt of `num_tokens` are there in the row of `match`; 0 for None.
 
@@ -74,63 +68,37 @@ def reusable(match: Match | None, num_tokens: int, margin: int) -> int:
     return 0 if match is None else max(min(match.length, num_tokens - 1, match.size - 1) - margin, 0)
 
 
-def find_followers(
-    prompts: Sequence[Sequence[int]], margin: int, found: Sequence[int] | None = None
-) -> dict[int, Prefix]:
-    """Which of `prompts` should be prefilled after another one of them, to reuse its beginning.
+def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequence[int]) -> set[int]:
+    """The numbers of those of `prompts` that should be prefilled after another one of them, to reuse its beginning.
 
     Args:
-        prompts: token ids of each.
-        margin: see `Drafter.prefix_margin`.
-        found: positions of each that can be reused in any case; 0 for all if None.
+        found: positions of each that can be reused in any case.
 
     Returns:
-        by their numbers, with the number of the other one as `source`, which is not among them. Empty if they would not
-        save `FEWEST_SAVED` tokens together.
+        none if they would not save `FEWEST_SAVED` tokens together.
     """
-    index, followers, saved = PrefixIndex(), {}, 0
-    for number, tokens in enumerate(prompts):
-        match, before = index.longest(tokens), 0 if found is None else found[number]
-        length = reusable(match, len(tokens), margin)
+    index, followers, saved = PrefixIndex(), set(), 0
+    for number, (tokens, before) in enumerate(zip(prompts, found, strict=True)):
+        length = reusable(index.longest(tokens), len(tokens), margin)
         if length > before:
-            followers[number] = Prefix(number, match.name, length)
+            followers.add(number)
             saved += length - before
         else:
             index.add(number, tokens)
-    return followers if saved >= FEWEST_SAVED else {}
+    return followers if saved >= FEWEST_SAVED else set()
 
 
-def wave_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> PrefillWave:
-    """The prefill of prompts of `lengths` tokens from where `prefixes`, which are there by then, end."""
-    pairs = zip(prefixes, lengths, strict=True)
-    return PrefillWave([PromptSpan(one.row, one.length, length) for one, length in pairs])
+def spans_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> list[PromptSpan]:
+    """What a prefill runs of prompts of `lengths` tokens: from where `prefixes`, which are there by then, end."""
+    return [PromptSpan(one.row, one.length, length) for one, length in zip(prefixes, lengths, strict=True)]
 
 
-def is_told_by_tokens(request: Request) -> bool:
+def depends_on_tokens_only(request: Request) -> bool:
     """Whether what is kept of a prompt of `request` is known by its tokens.
 
-    It is not with inputs besides them, or if a cache of the caller holds a part of the prompt.
+    It is not with inputs besides them, or if a cache of the user holds a part of the prompt.
     """
     return not (request.prompts.cached or request.inputs is not None or any(request.position_offsets or ()))
-
-
-def waves_of_call(request: Request, margin: int | None) -> list[PrefillWave]:
-    """How the prompts of a call of `generate()` are prefilled: all at once, or those that reuse others after these.
-
-    Args:
-        request: the call.
-        margin: see `Drafter.prefix_margin`; None if rows reuse nothing of others.
-    """
-    prompts, spans = request.prompts, request.prompts.spans
-    most_saved = (request.batch - 1) * prompts.longest
-    if margin is None or not is_told_by_tokens(request) or most_saved < FEWEST_SAVED:
-        return [PrefillWave(spans)]
-    followers = find_followers(prompts.token_ids(), margin)
-    if not followers:
-        return [PrefillWave(spans)]
-    first = [span for span in spans if span.row not in followers]
-    later = [span._replace(begin=followers[span.row].length) for span in spans if span.row in followers]
-    return [PrefillWave(first), PrefillWave(later, list(followers.values()))]
 
 
 def copy_prefixes(
@@ -144,9 +112,7 @@ def copy_prefixes(
 
     Args:
         state: whose rows get them.
-        drafter: whose memory that is of `state`.
         prefixes: none of whose rows is the source of another one, unless it keeps what it has.
-        margin: see `Drafter.prefix_margin`.
         source: whose rows hold them; `state` itself if None, where rows that are their own source keep what they have.
     """
     if source is None:
@@ -168,7 +134,6 @@ def copy_texts(
 
     Args:
         state: whose rows get them.
-        drafter: whose memory that is of `state`.
         rows: of `state`, each once, and which row of `source` each gets.
         source: whose rows hold them.
         slots: of each row, as many as the longest text has.

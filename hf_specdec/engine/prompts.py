@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from transformers import Cache
@@ -37,23 +38,21 @@ class Prompts:
         """Leading columns whose tokens were not given."""
         return self.width - self.input_ids.shape[1]
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
         return [self.width - pad for pad in self.padding]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(self.lengths)
 
     @property
-    def ahead(self) -> list[int]:
+    def prompt_length_gap(self) -> list[int]:
         """How many more tokens than each row the longest one has."""
-        lengths = self.lengths
-        longest = max(lengths)
-        return [longest - length for length in lengths]
+        return [self.longest - length for length in self.lengths]
 
-    @property
+    @cached_property
     def cached_lengths(self) -> list[int]:
         """Tokens of each row that the cache holds."""
         return self.ends(self.cached)
@@ -61,12 +60,6 @@ class Prompts:
     def ends(self, columns: int) -> list[int]:
         """Tokens of each row in the leading `columns` of the text, new tokens included."""
         return [max(columns - pad, 0) for pad in self.padding]
-
-    @property
-    def spans(self) -> list[PromptSpan]:
-        """What a prefill runs of each row: what the cache lacks."""
-        held = zip(self.lengths, self.cached_lengths, strict=True)
-        return [PromptSpan(row, cached, length) for row, (length, cached) in enumerate(held)]
 
     @property
     def reread_spans(self) -> list[PromptSpan]:

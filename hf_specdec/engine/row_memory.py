@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,10 +16,9 @@ from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.layer_kinds import Use
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
-from ..virtual_memory import RowMemory, available_bytes, has_virtual_memory, slot_unit, total_bytes
+from ..virtual_memory import RowMemory, has_virtual_memory, slot_unit, total_bytes
 from .hosted_target import HostedTarget
 from .key_layout import KeyLayout, caches_of
-from .prefix_reuse import PrefillWave, Prefix
 from .rounds import draft_and_forward
 from .session_prefill import SessionPrefill
 from .sessions import Session
@@ -103,75 +101,6 @@ def allocating(shape: Shape, device: torch.device) -> Iterator[None]:
         raise
 
 
-class MemoryOfRows:
-    """The part of a `Place` that gives its rows memory."""
-
-    @property
-    def session(self) -> Session:
-        """Where the rows are."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement session.")
-
-    @property
-    def prefix_margin(self) -> int | None:
-        """See `Drafter.prefix_margin`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement prefix_margin.")
-
-    def shares(self, row: int, length: int) -> bool:
-        memory = self.session.row_memory
-        return memory is not None and memory.is_shared(row, length)
-
-    def share(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
-        memory, margin = self.session.row_memory, self.prefix_margin or 0
-        if memory is None:
-            return list(prefixes)
-        kept = {one.row: one.length if one.row == one.source else 0 for one in prefixes}
-        # What the rows of the group hold may be given back before others have copied it.
-        copies = [
-            one for one in prefixes if one.source not in kept and memory.can_share(one.row, one.source, one.length)
-        ]
-        if copies or any(memory.is_shared(*one) for one in kept.items()):
-            self._wait_for_device()
-        shared = {one.row for one in copies if memory.share(one.row, one.source, one.length)}
-        found = []
-        for one in prefixes:
-            left = one.length if one.row in shared else memory.unshare(one.row, kept[one.row])
-            is_shorter = one.row == one.source and left < one.length
-            found.append(one._replace(length=max(left - margin, 0)) if is_shorter else one)
-        return found
-
-    def room(self, rows: Sequence[int]) -> float:
-        memory = self.session.row_memory
-        return math.inf if memory is None else available_bytes(self.session.state.tokens.device) + memory.held(rows)
-
-    def bytes_for(self, slots: int) -> int:
-        memory = self.session.row_memory
-        return 0 if memory is None else memory.bytes_for(min(slots, memory.capacity))
-
-    def reserve(self, lengths: Mapping[int, int]) -> bool:
-        memory = self.session.row_memory
-        if memory is None:
-            return True
-        try:
-            for row, length in lengths.items():
-                if length > memory.committed_slots(row):
-                    memory.commit(row, min(length, memory.capacity))
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def give_back(self, lengths: Mapping[int, int]) -> None:
-        memory = self.session.row_memory
-        if memory is not None:
-            self._wait_for_device()
-            for row, length in lengths.items():
-                memory.trim(row, length)
-
-    def _wait_for_device(self) -> None:
-        """Wait until the device uses nothing any more that rows have held."""
-        self.session.fence.set()
-        self.session.fence.synchronize()
-
-
 def place_in_memory(state: DecodeState, target: HostedTarget, shape: Shape) -> None:
     """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; `target` has a layout of them."""
     layout = target.key_layout
@@ -198,7 +127,7 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     model, drafter = target.model, target.drafter
     state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
     with ops.references(), noting_attended() as attended:
-        SessionPrefill(Session(state), target, None, is_continuous=False).run([PrefillWave(())])
+        SessionPrefill(Session(state), target, None, is_continuous=False).run(())
         with state.idle():
             draft_and_forward(state, target(), drafter)
     buffers = [one for cache in caches_of(state) for layer in cache.layers for one in layer.slot_buffers]

@@ -1,24 +1,17 @@
-"""Continuous batching: which row a request takes, and whose keys and values of its prompt's beginning it reuses."""
+"""Which row a request takes, and whose keys and values of its prompt's beginning it reuses."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from . import prefix_index
 from .prefix_index import Match, PrefixIndex
 from .prefix_reuse import Prefix, find_followers, reusable
+from .row_request import RowRequest
 
 # What is found for a prompt that begins as no text does.
 _NOTHING: tuple[Match | None, int] = (None, 0)
-
-
-class Text(Protocol):
-    """A request, as `RowPrefixes` reads it; see `RowRequest`."""
-
-    prompt_ids: Sequence[int]
-    tokens: Sequence[int]
-    num_settled: int
 
 
 class Plan(NamedTuple):
@@ -50,7 +43,7 @@ class RowPrefixes:
         # Prompts that are being prefilled, by row.
         self._entering: dict[int, Sequence[int]] = {}
 
-    def plan(self, group: Sequence[Text], free: Sequence[int]) -> Plan:
+    def plan(self, group: Sequence[RowRequest], free: Sequence[int], is_lockstep: bool = False) -> Plan:
         """Choose rows for a group of requests, of which the first is prefilled now.
 
         A request whose text so far a free row holds, up to less than a block, takes that row. Other rows are taken in
@@ -59,6 +52,7 @@ class RowPrefixes:
         Args:
             group: requests, no more than there are free rows.
             free: rows that no request occupies, the least recently used first.
+            is_lockstep: whether each request takes the row of its `index`.
         """
         twins = self._find_twins(group)
         own = [number for number in range(len(group)) if number not in twins]
@@ -69,7 +63,12 @@ class RowPrefixes:
             later = {own[index] for index in find_followers(prompts, self._margin, lengths)}
         later |= {number for number, twin in twins.items() if twin in later}
         now = [number for number in range(len(group)) if number not in later]
-        prefixes = self._choose_rows([found.get(number, _NOTHING) for number in now], free)
+        matches = [found.get(number, _NOTHING) for number in now]
+        if is_lockstep:
+            rows = [group[number].index for number in now]
+            prefixes = [_prefix_of(row, *match) for row, match in zip(rows, matches, strict=True)]
+        else:
+            prefixes = self._choose_rows(matches, free)
         rows = {number: one.row for number, one in zip(now, prefixes, strict=True)}
         for place, number in enumerate(now):
             prompt = group[number].prompt_ids
@@ -88,7 +87,7 @@ class RowPrefixes:
         later = sorted({*plan.later, *plan.now} - {number for _, number in kept})
         return Plan([prefix for prefix, _ in kept], [number for _, number in kept], later)
 
-    def _find_twins(self, group: Sequence[Text]) -> dict[int, int]:
+    def _find_twins(self, group: Sequence[RowRequest]) -> dict[int, int]:
         """Requests of `group` with the same prompt as an earlier one, and the first such one, by their numbers."""
         if not self._merges_equal:
             return {}
@@ -108,8 +107,7 @@ class RowPrefixes:
         sources = {match.name for match, _ in found if match is not None}
 
         def choose(number: int, row: int, length: int) -> None:
-            match = found[number][0]
-            chosen[number] = Prefix(row, match.name if length else row, length)
+            chosen[number] = _prefix_of(row, found[number][0], length)
             left.remove(row)
 
         for number, (match, length) in enumerate(found):
@@ -138,7 +136,7 @@ class RowPrefixes:
         if self._margin is not None and prompt:
             self._index.add(row, prompt)
 
-    def advance(self, row: int, request: Text) -> None:
+    def advance(self, row: int, request: RowRequest) -> None:
         """Take what `request`, which occupies `row` or did last, has said since."""
         if row in self._index:
             known = self._index.size(row) - len(request.prompt_ids)
@@ -160,3 +158,8 @@ class RowPrefixes:
         """Reuse nothing of what the rows hold now, or get by prefills that have begun."""
         self._index.clear()
         self._entering.clear()
+
+
+def _prefix_of(row: int, match: Match | None, length: int) -> Prefix:
+    """What `row` reuses of the text of `match`: `length` tokens."""
+    return Prefix(row, match.name if length else row, length)

@@ -169,7 +169,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
         )
         self._state = state = self._drafter.new_state(shape, layers=LayerKinds(), device=tokens.device)
         request = self._request
-        state.begin([tokens], max_new_tokens, None, request.seeds, request.temperature, request.row_temperatures)
+        state.set_temperature(request.temperature)
+        state.admit(range(1), [tokens], [max_new_tokens], request.seeds.tolist())
+        if request.row_temperatures is not None:
+            state.row_temperatures.copy_(request.row_temperatures)
         state.live = state.slots
         self._start = time.perf_counter()
         self._drafter.start_prefill(state)

@@ -103,7 +103,7 @@ class Target:
         state.cache.advance(slots, state.live, state.num_before)
         position_ids = state.position_ids(slots)
         for mark in self.position_markers:
-            position_ids = mark(position_ids, state.prompt_lengths, state.ahead)
+            position_ids = mark(position_ids, state.prompt_lengths, state.prompt_length_gap)
         out = self.model(
             input_ids=tokens,
             attention_mask=state.cache.attention_mask(slots),

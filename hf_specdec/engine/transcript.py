@@ -84,16 +84,13 @@ class Transcript:
         }
         self._finalised: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
         self.stopped = [False] * batch
+        # Rows that have stopped, further tokens of which are ignored: those that are padded then.
+        self.done = self.stopped
         self.steps = 0
 
     @property
     def is_complete(self) -> bool:
         return all(self.stopped)
-
-    @property
-    def pads_finished_rows(self) -> bool:
-        """Whether rows that have stopped are done, and not going on until all have stopped."""
-        return self._pad_token is not None
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -118,18 +115,6 @@ class Transcript:
         ends = [pad + length + len(new) - 1 for length, pad, new in rows]
         return min(*ends, prompts.width + self.steps - 1) if ends else 0
 
-    def longest_row(self) -> int:
-        """New tokens of the row that is furthest ahead, finalised or not."""
-        return max(len(row) for row in self._rows)
-
-    def length(self, row: int) -> int:
-        """New tokens of a row, finalised or not."""
-        return len(self._rows[row])
-
-    def is_done(self, row: int) -> bool:
-        """Whether the row has ended, so that further tokens of it are ignored."""
-        return self.stopped[row] and self.pads_finished_rows
-
     def add(self, tokens: list[list[int]], committed: list[int], **records: torch.Tensor | None) -> None:
         """Append the result of a round and finalise the steps that are complete.
 
@@ -151,16 +136,16 @@ class Transcript:
                 self._streamer.end()
 
     def _is_next_step_known(self) -> bool:
-        return all(self.is_done(row) or len(new) > self.steps for row, new in enumerate(self._rows))
+        return all(done or len(new) > self.steps for done, new in zip(self.done, self._rows, strict=True))
 
     def _finalise(self) -> None:
         step = self.steps
         self._check_scores(step)
-        column = [self._pad_token if self.is_done(row) else new[step] for row, new in enumerate(self._rows)]
+        column = [self._pad_token if done else new[step] for done, new in zip(self.done, self._rows, strict=True)]
         for name, record in self._records.items():
-            present = next(row for row in range(len(column)) if not self.is_done(row))
+            present = self.done.index(False)
             blank = torch.zeros_like(record[present][step])
-            values = [blank if self.is_done(row) else record[row][step] for row in range(len(column))]
+            values = [blank if self.done[row] else record[row][step] for row in range(len(column))]
             self._finalised[name].append(torch.stack(values))
             for kept in record:
                 if step < len(kept):
@@ -175,13 +160,15 @@ class Transcript:
             stops = [True] * len(column)
         by_criteria = self._stops_by_criteria()
         self.stopped = [any(reasons) for reasons in zip(self.stopped, stops, *by_criteria, strict=True)]
+        if self._pad_token is not None:
+            self.done = self.stopped
         if self._streamer is not None:
             with caller():
                 self._streamer.put(tokens)
 
     def _check_scores(self, step: int) -> None:
         """Raise `RuntimeError`, as plain `generate()` does, if the target gave no distribution for a token of a row."""
-        failed = [row for row, new in enumerate(self._rows) if not self.is_done(row) and new[step] == NO_TOKEN]
+        failed = [row for row, new in enumerate(self._rows) if not self.done[row] and new[step] == NO_TOKEN]
         if failed:
             raise RuntimeError(no_distribution(f"Row {failed[0]} of the batch", step))
 

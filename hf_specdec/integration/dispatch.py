@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +16,24 @@ from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import decode_continuously
+from ..engine.cuda_graphs import on_device
 from ..engine.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..engine.first_pass import for_static_engine
-from ..engine.output import ContinuousOutput
-from ..engine.prompts import read_prompts
+from ..engine.prompts import Prompts, read_prompts
 from ..engine.request import Request
-from ..engine.row_request import ContinuousBatching
+from ..engine.row_request import ContinuousBatching, RowRequest
 from ..engine.static_engine import decode
 from ..engine.stock_engine import assist, check_request
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
-from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
+from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
+from ..patching.patch import engine as engine_context
 from ..patching.signature import looked_at_once
 from ..patching.support import configured_layers
-from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
+from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from .eligibility import check_batch_invariant, empty_attentions, why_not_static
+from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
@@ -49,28 +49,13 @@ UNUSED_SETTINGS = {
 }
 
 
-# How the next call of this thread is run by continuous batching; None for the usual call.
-_CONTINUOUS: ContextVar[ContinuousBatching | None] = ContextVar("continuous_batching", default=None)
-
-
-@contextmanager
-def continuous_batching(settings: ContinuousBatching) -> Iterator[None]:
-    """Context in which a call of `generate()` with a drafter runs by continuous batching: see `ContinuousOutput`."""
-    before = _CONTINUOUS.set(settings)
-    try:
-        yield
-    finally:
-        _CONTINUOUS.reset(before)
-
-
-# Requests of continuous batching on which hooks are tried.
-_TRIED_REQUESTS = 2
-
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
 
-def _call_of(request: Request, engine: str, continuous: ContinuousBatching | None) -> dict[str, Any]:
-    """What processes that run one model together must agree on, by the name that the caller has for it.
+def _call_of(request: Request, engine: str, prompts: Sequence[torch.Tensor] | None) -> dict[str, Any]:
+    """What processes that run one model together must agree on, by the name that the user has for it.
+
+    `prompts` are those of a call by continuous batching; None for others.
 
     The names are the same on all of them, whatever was asked for.
     """
@@ -85,7 +70,7 @@ def _call_of(request: Request, engine: str, continuous: ContinuousBatching | Non
     return {
         "prompts": prompts.input_ids,
         "attention_mask": (prompts.padding, prompts.width),
-        "requests": None if continuous is None else [one.tolist() for one in continuous.prompts],
+        "requests": None if prompts is None else [one.tolist() for one in prompts],
         "cache": prompts.cached,
         "num_assistant_tokens": (request.num_draft_tokens, request.is_auto),
         "engine": engine,
@@ -127,21 +112,13 @@ def _on_static_engine(
     if isinstance(prepared, str):
         return request, prepared
     request, following = prepared
-    tried = request
-    if is_continuous:  # of many requests a few
-        mask, rows = model_kwargs.get("attention_mask"), slice(_TRIED_REQUESTS)
-        tried = replace(
-            request, prompts=replace(prompts, input_ids=prompts.input_ids[rows], padding=prompts.padding[rows])
-        )
-        model_kwargs = {} if mask is None else {"attention_mask": mask[rows]}
-    return request, why_not_equivalent_with(tried, model_kwargs, following)
+    return request, why_not_equivalent_with(request, model_kwargs, following)
 
 
 def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Request, str]:
     """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Args:
-        request: the call.
         model_kwargs: inputs of the target as prepared by `generate()`.
         is_continuous: whether it is to run by continuous batching.
 
@@ -178,13 +155,11 @@ def generate_with_drafter(
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
-) -> GenerateOutput | torch.Tensor | ContinuousOutput:
+) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
 
     Args:
         assisted_decoding: transformers' own, for the stock engine.
-        model: the target.
-        drafter: bound to it.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
@@ -192,58 +167,118 @@ def generate_with_drafter(
     Raises:
         ValueError: no engine can run the call, or what was given is wrong.
     """
-    continuous = _CONTINUOUS.get()
-    _CONTINUOUS.set(None)  # calls that are made during this one are usual calls
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     # A cache of states only does not know how many tokens it holds.
     cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     check_prompts(input_ids, mask, cache, model_kwargs)
-    logits_processor = _usable(logits_processor, continuous)
+    check_processors(logits_processor)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
     check_cache(cache, generation_config)
-    randomness = Randomness(seeds, generator)
-    num_draft_tokens = _num_draft_tokens(drafter, generation_config, randomness, continuous)
-    request = Request(
-        model=model,
-        drafter=drafter,
-        prompts=read_prompts(input_ids, mask, mask_length(generation_config), cache),
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        config=generation_config,
-        num_draft_tokens=_most_draft_tokens(drafter) if num_draft_tokens == AUTO else num_draft_tokens,
-        is_auto=num_draft_tokens == AUTO,
-        randomness=randomness,
-        streamer=streamer,
-        cache=cache if is_of_caller(cache) else None,
+    prompts = read_prompts(input_ids, mask, mask_length(generation_config), cache)
+    request = request_of(
+        model, drafter, generation_config, prompts, logits_processor, stopping_criteria, Randomness(seeds, generator)
     )
-    if continuous is None:
-        check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
-    attentions = empty_attentions(model, generation_config)
-    if attentions is not None:
-        generation_config.output_attentions = False
-        model_kwargs.pop("output_attentions", None)
-    request, engine = _choose_engine(request, model_kwargs, continuous is not None)
+    request = replace(request, streamer=streamer, cache=cache if is_of_caller(cache) else None)
+    check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
+    attentions = _drop_empty_attentions(request, model_kwargs)
+    request, engine = _choose_engine(request, model_kwargs, False)
     if engine == "stock" or request.inputs is not None:
         _make_cache(model, generation_config, model_kwargs)
     request = _for_engine(request, engine)
+    _check_engine(request, engine, None)
+    if engine == "static":
+        check_tokens(model, input_ids.cpu(), mask)
+        output = decode(request)
+    else:
+        check_request(request, model_kwargs)
+        check_stock(request, model_kwargs)
+        output = assist(assisted_decoding, inputs_tensor, model_kwargs, request)
+    check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
+    if attentions is not None:
+        output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
+    return output
+
+
+def request_of(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    config: GenerationConfig,
+    prompts: Prompts,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    randomness: Randomness,
+    is_continuous: bool = False,
+) -> Request:
+    """The call of `generate()` with what it has prepared, or one by continuous batching."""
+    num_draft_tokens = _num_draft_tokens(drafter, config, randomness, is_continuous)
+    return Request(
+        model=model,
+        drafter=drafter,
+        prompts=prompts,
+        processors=processors,
+        criteria=criteria,
+        config=config,
+        num_draft_tokens=_most_draft_tokens(drafter) if num_draft_tokens == AUTO else num_draft_tokens,
+        is_auto=num_draft_tokens == AUTO,
+        randomness=randomness,
+    )
+
+
+@torch.no_grad()
+def generate_continuously(
+    request: Request, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor], settings: ContinuousBatching
+) -> list[RowRequest]:
+    """Check a call, and run it by continuous batching on the static engine.
+
+    Args:
+        request: the call, whose own prompts are a few that it is checked with.
+        model_kwargs: inputs of the target for these.
+        prompts: `[length]` int64 each, on the host, of the requests; none if requests arrive.
+
+    Returns:
+        a request for each of `prompts`.
+
+    Raises:
+        ValueError: the static engine cannot run the call.
+    """
+    model = request.model
+    with lock_of(model), on_device(model.device), engine_context(), looked_at_once():
+        _drop_empty_attentions(request, model_kwargs)
+        request, engine = _choose_engine(request, model_kwargs, True)
+        _check_continuous(request, engine)
+        _check_engine(request, engine, prompts)
+        seeds = from_first_rank(request.randomness.row_seeds(len(prompts), request.temperature), model)
+        requests = request.requests(prompts, seeds)
+        for one in requests:
+            one.prompt_ids, one.records_timestamps = one.prompt.tolist(), settings.records_timestamps
+        decode_continuously(request, requests, settings)
+        check_same_tokens(model, torch.tensor([token for one in requests for token in one.tokens], dtype=torch.int64))
+    return requests
+
+
+def _drop_empty_attentions(request: Request, model_kwargs: dict[str, Any]) -> tuple | None:
+    """What plain `generate()` returns as attention weights of a step if the target computes none, for which the call is
+    not asked any more; else None.
+    """
+    attentions = empty_attentions(request.model, request.config)
+    if attentions is not None:
+        request.config.output_attentions = False
+        model_kwargs.pop("output_attentions", None)
+    return attentions
+
+
+def _check_engine(request: Request, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
+    """Check that `engine` can run the call now, on all processes that run the target; `prompts` as of `_call_of`."""
+    model, drafter = request.model, request.drafter
     if drafter.batch_invariant:
         check_batch_invariant(request, engine)
     if engine == "static":
         check_same_device(model, drafter)
-        check_tokens(model, input_ids.cpu(), mask)
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
-        check_same_call(model, stopping_criteria, _call_of(request, engine, continuous))
-    if engine == "stock":
-        check_request(request, model_kwargs)
-        check_stock(request, model_kwargs)
-    run_stock = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
-    output = _run(request, engine, continuous, run_stock)
-    if attentions is not None:
-        output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
-    return output
+        check_same_call(model, request.criteria, _call_of(request, engine, prompts))
 
 
 def _vocabulary_of(model: PreTrainedModel) -> int:
@@ -259,35 +294,6 @@ def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: 
     if config._cache_arguments is not None:
         args, kwargs = config._cache_arguments
         make_cache(model, config, model_kwargs, *args, **kwargs)
-
-
-def _run(
-    request: Request,
-    engine: str,
-    continuous: ContinuousBatching | None,
-    run_stock: Callable[[Request], GenerateOutput | torch.Tensor],
-) -> GenerateOutput | torch.Tensor | ContinuousOutput:
-    """What `engine` generates, the stock engine by `run_stock`; the same on all processes that run the target."""
-    if continuous is not None:
-        _check_continuous(request, engine)
-        output = decode_continuously(request, continuous)
-    elif engine == "static":
-        output = decode(request)
-    else:
-        output = run_stock(request)
-    check_same_tokens(request.model, output if isinstance(output, torch.Tensor) else output.sequences)
-    return output
-
-
-def _usable(processors: LogitsProcessorList, continuous: ContinuousBatching | None) -> LogitsProcessorList:
-    """`processors` that the call runs for all rows, which are checked.
-
-    By continuous batching others are those of each request, see `ContinuousBatching.processors_of`.
-    """
-    check_processors(processors)
-    if continuous is None:
-        return processors
-    return LogitsProcessorList(one for one in processors if type(one) in POINTWISE_PROCESSORS)
 
 
 def _for_engine(request: Request, engine: str) -> Request:
@@ -313,7 +319,7 @@ def _check_continuous(request: Request, engine: str) -> None:
 
 
 def _num_draft_tokens(
-    drafter: Drafter, config: GenerationConfig, randomness: Randomness, continuous: ContinuousBatching | None
+    drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool
 ) -> int | str:
     """K of a call with the settings `config`, or `AUTO`; warns of those that have no effect."""
     asked = getattr(config, "_asked", {})
@@ -321,7 +327,7 @@ def _num_draft_tokens(
         if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
             _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
     # Drawn texts depend on K, which "auto" chooses by time: a call with seeds is to be repeatable.
-    is_free = continuous is not None and not (config.do_sample and randomness.is_given)
+    is_free = is_continuous and not (config.do_sample and randomness.is_given)
     return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_free)
 
 

@@ -449,8 +449,8 @@ def test_copies_of_keys_are_freed(monkeypatch):
     target.generate(**prompts_of(LLAVA), **OPTIONS, assistant_model=drafter)  # the first call of a class is checked
     passes, made = [], static_engine.FirstPass
     monkeypatch.setattr(static_engine, "FirstPass", lambda *args: passes.append(made(*args)) or passes[-1])
-    loop = static_engine.RoundLoop.run
-    monkeypatch.setattr(static_engine.RoundLoop, "run", lambda self: kept.append(passes[-1]._cache) or loop(self))
+    loop = static_engine.Run.run
+    monkeypatch.setattr(static_engine.Run, "run", lambda self: kept.append(passes[-1]._cache) or loop(self))
     target.generate(**prompts_of(LLAVA), **OPTIONS, assistant_model=drafter)
     assert kept == [None]
 

@@ -18,7 +18,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, prefix_index, prefix_reuse, target
-from hf_specdec.engine.continuous import ContinuousRun
+from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.engine.prefix_index import PrefixIndex, common_length
 from hf_specdec.engine.prefix_reuse import Prefix, find_followers
@@ -179,7 +179,7 @@ def test_one_call(monkeypatch, prefilled, kind):
     assert 0 <= sum(map(len, PROMPTS)) - stats.cached_tokens - sum(prefilled) <= 1
     assert in_one_call(model, drafter, PROMPTS[::-1]) == expected("llama", PROMPTS[::-1])
     cached = [row.cached_tokens for row in drafter.stats.rows]
-    assert cached[:2] == [0, 0] and max(cached) < len(SYSTEM), "the first one is the beginning of the others"
+    assert cached[:2] == [0, 0], "the first one is the beginning of the others"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "copy", "mtp"])
@@ -396,13 +396,13 @@ def test_rows_that_run_or_were_cancelled_are_copied_from(running, prefilled):
 
 def test_texts_that_ended_move_along_to_fewer_rows(running, prefilled, monkeypatch):
     monkeypatch.setattr(buckets, "ROWS_TO_FEWER", 2)
-    moved, switch = [], ContinuousRun._switch
+    moved, switch = [], ContinuousRunner._switch
 
     def noted(run, lease, *args):
         moved.append((run.num_rows, lease.shape.batch))
         return switch(run, lease, *args)
 
-    monkeypatch.setattr(ContinuousRun, "_switch", noted)
+    monkeypatch.setattr(ContinuousRunner, "_switch", noted)
     model = tiny_target("llama")
     manager = running(model, random_eagle3(model), rows=8)
     manager.add_requests([tokens(3, seed) for seed in range(2)], max_new_tokens=150)
@@ -564,4 +564,4 @@ def test_requests_wait_for_those_that_begin_alike():
     assert plan.later == [] and plan.prefixes == [Prefix(0, 7, 18), Prefix(1, 7, 18)], "a row has it already"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_reuse, "FEWEST_SAVED", 100)
-        assert find_followers([one.prompt_ids for one in group], 1) == {}
+        assert find_followers([one.prompt_ids for one in group], 1, [0] * 4) == set()

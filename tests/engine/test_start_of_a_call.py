@@ -184,17 +184,15 @@ def test_classes_that_make_caches_in_their_own_way_get_one(target, caches):
 def test_rows_begin_as_they_are_admitted(batch):
     shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=True, draft_probs=False, num_ends=3)
     states = [DecodeState.allocate(shape, attention_layers(1), torch.device("cpu")) for _ in range(2)]
-    prompts, more, seeds, eos = [torch.arange(1, 5), torch.arange(3)], [4, 2], torch.tensor([7, 8]), torch.tensor([5])
-    for state in states:
-        for row, name in enumerate(("lengths", "limits", "seeds", "ahead", "row_top_k", "eos", "row_tail", "tokens")):
-            getattr(state, name).fill_(row + 9)  # of an earlier call
+    prompts, eos = [torch.arange(1, 5), torch.arange(3)], torch.tensor([5])
     one, other = states
-    one.begin(prompts, more, eos, seeds, 0.7, cached=[1, 0], ahead=[0, 1])
-    other.clear()
-    other.set_temperature(0.7)
-    other.admit([0, 1], prompts, more, seeds, eos)
-    other.cached[:2], other.ahead[:2] = torch.tensor([1, 0]), torch.tensor([0, 1])
-    other.live = 4
+    for row, name in enumerate(("lengths", "limits", "seeds", "prompt_length_gap", "row_top_k", "eos", "row_tail")):
+        getattr(other, name).fill_(row + 9)  # of an earlier call
+    for state, rows in ((one, range(2)), (other, [0, 1])):
+        state.set_temperature(0.7)
+        if batch > len(rows):
+            state.clear()
+        state.admit(rows, prompts, [4, 2], [7, 8], eos, cached=[1, 0], prompt_length_gap=[0, 1])
     names = [name for name, value in vars(one).items() if isinstance(value, torch.Tensor)]
     assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
-    assert one.live == other.live and one.lengths.tolist() == [4, 3, 1][:batch]
+    assert one.lengths.tolist() == [4, 3, 1][:batch] and one.limits.tolist() == [8, 5, 1][:batch]
