@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -14,9 +14,6 @@ from ..host.generation import GenerationOutput, RequestStatus
 from ..kernels.types import NO_TOKEN, SamplingSettings
 from ..patching.patch import caller
 from ..row_buffers import upload
-
-if TYPE_CHECKING:
-    from .request import Request
 
 
 @dataclass(eq=False)
@@ -218,7 +215,7 @@ class ContinuousBatching:
     longest: int = 1
     records_timestamps: bool = False
     reuses_prefixes: bool = True
-    processors_of: Callable[[RowRequest, Request], LogitsProcessorList | None] | None = None
+    processors_of: Callable[[RowRequest, Any], LogitsProcessorList | None] | None = None
 
 
 def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
