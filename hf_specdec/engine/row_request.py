@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from ..host.generation import GenerationOutput, RequestStatus
 from ..kernels.types import NO_TOKEN, SamplingSettings
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..row_buffers import upload
 
 
@@ -157,7 +157,7 @@ class RowRequest:
         if self._shown is None or length > len(self._shown):
             self._shown = torch.nn.functional.pad(self.text.cpu(), (0, length))
         self._shown[length - 1] = self.tokens[-1]
-        with caller():
+        with user_code():
             return bool(self.criteria(self._shown[None, :length], None).all())
 
 
@@ -222,7 +222,7 @@ def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
     """End `request` at time `now`."""
     request.lifespan = (request.lifespan[0], now)
     if settings.on_finished is not None:
-        with caller():
+        with user_code():
             settings.on_finished(request)
 
 
