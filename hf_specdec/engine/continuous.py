@@ -379,7 +379,8 @@ class ContinuousRunner(Runner):
         if held:
             pairs = list(enumerate(held))
             copy_texts(lease.session.state, self._request.drafter, pairs, self.state, max(held.values()))
-        self.give_back(dict.fromkeys(range(self.num_rows), 0))
+        if memory is not None:
+            self.give_back(dict.fromkeys(range(self.num_rows), 0))
         before.keep()
         self._has_freed = False
         own = self._process.own

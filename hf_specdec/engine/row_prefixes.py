@@ -54,6 +54,9 @@ class RowPrefixes:
             free: rows that no request occupies, the least recently used first.
             is_lockstep: whether each request takes the row of its `index`.
         """
+        if self._margin is None and not self._merges_equal:
+            rows = [one.index for one in group] if is_lockstep else free
+            return Plan([Prefix(row, row, 0) for row, _ in zip(rows, group, strict=False)], list(range(len(group))), [])
         twins = self._find_twins(group)
         own = [number for number in range(len(group)) if number not in twins]
         found = {number: self._find(group[number].prompt_ids) for number in own}

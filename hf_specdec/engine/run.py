@@ -210,20 +210,24 @@ class Run:
         """
         for row, request in self._occupied:
             self._prefixes.advance(row, request)
+        runner, has_memory = self._runner, self._runner.memory is not None
         plan = self._prefixes.plan(group, self._free, is_lockstep=self.transcript is not None)
-        plan = self._without_conflicts(plan)
+        if has_memory:
+            plan = self._without_conflicts(plan)
         now, later = ([group[number] for number in numbers] for numbers in (plan.now, plan.later))
-        prefixes = self._runner.share(plan.prefixes)
-        lengths = {prefix.row: _at_first(one) for prefix, one in zip(prefixes, now, strict=True)}
-        if not self._reserve(lengths, {one.source for one in prefixes if one.source != one.row}):
-            self._prefixes.leave(lengths)
-            self._requeue(group)
-            if self._runner.room(self._free) <= self._runner.room(()):
-                return [], []
-            # What other rows, or longer texts, have left behind is too much.
-            self._empty(list(self._free))
-            return self._place_group(self._next_group())
-        self._requeue(later)
+        prefixes = runner.share(plan.prefixes) if has_memory else plan.prefixes
+        if has_memory:
+            lengths = {prefix.row: _at_first(one) for prefix, one in zip(prefixes, now, strict=True)}
+            if not self._reserve(lengths, {one.source for one in prefixes if one.source != one.row}):
+                self._prefixes.leave(lengths)
+                self._requeue(group)
+                if runner.room(self._free) <= runner.room(()):
+                    return [], []
+                # What other rows, or longer texts, have left behind is too much.
+                self._empty(list(self._free))
+                return self._place_group(self._next_group())
+        if later:
+            self._requeue(later)
         for prefix, request in zip(prefixes, now, strict=True):
             self._free.remove(prefix.row)
             self._counters.count_cached(request.index, prefix.length)
@@ -380,7 +384,8 @@ class Run:
     def _empty(self, rows: Sequence[int]) -> None:
         """Let free rows hold nothing."""
         self._prefixes.leave(rows)
-        self._runner.give_back(dict.fromkeys(rows, 0))
+        if self._runner.memory is not None:
+            self._runner.give_back(dict.fromkeys(rows, 0))
 
     def preempt(self) -> None:
         """Preempt the youngest request, to be prefilled again later; end it if it is the only one."""

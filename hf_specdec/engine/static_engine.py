@@ -140,7 +140,7 @@ class Lockstep(Runner):
             self.state.set_temperature(request.temperature)
             self.state.live = request.prompts.longest
             num_drafts = first_k(request, shape)
-            needs_rounds = max(one.remaining for one in self._requests) > 1
+            needs_rounds = request.max_new_tokens > 1
             lacks_round = needs_rounds and lease.lacks_round(num_drafts)
             if lacks_round:
                 lease.start_compiler()
@@ -168,8 +168,8 @@ class Lockstep(Runner):
             request.pad_token_id,
             request.max_new_tokens,
             request.streamer,
-            keep_scores=request.keeps("scores"),
-            keep_logits=request.keeps("logits"),
+            keep_scores="scores" in request.kept,
+            keep_logits="logits" in request.kept,
         )
 
     def prefill(
@@ -187,7 +187,7 @@ class Lockstep(Runner):
         self._fill(requests, state, rows)
         cached = self._numbers["cached"]
         spans = [
-            PromptSpan(one.row, max(one.length, cached[one.row]), request.num_prefilled)
+            PromptSpan(one.row, max(one.length, cached[one.row]), len(request.prompt))
             for one, request in zip(prefixes, requests, strict=True)
         ]
         if self._first_pass is not None:
