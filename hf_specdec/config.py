@@ -368,6 +368,11 @@ class DraftLayersConfig(DrafterConfig):
             )
         return layer_ids
 
+    def readings(self) -> dict[str, list[Any]]:
+        """What a checkpoint of the family may have been trained with, by keyword, as it is read first; layer ids and
+        RoPE are tried in every family. `hf-specdec inspect --self-check` scores all of it."""
+        return {}
+
     def report(self) -> dict[str, Any]:
         layer_ids = self.aux_hidden_state_layer_ids if self.use_aux_hidden_state else "last hidden state"
         sizes = {name: getattr(self, name) for name in _SHOWN_SIZES}
@@ -426,6 +431,17 @@ class Eagle3Config(DraftLayersConfig):
                 "token by token and has no mask token. Drop `mask_token_id=`."
             )
         super().check_keywords(given, name)
+
+    def readings(self) -> dict[str, list[Any]]:
+        # In parallel drafting no hidden state is fed back.
+        feedbacks = [self.norm_output, not self.norm_output][: 1 if self.parallel_drafting else 2]
+        # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
+        is_optional = self.final_norm and self.dialect == "SpecForge" and self.family == "eagle3"
+        return {
+            "norm_before_residual": [self.norm_before_residual, not self.norm_before_residual],
+            "norm_output": feedbacks,
+            "final_norm": [True, False] if is_optional else [self.final_norm],
+        }
 
 
 class PEagleConfig(Eagle3Config):
@@ -536,6 +552,14 @@ class DFlashConfig(DraftLayersConfig):
 
     def default_layer_ids(self, num_layers: int) -> list[int]:
         return default_block_layer_ids(num_layers, self.num_hidden_layers)
+
+    def readings(self) -> dict[str, list[Any]]:
+        windowed = [kind == "sliding_attention" for kind in self.layer_types]
+        ways = [self.causal, windowed, [False] * len(windowed), [True] * len(windowed)]
+        return {
+            "anchor_first": [self.anchor_first, not self.anchor_first],
+            "causal": [way for index, way in enumerate(ways) if way not in ways[:index]],
+        }
 
     def report(self) -> dict[str, Any]:
         block = {name: getattr(self, name) for name in ("block_size", "anchor_first", "causal")}

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from itertools import product, starmap
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..auto import AutoDrafter
 from ..checkpoints.checkpoint import read_config_file
 from ..config import AUTO, check_num_or_auto
 from ..drafters import Drafter
@@ -27,7 +29,7 @@ from ..parallel.tensor_parallel import is_first_process, local_rank, num_process
 from ..prompt_sources import load_prompts
 from .batches import Batch, random_batches, text_batches
 from .measure import Bench, Case, Setting, compare, short_name
-from .models import load_drafter, load_target
+from .models import load_target, random_drafter
 from .report import check_matplotlib, draw, environment, table
 from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
 from .traffic import copy_bandwidth
@@ -165,7 +167,8 @@ def measure(arguments: argparse.Namespace) -> None:
     bandwidth = copy_bandwidth(device)  # while there is memory for two large buffers
     target = load_target(arguments.target, dtype, device, arguments.random_weights, arguments.tensor_parallel)
     batches = batch_maker(arguments, prompts, target)
-    with progress_bar(count_passes(arguments)) as progress:
+    hidden = None if is_first_process() else True  # None: where there is no terminal
+    with tqdm(total=count_passes(arguments), desc="bench", unit="run", disable=hidden, leave=False) as bar:
         bench = Bench(
             target=target,
             options={"max_new_tokens": arguments.max_new_tokens},
@@ -175,7 +178,7 @@ def measure(arguments: argparse.Namespace) -> None:
             continuous=arguments.continuous,
             serve=arguments.serve,
             is_scripted=arguments.synthetic_acceptance is not None,
-            progress=progress,
+            progress=bar.update,
         )
         report = {
             "environment": environment(device)
@@ -371,8 +374,8 @@ def measure_drafter(
 ) -> Iterator[Case]:
     """Measure the drafter called `name` at every K and setting; it is loaded before and freed afterwards."""
     try:
-        drafter = load_drafter(name, bench.target, random_weights=arguments.random_weights)
-        configured(drafter, arguments)
+        load = random_drafter if arguments.random_weights else AutoDrafter.from_pretrained
+        drafter = configured(load(name, bench.target), arguments)
         if arguments.synthetic_acceptance is not None:
             drafter.configure(engine="static")  # In the stock engine transformers verifies.
     except Exception as error:  # The cases of this drafter fail; the others are measured.
@@ -420,19 +423,6 @@ def count_passes(arguments: argparse.Namespace) -> int:
     baselines = len(arguments.baselines) * len(settings(arguments)) + bool(arguments.baselines)
     drafted = sum(len(drafter_cases(name, arguments)) for name in arguments.drafter)
     return (baselines + drafted) * (arguments.runs + 1)
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[], None]]:
-    """Context that gives a function to call after each of `total` steps; with tqdm it shows a progress bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda: None
-        return
-    hidden = None if is_first_process() else True
-    with tqdm(total=total, desc="bench", unit="run", file=sys.stderr, disable=hidden, leave=False) as bar:
-        yield bar.update
 
 
 def stated_arguments(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -64,13 +64,14 @@ class DFlashReader(LayersReader):
     """Reads one DFlash checkpoint, or one of DSpark without a Markov head."""
 
     config_class: type[DFlashConfig] = DFlashConfig
+    detect_dialect = staticmethod(detect_block_dialect)
+    nested_settings = staticmethod(block_settings)
     # Fields of a head on top of the layers: the tensor, its number of dimensions, and the one that is the field.
     head: Mapping[str, tuple[str, int, int]] = {}
 
     def __init__(self, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions):
-        dialect = detect_block_dialect(checkpoint.config)
-        super().__init__(checkpoint, target, decisions, dialect, block_settings(checkpoint.config))
-        if dialect == TRANSFORMERS:
+        super().__init__(checkpoint, target, decisions)
+        if self.dialect == TRANSFORMERS:
             self.top = _MUSE_DEFAULTS | {key: value for key, value in self.top.items() if value is not None}
             self.layer = self._layer_settings()
         self._check_supported()

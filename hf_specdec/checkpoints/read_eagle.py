@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from ..config import Eagle3Config, PEagleConfig, default_aux_layer_ids
-from .checkpoint import Checkpoint
 from .detection import eagle_settings
 from .dialects import DEEPSPEC, MODELOPT, SPECFORGE, SPECULATORS, detect_dialect, speculators_depth
-from .interpretation import Decisions
 from .read_layers import IDS, LayersReader
 
 # Trained depth of speculators' and Automodel's P-EAGLE drafters whose config.json has no `num_depths`.
@@ -29,10 +25,8 @@ class Eagle3Reader(LayersReader):
     """Reads one EAGLE-3 checkpoint."""
 
     config_class: type[Eagle3Config] = Eagle3Config
-
-    def __init__(self, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions):
-        config = checkpoint.config
-        super().__init__(checkpoint, target, decisions, detect_dialect(config), eagle_settings(config))
+    detect_dialect = staticmethod(detect_dialect)
+    nested_settings = staticmethod(eagle_settings)
 
     def _fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -50,19 +50,15 @@ class LayersReader:
     """
 
     config_class: type[DraftLayersConfig]
+    # The publisher of a config.json, and the part of it in which publishers have settings of the family.
+    detect_dialect: Callable[[Mapping[str, Any]], str]
+    nested_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        target: PreTrainedConfig | None,
-        decisions: Decisions,
-        dialect: str,
-        nested: Mapping[str, Any],
-    ):
+    def __init__(self, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions):
         self.name = checkpoint.name
-        self.dialect = dialect
         self.top = checkpoint.config
-        self.nested = nested
+        self.dialect = type(self).detect_dialect(self.top)
+        self.nested = type(self).nested_settings(self.top)
         self.layer = self._layer_settings()
         self.is_planned = checkpoint.tensors is None
         self.tensors = {rename(key): value for key, value in (checkpoint.tensors or {}).items()}

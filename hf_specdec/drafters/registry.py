@@ -37,10 +37,9 @@ from .dflash2 import DFlash2Drafter
 from .domino import DominoDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
-from .eagle3 import Eagle3Drafter
+from .eagle3 import Eagle3Drafter, PEagleDrafter
 from .mtp import MtpDrafter
 from .pard2 import Pard2Drafter
-from .peagle import PEagleDrafter
 
 
 def _all_tensors(found: Published) -> Collection[str]:

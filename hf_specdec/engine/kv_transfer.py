@@ -1,4 +1,4 @@
-"""Copies between the caller's caches and the engine's: before a call that continues one, and after it."""
+"""Copies between caches of user code and the engine's: before a call that continues one, and after it."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class FinishedCall:
         if self.is_written and self.columns == self._most:
             return
         has_keys = stores_keys(cache)
-        # A cache of the caller's with recurrent states only is none that a call fills.
+        # A cache with recurrent states only is none that a call fills.
         held = int(cache.get_seq_length()) if has_keys else 0
         if self.run_prompts is not None and not held:
             with torch.no_grad():

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.dialects import SPECFORGE
 from ..checkpoints.interpretation import Overrides
 from ..checkpoints.rope import rope_by_layer_type
-from ..config import DEFAULT_ROPE_THETA, DFlashConfig, DraftLayersConfig, PEagleConfig
+from ..config import DEFAULT_ROPE_THETA, DraftLayersConfig
 from ..drafters.draft_layers import DraftLayersDrafter
 from ..drafters.layers import rotary_embedding
 from ..patching.hidden_states import AuxHiddenStateRecorder, decoder_layers
@@ -85,18 +84,7 @@ def interpretations_of(
     if aux_hidden_state_layer_ids:
         shifted = [[layer_id + shift for layer_id in aux_hidden_state_layer_ids] for shift in (0, 1, -1)]
         choices["aux_hidden_state_layer_ids"] = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers]
-    if isinstance(config, DFlashConfig):
-        windowed = [kind == "sliding_attention" for kind in config.layer_types]
-        ways = [config.causal, windowed, [False] * len(windowed), [True] * len(windowed)]
-        choices["anchor_first"] = [config.anchor_first, not config.anchor_first]
-        choices["causal"] = [way for index, way in enumerate(ways) if way not in ways[:index]]
-    else:
-        choices["norm_before_residual"] = [config.norm_before_residual, not config.norm_before_residual]
-        # In parallel drafting no hidden state is fed back.
-        choices["norm_output"] = [config.norm_output, not config.norm_output][: 1 if config.parallel_drafting else 2]
-        # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
-        is_optional = config.final_norm and config.dialect == SPECFORGE and not isinstance(config, PEagleConfig)
-        choices["final_norm"] = [True, False] if is_optional else [config.final_norm]
+    choices |= config.readings()
     ropes = _ropes(config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope])
     return [dict(zip(choices, values, strict=True)) | rope for *values, rope in product(*choices.values(), ropes)]
 

@@ -16,7 +16,7 @@ from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.layer_choice import DTYPES
-from ..patching.layer_kinds import Texts, Use, first_reason
+from ..patching.layer_kinds import Use, first_reason
 from ..patching.mask_rules import why_not_kept
 from ..patching.support import (
     cache_layers,
@@ -61,8 +61,8 @@ def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: P
             f"queries are scaled by the number of cached tokens from {floor} tokens on, padding included, and a text "
             f"may have {config.max_length}"
         )
-    texts = Texts(prompts.width, config.max_length - 1, prompts.cached, config.prefill_chunk_size is not None)
-    return first_reason(part.why_not_texts(model, texts) for part in parts(model))
+    texts = prompts.width, config.max_length - 1, prompts.cached, config.prefill_chunk_size is not None
+    return first_reason(part.why_not_texts(model, *texts) for part in parts(model))
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:

@@ -182,7 +182,7 @@ def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.
 def eager_mask_over_slots(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
     """transformers' mask interface for models with attention of their own, outside of the attention interface.
 
-    Passes of an engine, which are told by `RaggedCache.get_query_offset`, get `slot_mask`. Calls by others while
+    Passes of an engine, which are recognised by `RaggedCache.get_query_offset`, get `slot_mask`. Calls by others while
     `ragged_attention` is active get the mask that eager attention adds to its scores: the modules that read the
     implementation's name from the configuration, to call another attention, do not find it.
     """
@@ -200,8 +200,7 @@ def slot_mask(
     Args:
         slots: `[B, n]` int64, of the queries.
         span: slots of the keys, the first ones of the cache.
-        mask_function: transformers' function of indices of row, head, query and key, whether a query sees a key. It
-            is called with slots, so it may be of any kind: causal, with a sliding window, in chunks.
+        mask_function: of transformers, whether a query sees a key; called with slots, so it may be of any kind.
         seen: `[B, span]` bool, false for slots that no query of the row sees.
         dtype: of the mask.
 
@@ -244,12 +243,7 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
 def set_ragged_attention(
     model: PreTrainedModel, rules: Sequence[tuple[torch.nn.Module, MaskRule]] | None = None
 ) -> None:
-    """What `ragged_attention` does, for good: for the `model` of a drafter.
-
-    Args:
-        model: of the drafter.
-        rules: by which attention layers see keys; None to find them as `ragged_attention` does.
-    """
+    """What `ragged_attention` does, for good: for the `model` of a drafter; `rules` are found if they are not given."""
     name = _name_for(model)
     for module, rule in _rules_of(model) if rules is None else rules:
         vars(module)[_RULE] = rule

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 
+from ..host.caches import Cache
 from .key_layers import RaggedLayer
-from .layer_kinds import LayerKind, PositionedCache
+from .layer_kinds import LayerKind
 
 
 class CompressedWindows:
@@ -29,7 +30,7 @@ class CompressedWindows:
         entries: `[B, E + 1, D]`, the entry of each window; the last slot is a dummy slot.
     """
 
-    def __init__(self, cache: PositionedCache, rate: int, overlaps: bool):
+    def __init__(self, cache: Cache, rate: int, overlaps: bool):
         self._cache, self.rate, self.overlaps = cache, rate, overlaps
         self.ring: torch.Tensor | None = None
         self.entries: torch.Tensor | None = None
@@ -90,7 +91,7 @@ class CompressedWindows:
 class CompressedLayer(RaggedLayer):
     """A layer with keys of windows of tokens, too."""
 
-    def __init__(self, cache: PositionedCache, kind: LayerKind):
+    def __init__(self, cache: Cache, kind: LayerKind):
         super().__init__(cache, kind)
         self._windows: dict[str, CompressedWindows] = {}
 

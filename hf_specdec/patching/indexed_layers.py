@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from ..host.caches import Cache
 from .key_layers import RaggedLayer
-from .layer_kinds import LayerKind, PositionedCache
+from .layer_kinds import LayerKind
 
 
 class IndexedLayer(RaggedLayer):
     """A layer with `[B, slots, D]` keys of an indexer, by which it chooses slots."""
 
-    def __init__(self, cache: PositionedCache, kind: LayerKind):
+    def __init__(self, cache: Cache, kind: LayerKind):
         super().__init__(cache, kind)
         self.indexer_keys: torch.Tensor | None = None
         self._position_ids: torch.Tensor | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..host.caches import (
+    Cache,
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -20,7 +21,7 @@ from ..host.caches import (
 )
 from ..host.modeling import LAYER_TYPES
 from .deferred import store_kv
-from .layer_kinds import LayerKind, LayerKinds, LayerMemory, PositionedCache, register
+from .layer_kinds import LayerKind, LayerKinds, LayerMemory, register
 
 
 class RaggedLayer(LayerMemory, CacheLayerMixin):
@@ -28,7 +29,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, cache: PositionedCache, kind: LayerKind):
+    def __init__(self, cache: Cache, kind: LayerKind):
         CacheLayerMixin.__init__(self)
         LayerMemory.__init__(self, cache, kind)
 
@@ -81,7 +82,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
             self.keys[rows, :slots] = source.keys[taken, :slots]
             self.values[rows, :slots] = source.values[taken, :slots]
 
-    def packed(self, cache: PositionedCache, batch: int) -> PackedLayer:
+    def packed(self, cache: Cache, batch: int) -> PackedLayer:
         return PackedLayer(cache, self, batch)
 
     def read_slots(self, layer: Any, padding: Sequence[int], columns: int, batch: int, device: torch.device) -> None:
@@ -127,7 +128,7 @@ class PackedLayer(RaggedLayer):
         batch: rows of the other cache.
     """
 
-    def __init__(self, cache: PositionedCache, layer: RaggedLayer, batch: int):
+    def __init__(self, cache: Cache, layer: RaggedLayer, batch: int):
         super().__init__(cache, Keys())
         self._layer, self._batch = layer, batch
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..host.caches import Cache
 from .patch import Patch
-from .recurrent_positions import RecurrencePositions
-from .rings import Block
 
 
 class Use(Enum):
@@ -33,29 +32,13 @@ class Use(Enum):
     OTHER_INPUTS_CONTINUED = auto()  # such prompts continue a cache
 
 
-class Texts(NamedTuple):
-    """What is known of the texts of a call beforehand.
-
-    Attributes:
-        width: columns of the prompts.
-        longest: columns of the longest text that is run.
-        cached: leading columns that the call's cache holds.
-        is_chunked: whether plain `generate()` runs the prompts in chunks.
-    """
-
-    width: int
-    longest: int
-    cached: int
-    is_chunked: bool
-
-
 # Given position ids `[B, n]` int64, and of the rows `[B]` int64 the lengths of the prompts and how many more tokens the
 # longest prompt of the batch has: the position ids that a patched model takes.
 PositionMarker = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PlugIn:
-    """A part of some models that runs by code of its own. A plug-in is a class, of which nothing is made.
+    """A part of some models that runs by code of its own. A plug-in is a class without instances.
 
     Attributes:
         patches: given models, a context in which the part of them runs on a `RaggedCache`; on other caches, and in
@@ -82,8 +65,12 @@ class PlugIn:
         return None
 
     @classmethod
-    def why_not_texts(cls, model: PreTrainedModel, texts: Texts) -> str | None:
-        """The reason why such texts of `model` cannot run on the static engine."""
+    def why_not_texts(
+        cls, model: PreTrainedModel, width: int, longest: int, cached: int, is_chunked: bool
+    ) -> str | None:
+        """The reason why texts of `model` cannot run on the static engine: prompts of `width` columns, `cached` of them
+        in the call's cache, the others run in chunks or not, and texts of which up to `longest` columns are run.
+        """
         return None
 
     @classmethod
@@ -107,25 +94,8 @@ class PlugIn:
         return None
 
 
-class PositionedCache(Protocol):
-    """What a layer reads of the cache that it belongs to, a `RaggedCache`; see there."""
-
-    batch: int
-    slots: int
-    dummy_slot: int
-    span: int
-    takes_mask: bool
-    keeps_keys: bool
-    ring_slots: int
-    positions: torch.Tensor
-    recurrence: RecurrencePositions
-    block: Block
-
-    def convolution_slots(self, kernel_size: int) -> int: ...
-
-
 class LayerMemory:
-    """A layer of a `RaggedCache`. Models call it as a layer of transformers' cache; this is what engines call.
+    """A layer of `cache`, a `RaggedCache`. Models call it as a layer of transformers' cache; this is what engines call.
 
     `rows` are `[n]` int64; what is read from transformers' caches, and written to them, is of the first rows.
     """
@@ -136,7 +106,7 @@ class LayerMemory:
     # Whether a state can be brought further by what rings hold, without a pass of the model.
     can_replay = True
 
-    def __init__(self, cache: PositionedCache, kind: LayerKind):
+    def __init__(self, cache: Cache, kind: LayerKind):
         self._cache = cache
 
     @property
@@ -160,7 +130,7 @@ class LayerMemory:
         slot.
         """
 
-    def packed(self, cache: PositionedCache, batch: int) -> LayerMemory:
+    def packed(self, cache: Cache, batch: int) -> LayerMemory:
         """This layer with its `batch` rows one behind the other, for the `PackedCache` `cache`; see `Use.PACKING`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement packed(), but its kind allows packing.")
 
@@ -213,7 +183,7 @@ class LayerKind(PlugIn):
     layer_types: ClassVar[frozenset[str]] = frozenset()
     sources: ClassVar[tuple[type, ...]] = ()
     is_written: ClassVar[bool] = True
-    obstacles: ClassVar[Mapping[Use, str]] = dict.fromkeys(Use, "layers whose kind does not say that it allows this")
+    obstacles: ClassVar[Mapping[Use, str]] = dict.fromkeys(Use, "layers whose kind does not allow it")
     is_empty: ClassVar[bool] = False
     stores_keys: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
@@ -271,7 +241,7 @@ class LayerKinds:
 
     @property
     def knows_length(self) -> bool:
-        """Whether a cache of transformers says how long its texts are: not if it has states only."""
+        """Whether a cache of transformers knows how long its texts are: not if it has states only."""
         return self.stores_keys or not self.keeps_states
 
     @property

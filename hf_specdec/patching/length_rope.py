@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..host.caches import OUTPUT_NAME, given_cache
 from ..host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from .hidden_states import modules_of
-from .layer_kinds import PlugIn, PositionMarker, Texts, Use, register
+from .layer_kinds import PlugIn, PositionMarker, Use, register
 from .patch import Replacements, engine, runs_engine
 from .signature import fact
 
@@ -254,20 +254,22 @@ class LengthRope(PlugIn):
         return "RoPE that depends on the length of the whole prompt" if changes else None
 
     @classmethod
-    def why_not_texts(cls, model: PreTrainedModel, texts: Texts) -> str | None:
+    def why_not_texts(
+        cls, model: PreTrainedModel, width: int, longest: int, cached: int, is_chunked: bool
+    ) -> str | None:
         # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.
-        limits, first, last = length_limits(model), texts.width, texts.longest
-        if limits.fixed is not None and last > limits.fixed:
+        limits = length_limits(model)
+        if limits.fixed is not None and longest > limits.fixed:
             outgrown = f"outgrows {limits.fixed}, from where on RoPE changes with every token"
-            return f"a text of up to {last + 1} tokens {outgrown}"
-        if limits.long is None or last <= limits.long:
+            return f"a text of up to {longest + 1} tokens {outgrown}"
+        if limits.long is None or longest <= limits.long:
             return None
-        if limits.recomputes and (first <= limits.long or texts.cached):
+        if limits.recomputes and (width <= limits.long or cached):
             return (
-                f"a text that begins with {first} tokens and may have {last + 1} outgrows {limits.long}, where the "
+                f"a text that begins with {width} tokens and may have {longest + 1} outgrows {limits.long}, where the "
                 "keys of all tokens are computed again with other factors of RoPE"
             )
-        if texts.is_chunked and first > limits.long:
+        if is_chunked and width > limits.long:
             return f"RoPE changes inside of the prompt, after {limits.long} tokens, and the prompt is read in chunks"
         return None
 

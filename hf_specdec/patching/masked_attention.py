@@ -2,7 +2,7 @@
 
 Such attention is given a mask over the cache's slots (`attention.slot_mask`). It may still have a rule of its own for
 what a query sees, made of the numbers of queries and keys: GPT-Neo's is that queries are the last of the keys. On a
-`RaggedCache` they are not, so one pass with many more slots than tokens, and tokens in another order, tells.
+`RaggedCache` they are not, so one pass with many more slots than tokens, and tokens in another order, shows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_TOKENS = 64
 
 @torch.no_grad()
 def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
-    """The reason why the attention of `model` does not do what a mask over slots says; None if it does.
+    """The reason why the attention of `model` does not follow a mask over slots; None if it does.
 
     Runs the model, which must not be patched yet, on a few tokens twice.
 
@@ -60,7 +60,7 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
     mask = torch.ones_like(tokens)
     expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.double()
 
-    # Their order in a pass does not matter where slots say what a token sees; it does to windows and to a recurrence.
+    # Their order in a pass does not matter where slots determine what a token sees; it does to windows and recurrences.
     order = slice(None) if not kinds.is_by_slot else torch.arange(count - 1, -1, -1, device=device)
     tokens, steps = tokens[:, order], steps[:, order]
     slots = starts[:, None] + steps

@@ -4,7 +4,7 @@ A recurrent state cannot be indexed by position, so rejected tokens cannot be le
 Instead a layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later
 tokens in a ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to the
 position at which the block begins. Tokens that are certain (below the row's length) become part of the stored state on
-the way; draft tokens are only put into the ring. So the position of the next block tells how many drafts were accepted,
+the way; draft tokens are only put into the ring. So the position of the next block shows how many drafts were accepted,
 nothing is rolled back or copied, and the state is read and written once a pass.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..host.caches import LinearAttentionCacheLayerMixin
+from ..host.caches import Cache, LinearAttentionCacheLayerMixin
 from ..kernels.types import RecurrenceRing
 from .key_layers import RaggedLayer
-from .layer_kinds import LayerKind, LayerMemory, PositionedCache
+from .layer_kinds import LayerKind, LayerMemory
 from .rings import like
 from .state_forms import StateForm, check_shape, held_states
 
@@ -44,7 +44,7 @@ class RecurrentState:
         heads: states of the heads after the first, where a model runs them one by one; this is then the first one's.
     """
 
-    def __init__(self, cache: PositionedCache):
+    def __init__(self, cache: Cache):
         self.cache = cache
         self.state: torch.Tensor | None = None
         self.ring: RecurrenceRing | None = None
@@ -166,7 +166,7 @@ class ConvolutionInputs:
         inputs: `[B, C, n]`.
     """
 
-    cache: PositionedCache
+    cache: Cache
     ring: torch.Tensor
     inputs: torch.Tensor
 
@@ -187,7 +187,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         kind: `num_states` of it is how many recurrent states and how many convolutions the layer has.
     """
 
-    def __init__(self, cache: PositionedCache, kind: LayerKind):
+    def __init__(self, cache: Cache, kind: LayerKind):
         num_states = kind.num_states
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=num_states)
         LayerMemory.__init__(self, cache, kind)
@@ -350,7 +350,7 @@ class KeyedRecurrentLayer(RecurrentLayer, RaggedLayer):
     lazy_initialization = RaggedLayer.lazy_initialization
     get_max_length = RaggedLayer.get_max_length
 
-    def __init__(self, cache: PositionedCache, kind: LayerKind):
+    def __init__(self, cache: Cache, kind: LayerKind):
         RaggedLayer.__init__(self, cache, kind)
         RecurrentLayer.__init__(self, cache, kind)
 

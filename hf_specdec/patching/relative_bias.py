@@ -1,8 +1,8 @@
 """Attention with relative biases of a modeling file over a `RaggedCache` (Inkling).
 
-Such attention adds to a score what its query says about the distance of the key. Modeling files make these biases for
-all keys, of the numbers of queries and keys, which are the same for all rows. Inside `relative_biases` the modules that
-make them hand on what the queries say of each distance, and attention takes it by the positions of its rows.
+Such attention adds to a score a bias of the query for the distance of the key. Modeling files make these biases for all
+keys, from the numbers of queries and keys, which are the same for all rows. Inside `relative_biases` the modules that
+make them hand on the biases of each distance, and attention takes them by the positions of its rows.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def _forward(module: nn.Module, states: torch.Tensor, *others: torch.Tensor) -> 
     """The `forward` of a module that makes biases.
 
     Args:
-        module: it.
-        states: what queries say of distances, `[B, n, heads, d_rel]`; or, with a module that computes that, the hidden
-            states `[B, n, H]`.
+        states: of queries, which the biases are products of, `[B, n, heads, d_rel]`; or, with a module that computes
+            these, the hidden states `[B, n, H]`.
         others: positions of queries and keys, `[n]` and `[m]` int64; or distances `[n, m]` and position ids `[B, n]`.
 
     Returns:

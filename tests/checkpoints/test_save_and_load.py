@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from hf_specdec import AutoDrafter
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.peagle import PEagleDrafter
+from hf_specdec.drafters.eagle3 import Eagle3Drafter, PEagleDrafter
 from hf_specdec.drafters.registry import register_drafter
 
 SPEC = Spec(norm_before_residual=True, num_layers=2, own_embedding=True)

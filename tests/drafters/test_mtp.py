@@ -7,7 +7,7 @@ import pytest
 import torch
 from case_counts import cases, num_cases
 from lossless import PROMPTS, greedy
-from mtp import Published, draft, publish
+from mtp import Published, draft, last_hidden_states, publish
 from oracle import random_mtp
 from scripted_verification import Script, random_patterns
 from targets import VOCAB, padded_prompts
@@ -150,8 +150,11 @@ def check(
 ) -> None:
     """Assert that all that was seen equals a recomputation from scratch; `known` as for `watch`."""
     chaining = drafter.config.chaining
+    # The target is causal, so one pass over the last text holds the hidden states of all before.
+    hidden = [last_hidden_states(at.target, row.text[:-1]) for row in rounds[-1]]
     fresh = [
-        draft(at, at.target, row.text, num_draft_tokens, chaining)[2] if len(row.text) > 1 else [] for row in rounds[-1]
+        draft(at, at.target, row.text, num_draft_tokens, chaining, hidden=states)[2] if len(row.text) > 1 else []
+        for row, states in zip(rounds[-1], hidden, strict=True)
     ]
     for row, seen in ((row, seen) for rows in rounds for row, seen in enumerate(rows)):
         assert torch.equal(seen.text, rounds[-1][row].text[: len(seen.text)])
@@ -165,7 +168,7 @@ def check(
         if len(seen.text) < 2 or not seen.drafts:  # No slot predicts anything.
             continue
         given = None if known is None else known[row, len(seen.text) :].tolist()
-        tokens, logits, _ = draft(at, at.target, seen.text, len(seen.drafts), chaining, given)
+        tokens, logits, _ = draft(at, at.target, seen.text, len(seen.drafts), chaining, given, hidden[row])
         assert seen.drafts[: seen.room] == tokens[: seen.room], f"row {row}, {len(seen.text)} tokens"
         ours, theirs = seen.logits[: seen.room], torch.stack(logits)[: seen.room]
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

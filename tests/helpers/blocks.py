@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dialects import draft_tokens, layer_shapes
 from eagle_reference import _mlp, _rms, _rotate, target_hidden_states
 from safetensors.torch import save_file
 from transformers import Qwen3Config
@@ -118,12 +119,6 @@ LAYOUTS: dict[str, list[Block]] = {
 }
 
 
-def draft_tokens(spec: Block) -> torch.Tensor:
-    """`[V_d]` ids in the target's vocabulary: ascending, with gaps."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.randperm(spec.vocab_size, generator=generator)[: spec.draft_vocab_size].sort().values
-
-
 def make_weights(spec: Block, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random weights under the names of the normal form."""
     generator = torch.Generator().manual_seed(seed)
@@ -135,19 +130,8 @@ def make_weights(spec: Block, seed: int = 1) -> dict[str, torch.Tensor]:
     }
     for index in range(spec.num_layers):
         prefix = f"layers.{index}."
-        shapes |= {
-            prefix + "self_attn.q_proj.weight": (query, width),
-            prefix + "self_attn.k_proj.weight": (key, width),
-            prefix + "self_attn.v_proj.weight": (key, width),
-            prefix + "self_attn.o_proj.weight": (width, query),
-            prefix + "self_attn.q_norm.weight": (spec.head_dim,),
-            prefix + "self_attn.k_norm.weight": (spec.head_dim,),
-            prefix + "mlp.gate_proj.weight": (spec.intermediate_size, width),
-            prefix + "mlp.up_proj.weight": (spec.intermediate_size, width),
-            prefix + "mlp.down_proj.weight": (width, spec.intermediate_size),
-            prefix + "input_layernorm.weight": (width,),
-            prefix + "post_attention_layernorm.weight": (width,),
-        }
+        shapes |= layer_shapes(prefix, spec, width)
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (spec.head_dim,) for name in "qk"}
         if spec.taps:
             for name in ("attention_conv", "mlp_conv"):
                 shapes[f"{prefix}{name}.base_kernel"] = (2, spec.taps, width)

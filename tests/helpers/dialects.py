@@ -91,31 +91,36 @@ def tiny_target(
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def draft_tokens(spec: Spec) -> torch.Tensor:
+def draft_tokens(spec: Any) -> torch.Tensor:
     """`[V_d]` ids in the target's vocabulary: ascending, with gaps."""
     generator = torch.Generator().manual_seed(7)
     return torch.randperm(spec.vocab_size, generator=generator)[: spec.draft_vocab_size].sort().values
+
+
+def layer_shapes(prefix: str, spec: Any, inputs: int) -> dict[str, tuple[int, ...]]:
+    """Of the weights of a decoder layer whose attention reads vectors of `inputs` numbers."""
+    width, query, key = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return {
+        prefix + "self_attn.q_proj.weight": (query, inputs),
+        prefix + "self_attn.k_proj.weight": (key, inputs),
+        prefix + "self_attn.v_proj.weight": (key, inputs),
+        prefix + "self_attn.o_proj.weight": (width, query),
+        prefix + "mlp.gate_proj.weight": (spec.intermediate_size, width),
+        prefix + "mlp.up_proj.weight": (spec.intermediate_size, width),
+        prefix + "mlp.down_proj.weight": (width, spec.intermediate_size),
+        prefix + "input_layernorm.weight": (width,),
+        prefix + "post_attention_layernorm.weight": (width,),
+    }
 
 
 def make_weights(spec: Spec, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random weights under the names `layers.0.*`, without prefix."""
     generator = torch.Generator().manual_seed(seed)
     width, aux_size = spec.hidden_size, len(spec.aux_hidden_state_layer_ids) * spec.target_hidden_size
-    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, aux_size)}
     for index in range(spec.num_layers):
-        prefix, inputs = f"layers.{index}.", 2 * width if index == 0 else width
-        shapes |= {
-            prefix + "self_attn.q_proj.weight": (query, inputs),
-            prefix + "self_attn.k_proj.weight": (key, inputs),
-            prefix + "self_attn.v_proj.weight": (key, inputs),
-            prefix + "self_attn.o_proj.weight": (width, query),
-            prefix + "mlp.gate_proj.weight": (spec.intermediate_size, width),
-            prefix + "mlp.up_proj.weight": (spec.intermediate_size, width),
-            prefix + "mlp.down_proj.weight": (width, spec.intermediate_size),
-            prefix + "input_layernorm.weight": (width,),
-            prefix + "post_attention_layernorm.weight": (width,),
-        }
+        prefix = f"layers.{index}."
+        shapes |= layer_shapes(prefix, spec, 2 * width if index == 0 else width)
         if index == 0:
             shapes[prefix + "hidden_norm.weight"] = (width,)
         if spec.qk_norm:

@@ -411,19 +411,21 @@ def draft(
     num_draft_tokens: int,
     chaining: str,
     given: list[int] | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> tuple[list[int], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     """Draft after `[T]` tokens, at least 2, the last of them not yet seen by the float64 `target`.
 
     Every step runs its module over everything again. By `"modules"`, step k reads at slot p what step k - 1 made of p,
     and the token p + k + 1. By `"target"`, drafts count as text and what steps made of their last slots as the hidden
-    states that the target would have there. `given` are drafted in place of the modules' best tokens.
+    states that the target would have there. `given` are drafted in place of the modules' best tokens. `hidden` are the
+    `last_hidden_states` of a text that begins with the tokens, if they are known.
 
     Returns:
         the draft tokens, the logits `[V]` that each came from, and each step's keys and values.
     """
     embedding = target.get_input_embeddings().weight
     text, drafts, logits, caches = token_ids.tolist(), [], [], []
-    hidden = last_hidden_states(target, token_ids[:-1])
+    hidden = last_hidden_states(target, token_ids[:-1]) if hidden is None else hidden[: len(token_ids) - 1]
     for step in range(num_draft_tokens):
         index = step % len(published.modules)
         ahead = 1 + step if chaining == "modules" else 1

@@ -21,8 +21,7 @@ from hf_specdec import AutoDrafter
 from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.peagle import PEagleDrafter
+from hf_specdec.drafters.eagle3 import Eagle3Drafter, PEagleDrafter
 from hf_specdec.inspection.self_check import SelfCheck, interpretations_of, self_check, with_interpretation
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
