@@ -189,14 +189,8 @@ class ContinuousRunner(Runner):
     def _first_that_fits(self, sizes: Sequence[tuple[int, int]], rows: Mapping[int, int] | None = None) -> SessionLease:
         """A session of the first of `sizes`, rows and tokens of a text, for which there is memory.
 
-        What is kept for other calls is freed if there is none for the first one.
-
-        Args:
-            rows: that are to move to it, and the tokens of their texts.
-
-        Raises:
-            torch.OutOfMemoryError: there is none for the last one; for another one where processes run one model
-            together, which need the same rows.
+        Processes that run one model together need the same rows, so there it is the first or an error. `rows` are to
+        move to it, with so many tokens each.
         """
         for size in sizes[:-1]:
             try:

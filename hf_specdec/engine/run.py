@@ -38,13 +38,7 @@ Occupied = list[tuple[int, RowRequest]]
 
 @dataclass
 class _Launched:
-    """A round whose results have not been read, or first tokens, which have no `start` and no `end`.
-
-    Attributes:
-        occupied: rows, and the requests that get the tokens.
-        report: of all rows.
-        records: scores and logits, where they are kept.
-    """
+    """A round whose results have not been read, or first tokens, which have no `start` and no `end`."""
 
     occupied: Occupied
     report: RoundReport
@@ -203,10 +197,8 @@ class Run:
         return self._runner.room(self._free) - num_occupied * self._runner.bytes_for(1)
 
     def _place_group(self, group: list[RowRequest]) -> tuple[list[Prefix], list[RowRequest]]:
-        """Choose rows for the requests of `group` that are prefilled now; the others wait on.
-
-        Returns:
-            the row of each, with what it reuses; and these requests: none if there is no memory for them.
+        """The requests of `group` that are prefilled now, none if there is no memory, with the row of each and what it
+        reuses; the others wait on.
         """
         for row, request in self._occupied:
             self._prefixes.advance(row, request)
@@ -365,12 +357,7 @@ class Run:
         return self._reserve({row: min(one.length + ahead, one.longest) for row, one in self._occupied})
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
-        """Let rows have memory for texts of `lengths`; what else rows hold is given back if need be.
-
-        Args:
-            lengths: of texts, by row.
-            sources: rows that others are to copy from, which keep what they hold.
-        """
+        """Let rows have memory for texts of `lengths`; what others than `sources` hold is given back if need be."""
         if self._runner.reserve(lengths):
             return True
         self._runner.give_back({row: length for row, length in lengths.items() if row not in sources})
