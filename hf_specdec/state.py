@@ -169,7 +169,6 @@ class DecodeState:
         Args:
             rows: of the state; the first ones, if it is a `range`.
             prompts: `[length]` int64 each, without padding.
-            max_new_tokens, seeds: of each row.
             eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no such tokens.
             numbers: `cached`, `draft_starts`, `position_offsets` and `prompt_length_gap` of each row, 0 if not given;
                 `prompt_lengths` where the texts go on after their prompts.

@@ -29,7 +29,7 @@ from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k, shape_of
-from .prefix_reuse import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
+from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
 from .request import Request
 from .row_memory import MOST_RESERVED, allocating, can_grow, layout_of, slots_in_memory
 from .row_request import ContinuousBatching, RowRequest, end, ends_of

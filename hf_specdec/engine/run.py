@@ -19,10 +19,9 @@ from ..kernels.types import NO_TOKEN
 from ..patching.patch import caller
 from ..stats import Counters, SpeculationStats
 from .cuda_graphs import RoundClock
-from .prefix_reuse import Prefix
+from .prefix_cache import Plan, Prefix, RowPrefixes
 from .request import Request, no_positions
 from .rounds import RoundReport
-from .row_prefixes import Plan, RowPrefixes
 from .row_request import Arrivals, ContinuousBatching, RowRequest, end
 from .runner import Runner
 from .transcript import Transcript, no_distribution

@@ -14,7 +14,7 @@ from ..virtual_memory import RowMemory, available_bytes
 from .auto_drafts import Acceptance, Drafts
 from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k
-from .prefix_reuse import Prefix
+from .prefix_cache import Prefix
 from .request import Request
 from .rounds import RoundReport, commit_first_token
 from .row_request import RowRequest
