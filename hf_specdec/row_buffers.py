@@ -8,24 +8,8 @@ import torch
 
 from .kernels.types import NO_TOKEN, NO_TOP_K
 
-# All of them but tokens and caches.
-OF_ROWS = (
-    "lengths",
-    "limits",
-    "finished",
-    "eos",
-    "seeds",
-    "row_temperatures",
-    "row_top_k",
-    "row_tail",
-    "cached",
-    "draft_starts",
-    "position_offsets",
-    "prompt_lengths",
-    "prompt_length_gap",
-)
 # The int64 numbers of a row that holds no text, unless a call or a request says otherwise.
-_NUMBERS = {
+NUMBERS = {
     "lengths": 1,
     "limits": 1,
     "prompt_lengths": 1,
@@ -38,12 +22,14 @@ _NUMBERS = {
 }
 # The rest of a row that is admitted, likewise.
 NEW_ROW = {"eos": NO_TOKEN, "row_temperatures": 1.0, "row_tail": 0.0, "finished": False}
+# All buffers with an entry for each row but tokens and caches.
+OF_ROWS = (*NUMBERS, *NEW_ROW)
 
 
 def set_numbers(state: object, rows: torch.Tensor | slice, count: int, **given: Sequence[int]) -> None:
     """Set the int64 buffers `[B]` of `count` rows of the `DecodeState` `state`, in one upload, by their names."""
-    numbers = upload([given.get(name, [default] * count) for name, default in _NUMBERS.items()], state.lengths)
-    for name, values in zip(_NUMBERS, numbers, strict=True):
+    numbers = upload([given.get(name, [default] * count) for name, default in NUMBERS.items()], state.lengths)
+    for name, values in zip(NUMBERS, numbers, strict=True):
         getattr(state, name)[rows] = values
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from . import state_ops
-from .kernels.types import NO_TOKEN, NO_TOP_K, SamplingSettings, VerificationResult
+from .kernels.types import NO_TOKEN, SamplingSettings, VerificationResult
 from .patching.cache import RaggedCache
 from .patching.layer_kinds import LayerKinds
 from .patching.packed_cache import PackedCache
-from .row_buffers import NEW_ROW, OF_ROWS, set_numbers, set_rows, upload
+from .row_buffers import NEW_ROW, NUMBERS, OF_ROWS, set_numbers, set_rows, upload
 
 
 class Shape(NamedTuple):
@@ -127,17 +127,16 @@ class DecodeState:
             device: of all buffers.
         """
         batch = shape.batch
-        lengths = torch.ones(batch, dtype=torch.int64, device=device)
+        numbers = {
+            name: torch.full((batch,), value, dtype=torch.int64, device=device) for name, value in NUMBERS.items()
+        }
+        cache = RaggedCache(layers, shape.slots, None, numbers["lengths"], shape.num_draft_tokens) if layers else None
         return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
-            lengths=lengths,
-            limits=torch.ones(batch, dtype=torch.int64, device=device),
             finished=torch.ones(batch, dtype=torch.bool, device=device),
             eos=torch.full((batch, shape.num_ends), NO_TOKEN, dtype=torch.int64, device=device),
-            seeds=torch.zeros(batch, dtype=torch.int64, device=device),
             temperature=torch.ones((), dtype=torch.float32, device=device),
             row_temperatures=torch.ones(batch, dtype=torch.float32, device=device),
-            row_top_k=torch.full((batch,), NO_TOP_K, dtype=torch.int64, device=device),
             row_tail=torch.zeros(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
             most_draft_tokens=shape.num_draft_tokens,
@@ -145,14 +144,10 @@ class DecodeState:
             is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
             verification=shape.verification,
-            cached=torch.zeros(batch, dtype=torch.int64, device=device),
-            draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
-            position_offsets=torch.zeros(batch, dtype=torch.int64, device=device),
-            prompt_lengths=torch.ones(batch, dtype=torch.int64, device=device),
-            prompt_length_gap=torch.zeros(batch, dtype=torch.int64, device=device),
-            cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
+            cache=cache,
             live=shape.slots,
             row_slots=shape.slots,
+            **numbers,
             result=VerificationResult(
                 tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
                 accepted=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -174,7 +169,6 @@ class DecodeState:
         Args:
             rows: of the state; the first ones, if it is a `range`.
             prompts: `[length]` int64 each, without padding.
-            max_new_tokens, seeds: of each row.
             eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no such tokens.
             numbers: `cached`, `draft_starts`, `position_offsets` and `prompt_length_gap` of each row, 0 if not given;
                 `prompt_lengths` where the texts go on after their prompts.

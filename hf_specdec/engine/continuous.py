@@ -29,7 +29,7 @@ from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k, shape_of
-from .prefix_reuse import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
+from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
 from .request import Request
 from .row_memory import MOST_RESERVED, allocating, can_grow, layout_of, slots_in_memory
 from .row_request import ContinuousBatching, RowRequest, end, ends_of
@@ -189,14 +189,8 @@ class ContinuousRunner(Runner):
     def _first_that_fits(self, sizes: Sequence[tuple[int, int]], rows: Mapping[int, int] | None = None) -> SessionLease:
         """A session of the first of `sizes`, rows and tokens of a text, for which there is memory.
 
-        What is kept for other calls is freed if there is none for the first one.
-
-        Args:
-            rows: that are to move to it, and the tokens of their texts.
-
-        Raises:
-            torch.OutOfMemoryError: there is none for the last one; for another one where processes run one model
-            together, which need the same rows.
+        Processes that run one model together need the same rows, so there it is the first or an error. `rows` are to
+        move to it, with so many tokens each.
         """
         for size in sizes[:-1]:
             try:
@@ -379,7 +373,8 @@ class ContinuousRunner(Runner):
         if held:
             pairs = list(enumerate(held))
             copy_texts(lease.session.state, self._request.drafter, pairs, self.state, max(held.values()))
-        self.give_back(dict.fromkeys(range(self.num_rows), 0))
+        if memory is not None:
+            self.give_back(dict.fromkeys(range(self.num_rows), 0))
         before.keep()
         self._has_freed = False
         own = self._process.own

@@ -112,7 +112,6 @@ def for_static_engine(
     with the first new token; or the reason why it cannot.
 
     Args:
-        request: the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
         by_target: whether the target is to run the prompts in any case.
     """

@@ -14,7 +14,7 @@ from ..state import DecodeState
 from .buckets import next_power_of_two
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
-from .prefix_reuse import Prefix, copy_prefixes, copy_texts, spans_after
+from .prefix_cache import Prefix, copy_prefixes, copy_texts, spans_after
 from .request import Request
 from .row_request import RowRequest
 from .sessions import settled_on_error
@@ -69,7 +69,6 @@ class Groups:
         """Begin to prefill `group`; `prefill_next` goes on, and copies it into rows of `state`.
 
         Args:
-            state: where rounds run.
             prefixes: the row of each request in it, and what it reuses of other rows there or of the group.
             fill: puts requests into rows of a state.
         """

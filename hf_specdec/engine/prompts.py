@@ -33,7 +33,7 @@ class Prompts:
     cached: int = 0
     reread: int = 0
 
-    @property
+    @cached_property
     def hidden(self) -> int:
         """Leading columns whose tokens were not given."""
         return self.width - self.input_ids.shape[1]

@@ -133,15 +133,19 @@ class Request:
         """
         count, found = num_positions(self.model), []
         for index, (prompt, seed) in enumerate(zip(prompts, seeds.tolist(), strict=True)):
-            remaining = fitting_tokens(len(prompt), self.max_new_tokens, count)
-            one = RowRequest(index, prompt, remaining, remaining < self.max_new_tokens, self.ends, seed)
-            one.error = why_too_long(self.model, len(prompt), count)
+            one = RowRequest(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed)
+            if count is not None:
+                one.remaining = fitting_tokens(len(prompt), self.max_new_tokens, count)
+                one.is_cut = one.remaining < self.max_new_tokens
+                one.error = why_too_long(self.model, len(prompt), count)
             found.append(one)
         return found
 
-    @property
+    @cached_property
     def kept(self) -> list[str]:
         """What the user gets of every step."""
+        if not self.config.return_dict_in_generate:
+            return []
         return [name for name in ("scores", "logits", "hidden_states") if self.keeps(name)]
 
     def keeps(self, name: str) -> bool:

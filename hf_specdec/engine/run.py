@@ -19,10 +19,9 @@ from ..kernels.types import NO_TOKEN
 from ..patching.patch import user_code
 from ..stats import Counters, SpeculationStats
 from .cuda_graphs import RoundClock
-from .prefix_reuse import Prefix
+from .prefix_cache import Plan, Prefix, RowPrefixes
 from .request import Request, no_positions
 from .rounds import RoundReport
-from .row_prefixes import Plan, RowPrefixes
 from .row_request import Arrivals, ContinuousBatching, RowRequest, end
 from .runner import Runner
 from .transcript import Transcript, no_distribution
@@ -38,13 +37,7 @@ Occupied = list[tuple[int, RowRequest]]
 
 @dataclass
 class _Launched:
-    """A round whose results have not been read, or first tokens, which have no `start` and no `end`.
-
-    Attributes:
-        occupied: rows, and the requests that get the tokens.
-        report: of all rows.
-        records: scores and logits, where they are kept.
-    """
+    """A round whose results have not been read, or first tokens, which have no `start` and no `end`."""
 
     occupied: Occupied
     report: RoundReport
@@ -203,27 +196,29 @@ class Run:
         return self._runner.room(self._free) - num_occupied * self._runner.bytes_for(1)
 
     def _place_group(self, group: list[RowRequest]) -> tuple[list[Prefix], list[RowRequest]]:
-        """Choose rows for the requests of `group` that are prefilled now; the others wait on.
-
-        Returns:
-            the row of each, with what it reuses; and these requests: none if there is no memory for them.
+        """The requests of `group` that are prefilled now, none if there is no memory, with the row of each and what it
+        reuses; the others wait on.
         """
         for row, request in self._occupied:
             self._prefixes.advance(row, request)
+        runner, has_memory = self._runner, self._runner.memory is not None
         plan = self._prefixes.plan(group, self._free, is_lockstep=self.transcript is not None)
-        plan = self._without_conflicts(plan)
+        if has_memory:
+            plan = self._without_conflicts(plan)
         now, later = ([group[number] for number in numbers] for numbers in (plan.now, plan.later))
-        prefixes = self._runner.share(plan.prefixes)
-        lengths = {prefix.row: _at_first(one) for prefix, one in zip(prefixes, now, strict=True)}
-        if not self._reserve(lengths, {one.source for one in prefixes if one.source != one.row}):
-            self._prefixes.leave(lengths)
-            self._requeue(group)
-            if self._runner.room(self._free) <= self._runner.room(()):
-                return [], []
-            # What other rows, or longer texts, have left behind is too much.
-            self._empty(list(self._free))
-            return self._place_group(self._next_group())
-        self._requeue(later)
+        prefixes = runner.share(plan.prefixes) if has_memory else plan.prefixes
+        if has_memory:
+            lengths = {prefix.row: _at_first(one) for prefix, one in zip(prefixes, now, strict=True)}
+            if not self._reserve(lengths, {one.source for one in prefixes if one.source != one.row}):
+                self._prefixes.leave(lengths)
+                self._requeue(group)
+                if runner.room(self._free) <= runner.room(()):
+                    return [], []
+                # What other rows, or longer texts, have left behind is too much.
+                self._empty(list(self._free))
+                return self._place_group(self._next_group())
+        if later:
+            self._requeue(later)
         for prefix, request in zip(prefixes, now, strict=True):
             self._free.remove(prefix.row)
             self._counters.count_cached(request.index, prefix.length)
@@ -361,12 +356,7 @@ class Run:
         return self._reserve({row: min(one.length + ahead, one.longest) for row, one in self._occupied})
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
-        """Let rows have memory for texts of `lengths`; what else rows hold is given back if need be.
-
-        Args:
-            lengths: of texts, by row.
-            sources: rows that others are to copy from, which keep what they hold.
-        """
+        """Let rows have memory for texts of `lengths`; what others than `sources` hold is given back if need be."""
         if self._runner.reserve(lengths):
             return True
         self._runner.give_back({row: length for row, length in lengths.items() if row not in sources})
@@ -380,7 +370,8 @@ class Run:
     def _empty(self, rows: Sequence[int]) -> None:
         """Let free rows hold nothing."""
         self._prefixes.leave(rows)
-        self._runner.give_back(dict.fromkeys(rows, 0))
+        if self._runner.memory is not None:
+            self._runner.give_back(dict.fromkeys(rows, 0))
 
     def preempt(self) -> None:
         """Preempt the youngest request, to be prefilled again later; end it if it is the only one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from ..virtual_memory import RowMemory, available_bytes
 from .auto_drafts import Acceptance, Drafts
 from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k
-from .prefix_reuse import Prefix
+from .prefix_cache import Prefix
 from .request import Request
 from .rounds import RoundReport, commit_first_token
 from .row_request import RowRequest
@@ -136,7 +135,7 @@ class Runner:
         """Let the target be as it was, until it is used again."""
         self._target.unpatch()
 
-    # Memory, where it follows the texts: see `RowMemory`.
+    # Memory; all but the first of these are called only where there is one that follows the texts.
 
     def free_others(self) -> None:
         """Free what is kept for other calls."""
@@ -145,8 +144,7 @@ class Runner:
 
     def shares(self, row: int, length: int) -> bool:
         """Whether `row` shares memory with others from so many tokens on."""
-        memory = self.memory
-        return memory is not None and memory.is_shared(row, length)
+        return self.memory.is_shared(row, length)
 
     def share(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
         """Let rows share memory of the beginnings that they reuse, and no other memory; before `reserve`.
@@ -155,8 +153,6 @@ class Runner:
             `prefixes`; those of rows that keep what they hold may be shorter.
         """
         memory, margin = self.memory, self.prefix_margin or 0
-        if memory is None:
-            return list(prefixes)
         kept = {one.row: one.length if one.row == one.source else 0 for one in prefixes}
         # What the rows of the group hold may be given back before others have copied it.
         copies = [
@@ -172,36 +168,29 @@ class Runner:
             found.append(one._replace(length=max(left - margin, 0)) if is_shorter else one)
         return found
 
-    def room(self, rows: Sequence[int]) -> float:
+    def room(self, rows: Sequence[int]) -> int:
         """Bytes that rows may get, those that `rows` hold included."""
-        memory = self.memory
-        return math.inf if memory is None else available_bytes(self.state.tokens.device) + memory.held(rows)
+        return available_bytes(self.state.tokens.device) + self.memory.held(rows)
 
     def bytes_for(self, slots: int) -> int:
         """Bytes that a row with so many tokens holds."""
-        memory = self.memory
-        return 0 if memory is None else memory.bytes_for(min(slots, memory.capacity))
+        return self.memory.bytes_for(min(slots, self.memory.capacity))
 
     def reserve(self, lengths: Mapping[int, int]) -> bool:
         """Let rows have memory for so many tokens each; returns whether there is enough."""
-        memory = self.memory
-        if memory is None:
-            return True
         try:
             for row, length in lengths.items():
-                if length > memory.committed_slots(row):
-                    memory.commit(row, min(length, memory.capacity))
+                if length > self.memory.committed_slots(row):
+                    self.memory.commit(row, min(length, self.memory.capacity))
         except torch.OutOfMemoryError:
             return False
         return True
 
     def give_back(self, lengths: Mapping[int, int]) -> None:
         """Let rows give back the memory that they hold beyond so many tokens each."""
-        memory = self.memory
-        if memory is not None:
-            self._wait_for_device()
-            for row, length in lengths.items():
-                memory.trim(row, length)
+        self._wait_for_device()
+        for row, length in lengths.items():
+            self.memory.trim(row, length)
 
     def _wait_for_device(self) -> None:
         """Wait until the device uses nothing any more that rows have held."""

@@ -17,7 +17,7 @@ from ..patching.patch import user_code
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
-from . import prefix_reuse
+from . import prefix_cache
 from .buckets import next_power_of_two
 from .first_pass import FirstPass
 from .groups import Groups
@@ -28,7 +28,7 @@ from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
 from .packed_prompts import PromptSpan
 from .prefill import prefill_drafter
-from .prefix_reuse import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
+from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
 from .prompts import Prompts
 from .request import Request
 from .row_request import ContinuousBatching, RowRequest, ends_of
@@ -94,7 +94,7 @@ class Lockstep(Runner):
         """Find out what rows reuse of each other: beginnings where prompts are packed, else whole prompts."""
         request, target, prompts = self._request, self._target, self._request.prompts
         most_saved = (request.batch - 1) * prompts.longest
-        if most_saved < prefix_reuse.FEWEST_SAVED or not depends_on_tokens_only(request):
+        if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(request):
             return
         if can_pack(target):
             self.prefix_margin = margin_of(target, self._shape.num_draft_tokens)
@@ -110,7 +110,7 @@ class Lockstep(Runner):
             different = {tuple(tokens) for tokens in ids}
             saved = sum(map(len, ids)) - sum(map(len, different))
             groups = Groups(request, target, is_continuous=False)
-            if saved >= prefix_reuse.FEWEST_SAVED and groups.size(len(different)) < groups.size(request.batch):
+            if saved >= prefix_cache.FEWEST_SAVED and groups.size(len(different)) < groups.size(request.batch):
                 self.merges_equal, self._groups = True, groups
 
     def open(self) -> Run:
@@ -140,7 +140,7 @@ class Lockstep(Runner):
             self.state.set_temperature(request.temperature)
             self.state.live = request.prompts.longest
             num_drafts = first_k(request, shape)
-            needs_rounds = max(one.remaining for one in self._requests) > 1
+            needs_rounds = request.max_new_tokens > 1
             lacks_round = needs_rounds and lease.lacks_round(num_drafts)
             if lacks_round:
                 lease.start_compiler()
@@ -168,8 +168,8 @@ class Lockstep(Runner):
             request.pad_token_id,
             request.max_new_tokens,
             request.streamer,
-            keep_scores=request.keeps("scores"),
-            keep_logits=request.keeps("logits"),
+            keep_scores="scores" in request.kept,
+            keep_logits="logits" in request.kept,
         )
 
     def prefill(
@@ -187,7 +187,7 @@ class Lockstep(Runner):
         self._fill(requests, state, rows)
         cached = self._numbers["cached"]
         spans = [
-            PromptSpan(one.row, max(one.length, cached[one.row]), request.num_prefilled)
+            PromptSpan(one.row, max(one.length, cached[one.row]), len(request.prompt))
             for one, request in zip(prefixes, requests, strict=True)
         ]
         if self._first_pass is not None:

@@ -74,7 +74,6 @@ def generate_batch(
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round; without `allow_block_sharing`
             every prompt is prefilled whole. What else it says of memory and of CUDA graphs is transformers' own
             engine's.
-        record_timestamps, progress_bar: as of transformers.
         persistent_manager, warmup: buffers and CUDA graphs of a call are kept by the drafter in any case.
         kwargs: settings of `generate()`, such as `max_new_tokens`, `num_assistant_tokens` and `seeds` (one for each
             request).

@@ -53,11 +53,9 @@ _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_t
 
 
 def _call_of(request: Request, engine: str, prompts: Sequence[torch.Tensor] | None) -> dict[str, Any]:
-    """What processes that run one model together must agree on, by the name that the user has for it.
+    """What processes that run one model together must agree on, by names that are the same on all of them.
 
     `prompts` are those of a call by continuous batching; None for others.
-
-    The names are the same on all of them, whatever was asked for.
     """
     model, config, randomness, own = request.model, request.config, request.randomness, request.prompts
     seeds, state = None, None
@@ -249,8 +247,10 @@ def generate_continuously(
         request, engine = _choose_engine(request, model_kwargs, True)
         _check_continuous(request, engine)
         _check_engine(request, engine, prompts)
-        seeds = from_first_rank(request.randomness.row_seeds(len(prompts), request.temperature), model)
-        requests = request.requests(prompts, seeds)
+        requests: list[RowRequest] = []
+        if prompts:  # those that arrive have seeds
+            seeds = from_first_rank(request.randomness.row_seeds(len(prompts), request.temperature), model)
+            requests = request.requests(prompts, seeds)
         for one in requests:
             one.prompt_ids, one.records_timestamps = one.prompt.tolist(), settings.records_timestamps
         decode_continuously(request, requests, settings)
@@ -259,9 +259,7 @@ def generate_continuously(
 
 
 def _drop_empty_attentions(request: Request, model_kwargs: dict[str, Any]) -> tuple | None:
-    """What plain `generate()` returns as attention weights of a step if the target computes none, for which the call is
-    not asked any more; else None.
-    """
+    """What plain `generate()` returns as attention weights of a step if the target computes none; else None."""
     attentions = empty_attentions(request.model, request.config)
     if attentions is not None:
         request.config.output_attentions = False

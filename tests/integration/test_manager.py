@@ -98,6 +98,14 @@ def test_requests_that_come_one_after_the_other(running, kind):
     assert texts_of(manager, names) == [alone(index) for index in range(len(prompts()))]
 
 
+def test_runs_draw_nothing_from_the_global_generator(running):
+    target = tiny_target("llama")
+    state = torch.get_rng_state()
+    manager = running(target, NoDrafter(target), config={"per_request_processors": True, "seed": 3})
+    texts_of(manager, [manager.add_request(prompts()[0], do_sample=True, temperature=1.3) for _ in range(2)])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("family", cases(STATIC_FAMILIES, ["gemma3", "qwen3-next"]))
 def test_every_family_of_targets(running, family):
     target = tiny_target(family)

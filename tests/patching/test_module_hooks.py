@@ -12,7 +12,7 @@ from oracle import random_draft_model
 from targets import new_target, padded_prompts
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import prefix_reuse
+from hf_specdec.engine import prefix_cache
 from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.patching import signature
 from hf_specdec.patching.module_hooks import without_hooks
@@ -31,7 +31,7 @@ def steered(target, batch):
 @pytest.mark.core_for(family=["llama"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 def test_hooks_with_something_for_each_row(family, monkeypatch):
-    monkeypatch.setattr(prefix_reuse, "FEWEST_SAVED", 1)
+    monkeypatch.setattr(prefix_cache, "FEWEST_SAVED", 1)
     target = steered(new_target(family, num_layers=3), batch=3)
     drafter = random_draft_model(target)
     inputs = {name: tensor[[0, 1, 0]] for name, tensor in padded_prompts([9, 5]).items()}
