@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from .. import ops
@@ -100,6 +102,25 @@ class RaggedCache(Cache):
         if self._block is None:
             self._block = Block.of(self.positions, self.dummy_slot)
         return self._block
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """`indexer_position_ids` of the first layer that keeps them, where models of transformers 5.17 look for them.
+
+        Raises:
+            AttributeError: none have been stored.
+        """
+        found = next((layer.indexer_position_ids for layer in self._with_position_ids()), None)
+        if found is None:
+            raise AttributeError("no pass has stored position ids")
+        return found
+
+    @position_ids.setter
+    def position_ids(self, position_ids: torch.Tensor) -> None:
+        next(self._with_position_ids()).indexer_position_ids = position_ids
+
+    def _with_position_ids(self) -> Iterator[LayerMemory]:
+        return (layer for layer in self.layers if hasattr(layer, "indexer_position_ids"))
 
     @property
     def can_be_copied(self) -> bool:
