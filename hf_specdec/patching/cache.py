@@ -132,16 +132,11 @@ class RaggedCache(Cache):
         """Whether a pass has named bounds of time steps, which are those of tokens of prompts only."""
         return any([layer.bounds_steps for layer in self.layers])
 
-    @property
-    def ring_slots(self) -> int:
-        """Slots for the inputs of tokens that are not in the recurrent states.
+    def ring_slots(self, kernel_size: int = 0) -> int:
+        """Slots for the inputs of tokens that are not in the states, and of `kernel_size` tokens before these.
 
         As many are read as are written; with one more than both no slot is written that another program still reads.
         """
-        return 1 << (2 * self._most_uncertain).bit_length()
-
-    def convolution_slots(self, kernel_size: int) -> int:
-        """Slots for the inputs of a short convolution: the ones before a block, and a block of drafts after it."""
         return 1 << (kernel_size + 2 * self._most_uncertain).bit_length()
 
     def restart(self) -> None:
