@@ -81,13 +81,10 @@ def _attention(query, key, value, positions, scaling, window, sinks, softcap, st
         return attention_reference.attention(
             query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk
         )
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
-    if is_batch_invariant():
-        from .kernels.attention_fixed_splits import attention
-    else:
-        from .kernels.attention import attention
+    from .kernels.attention import attention
 
-    return attention(*args)
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
+    return attention(*args, fixed_splits=is_batch_invariant())
 
 
 @_attention.register_fake

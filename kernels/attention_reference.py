@@ -1,16 +1,4 @@
-"""PyTorch reference of attention over the static KV cache.
-
-Shapes: query `[B, heads, n, D]`, key `[B, kv_heads, slots, D]`, value `[B, kv_heads, slots, Dv]`, positions `[B, n]`,
-result `[B, n, heads, Dv]`. With G = heads // kv_heads, t = positions[b, n], and f(x) = softcap * tanh(x / softcap), or
-f(x) = x without a softcap:
-
-    result[b, n, h] = sum_s p[s] value[b, h // G, s]
-    p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
-
-Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends[b, n] is t if not given, and, with a window,
-s > t - window, and, with chunks, s >= floor(t / chunk) chunk. Starts are `[B]` or `[B, n]`. A sink adds exp(sinks[h])
-to the denominator of the softmax.
-"""
+"""PyTorch reference of attention over the static KV cache; shapes and formula are in `attention`."""
 
 from __future__ import annotations
 

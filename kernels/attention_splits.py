@@ -1,10 +1,19 @@
-"""Splits of attention over the keys: how many there are, and the Triton kernel that merges their results.
+"""Splits of attention over the keys: how many there are, where, and the Triton kernels that merge their results.
 
 Shapes: partial `[rows, splits, Dv]` float32, lse `[rows, splits]` float32, out `[rows, Dv]`, for the rows that
 `attention` has: B * n * heads. With the normalised result o_i of a split and the base-2 logarithm l_i of its sum of
 exponentials:
 
     out = sum_i 2^(l_i) o_i / sum_i 2^(l_i)
+
+Splits at fixed places have an online softmax of their own each, with maximum m_i, sum s_i and sum of values a_i
+(partial, and stats `[2, rows, splits]` float32). They are merged in ascending order:
+
+    M_i = max(M_(i-1), m_i)
+    S_i = S_(i-1) 2^(M_(i-1) - M_i) + s_i 2^(m_i - M_i)
+    A_i = A_(i-1) 2^(M_(i-1) - M_i) + a_i 2^(m_i - M_i)        out = A / S
+
+with M, S, A of a sink before the first one: its logit, 1, 0; without a sink -inf, 0, 0.
 """
 
 from __future__ import annotations
@@ -24,6 +33,65 @@ _SLOTS_PER_PROGRAM, _MOST_PROGRAMS_PER_MULTIPROCESSOR = 640, 4
 _MIN_SLOTS_PER_SPLIT, _SLOTS_PER_FURTHER_SPLIT, _FEW_SPLITS = 64, 256, 8
 _MAX_SPLITS = 128
 _MERGE_ELEMENTS = 4096
+# Slots are divided among splits of equal size in units of this many, so that two sizes differ by at most one unit.
+_SPLIT_UNIT = tl.constexpr(16)
+# Slots of a split at a fixed place; a multiple of every block of slots.
+SPLIT = 256
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_visible(position, window, IS_CHUNKED: tl.constexpr):
+    """The first slot that queries at `position` see of a window, or of chunks, of size `window`."""
+    return position // window * window if IS_CHUNKED else position - window + 1
+
+
+@triton.jit
+def split_range(
+    position, last, start, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, IS_CHUNKED: tl.constexpr
+):
+    """First slot and end of split `split` for a block of queries; padding queries have position and last slot -1."""
+    end = tl.max(last, axis=0) + 1
+    first = start
+    if window is not None:
+        lowest = tl.min(tl.where(position >= 0, position, num_slots), axis=0)
+        first = tl.maximum(first_visible(lowest, window, IS_CHUNKED), first)
+    live = tl.maximum(end - first, 0)
+    num_used = tl.maximum(tl.minimum(num_splits, tl.cdiv(live, SLOT_BLOCK)), 1)
+    units = tl.cdiv(live, _SPLIT_UNIT)
+    begin = first + units * split // num_used * _SPLIT_UNIT
+    stop = first + units * (split + 1) // num_used * _SPLIT_UNIT
+    return begin, tl.minimum(stop, end)
+
+
+@triton.jit
+def visible_range(position, last, start, num_slots, window, SLOT_BLOCK: tl.constexpr, IS_CHUNKED: tl.constexpr):
+    """The first slot of the first block that one of the queries sees, and the end of what they see.
+
+    Blocks are counted from `start`. Padding queries have position and last slot -1.
+    """
+    end = tl.max(last, axis=0) + 1
+    first = start
+    if window is not None:
+        lowest = tl.min(tl.where(position >= 0, position, num_slots), axis=0)
+        visible = tl.maximum(first_visible(lowest, window, IS_CHUNKED), start)
+        first = start + (visible - start) // SLOT_BLOCK * SLOT_BLOCK
+    return first, end
+
+
+@triton.jit
+def merge_next(running_max, running_sum, acc, split_max, split_sum, split_acc):
+    """Merge the results of the next split, `[rows]`, `[rows]` and `[rows, Dv]`, in those of the splits before it.
+
+    Instructions are named (`tl.fma`), so that no compiler chooses them: both that merge add by the same ones.
+    """
+    new_max = tl.maximum(running_max, split_max)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    before = tl.exp2(running_max - base)
+    here = tl.exp2(split_max - base)
+    running_sum = tl.fma(running_sum, before, split_sum * here)
+    acc = tl.fma(acc, tl.broadcast_to(before[:, None], acc.shape), split_acc * here[:, None])
+    return new_max, running_sum, acc
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -62,6 +130,82 @@ def _merge_kernel(
     tl.store(out_ptr + row * VALUE_DIM + value_dim, out.to(out_ptr.dtype.element_ty), mask=value_dim < VALUE_DIM)
 
 
+@triton.jit(
+    do_not_specialize=[
+        "positions_stride_b",
+        "starts_stride_b",
+        "ends_stride_b",
+        "num_queries",
+        "num_slots",
+        "num_splits",
+        "window",
+    ]
+)
+def _fixed_merge_kernel(
+    partial_ptr,
+    stats_ptr,
+    positions_ptr,
+    starts_ptr,
+    ends_ptr,
+    sinks_ptr,
+    out_ptr,
+    positions_stride_b,
+    starts_stride_b,
+    ends_stride_b,
+    num_queries,
+    num_slots,
+    num_splits,
+    window,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the splits of one query.
+
+    Grid: (B * n * heads,). Reads its position, first and last slot, and of the splits that it sees `partial`
+    `[B * n * heads, splits, Dv]` and `stats` `[2, B * n * heads, splits]`; writes `out` `[B, n, heads, Dv]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    batch, query_index = row // HEADS // num_queries, row // HEADS % num_queries
+    one = tl.arange(0, 1)
+    value_dim = tl.arange(0, VALUE_BLOCK)
+    is_value = value_dim < VALUE_DIM
+
+    wait_for_inputs(PDL)
+    position = tl.load(positions_ptr + batch * positions_stride_b + query_index + one)
+    start = tl.load(starts_ptr + batch * starts_stride_b).to(tl.int32)
+    is_live = (position < num_slots - 1) & (position >= start)
+    position = tl.where(is_live, position, -1).to(tl.int32)
+    last = position
+    if ends_ptr is not None:
+        last = tl.load(ends_ptr + batch * ends_stride_b + query_index + one).to(tl.int32)
+        last = tl.where(is_live, last, -1)
+    first, end = visible_range(position, last, start, num_slots, window, SLOT_BLOCK, IS_CHUNKED)
+    running_max = tl.full([1], float("-inf"), tl.float32)
+    running_sum = tl.zeros([1], tl.float32)
+    if sinks_ptr is not None:
+        running_max = tl.load(sinks_ptr + row % HEADS + one).to(tl.float32) * LOG2E
+        running_sum += 1.0
+    acc = tl.zeros([1, VALUE_BLOCK], tl.float32)
+    sums_ptr = stats_ptr + tl.num_programs(0).to(tl.int64) * num_splits
+    for split in tl.range((first - start) // SPLIT, tl.cdiv(end - start, SPLIT), loop_unroll_factor=4):
+        at = row * num_splits + split + one
+        split_acc = tl.load(
+            partial_ptr + at[:, None] * VALUE_DIM + value_dim[None, :], mask=is_value[None, :], other=0.0
+        )
+        running_max, running_sum, acc = merge_next(
+            running_max, running_sum, acc, tl.load(stats_ptr + at), tl.load(sums_ptr + at), split_acc
+        )
+    running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)
+    out = tl.where(is_live[:, None], acc * (1.0 / running_sum)[:, None], 0.0)
+    out_ptr += row * VALUE_DIM + one[:, None] + value_dim[None, :]
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=is_value[None, :])
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for other devices."""
@@ -98,5 +242,46 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
         SPLIT_BLOCK=split_block,
         VALUE_BLOCK=merge_block,
         num_warps=max(1, min(4, split_block * merge_block // 512)),
+        **dependent_launch(out.device),
+    )
+
+
+def merge_fixed_splits(
+    partial: torch.Tensor,
+    stats: torch.Tensor,
+    positions: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    num_slots: int,
+    window: int | None,
+    slot_block: int,
+    is_chunked: bool,
+) -> None:
+    """Merge the results of splits at fixed places, `partial` and `stats` of those that a query sees, in `out`."""
+    _, num_queries, heads, value_dim = out.shape
+    _fixed_merge_kernel[(len(partial),)](
+        partial,
+        stats,
+        positions,
+        starts,
+        ends,
+        sinks,
+        out,
+        positions.stride(0),
+        starts.stride(0) if len(starts) > 1 else 0,
+        0 if ends is None else ends.stride(0),
+        num_queries,
+        num_slots,
+        partial.shape[1],
+        window,
+        HEADS=heads,
+        VALUE_DIM=value_dim,
+        VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
+        SLOT_BLOCK=slot_block,
+        SPLIT=SPLIT,
+        IS_CHUNKED=is_chunked,
+        num_warps=1,
         **dependent_launch(out.device),
     )

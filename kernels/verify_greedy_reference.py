@@ -1,10 +1,4 @@
-"""PyTorch reference of greedy verification of draft tokens.
-
-Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, tokens `[B, K + 1]`, accepted and committed `[B]`.
-
-    tokens[b, i] = argmax over v of scores[b, i, v]
-    accepted[b] = number of leading i with drafts[b, i] = tokens[b, i],    committed[b] = accepted[b] + 1
-"""
+"""PyTorch reference of greedy verification; shapes and formula are in `verify_greedy`."""
 
 from __future__ import annotations
 

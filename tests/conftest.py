@@ -38,7 +38,7 @@ def prepare_torch(is_worker: bool) -> None:
         torch.set_num_threads(1)
     # Without a GPU Triton kernels run in its interpreter; Triton reads this when it is imported.
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks

@@ -3,20 +3,22 @@
 On a machine without a GPU the kernels run in Triton's interpreter.
 """
 
+import functools
 from itertools import product
 
 import pytest
 import torch
 from case_counts import cases
 
-from hf_specdec.kernels import attention_fixed_splits, attention_reference
-from hf_specdec.kernels.attention_fixed_splits import attention
+from hf_specdec.kernels import attention as attention_kernel
+from hf_specdec.kernels import attention_reference, attention_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DIMS = [16, 24] + [64, 128, 256] * (DEVICE == "cuda")
 NAN = float("nan")
+attention = functools.partial(attention_kernel.attention, fixed_splits=True)
 HEADS, KV_HEADS, SLOTS = 4, 2, 290
 OPTIONS = [(), ("window",), ("chunk",), ("sinks", "softcap"), ("window", "sinks")]
 
@@ -24,7 +26,7 @@ OPTIONS = [(), ("window",), ("chunk",), ("sinks", "softcap"), ("window", "sinks"
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch):
     """Several splits in few slots, of several blocks; outputs and workspaces begin as NaN."""
-    monkeypatch.setattr(attention_fixed_splits, "SPLIT", 64)
+    monkeypatch.setattr(attention_splits, "SPLIT", 64)
     new_empty = torch.Tensor.new_empty
 
     def new_poisoned(self, *size, **keys):

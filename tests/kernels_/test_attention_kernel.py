@@ -107,7 +107,7 @@ def check(case: Case, num_splits: int | None = None) -> None:
         for states in (key, value):
             states[row, :, :first] = NAN
             states[row, :, max(lasts[row][here].tolist(), default=-1) + 1 :] = NAN
-    got = attention(query, key, value, positions, **case.keywords, num_splits=num_splits)
+    got = attention(query, key, value, positions, **case.keywords, num_programs=num_splits)
     assert got.shape == expected.shape and got.dtype == case.dtype
     assert (got[~is_live] == 0.0).all()
     if is_live.any():
@@ -231,12 +231,29 @@ def test_packed_prompts(dtype, options, num_splits):
             states[row, last + 1 :] = NAN
     flat = [states.view(1, -1, kv_heads, dim).transpose(1, 2) for states in (key, value)]
     for run in (attention, attention_reference.attention):
-        extra = {"num_splits": num_splits} if run is attention else {}
+        extra = {"num_programs": num_splits} if run is attention else {}
         given = [one.nan_to_num() if extra == {} else one for one in flat]
         got = run(query, *given, positions[None], **keywords, starts=starts[None], **extra)[0]
         assert (got[~is_live] == 0.0).all()
         error = (got[is_live].double() - expected[is_live]).norm() / expected[is_live].norm()
         assert error < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_programs": 3}, {"fixed_splits": True}], ids=["one split", "splits", "fixed splits"]
+)
+def test_a_prompt_of_nan_leaves_those_packed_with_it_alone(options):
+    generator, lengths, slots = torch.Generator().manual_seed(0), [5, 7, 20], 32
+    states = [torch.randn(1, 2, 3 * slots + 1, 16, generator=generator).to(DEVICE) for _ in range(2)]
+    starts = torch.cat([torch.full((n,), row * slots) for row, n in enumerate(lengths)])[None].to(DEVICE)
+    positions = torch.cat([row * slots + torch.arange(n) for row, n in enumerate(lengths)])[None].to(DEVICE)
+    query = torch.randn(1, 4, sum(lengths), 16, generator=generator).to(DEVICE)
+    expected = attention(query, *states, positions, 0.25, starts=starts, **options)
+    for one in states:
+        one[:, :, slots : 2 * slots] = NAN
+    found = attention(query, *states, positions, 0.25, starts=starts, **options)
+    is_nan = (starts[0] == slots).cpu()
+    assert found[0, is_nan].isnan().all() and torch.equal(found[0, ~is_nan], expected[0, ~is_nan])
 
 
 @every_dtype
@@ -276,7 +293,7 @@ def test_a_program_reads_up_to_its_own_last_query(num_splits):
     key, value = torch.ones(2, 1, 1, slots, dim, device=DEVICE)
     value[:, :, num_queries // 2 :] = NAN  # Even a weight of 0 would let it through.
     positions = torch.arange(num_queries, device=DEVICE)[None]
-    got = attention(query, key, value, positions, scaling=dim**-0.5, num_splits=num_splits)
+    got = attention(query, key, value, positions, scaling=dim**-0.5, num_programs=num_splits)
     assert (got[:, : num_queries // 2] == 1.0).all()
 
 

@@ -1,0 +1,91 @@
+"""Compiles the Triton kernels for GPUs on a machine without one: `python tests/helpers/compile_kernels.py`.
+
+Triton's interpreter, which tests of kernels use there, takes what the compiler refuses. So the tests of kernels run
+once more, with a launch that compiles to PTX and launches nothing; their results are ignored. Of each kernel the first
+few variants are compiled (`--most`), for sm_90 (`--arch`). Exit code 1 if any is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+TESTS = Path(__file__).parent.parent / "kernels_"
+
+
+class NoGpu:
+    """Stands for Triton's driver of a GPU of `arch`, which loads and launches nothing."""
+
+    def __init__(self, arch: int):
+        self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+
+class Compiling:
+    """A plugin of pytest in whose runs launches compile.
+
+    Args:
+        most: variants of each kernel.
+
+    Attributes:
+        refused: what the compiler said of a variant, by kernel.
+        variants: that were compiled, by kernel.
+    """
+
+    def __init__(self, most: int):
+        self.refused: dict[str, str] = {}
+        self.variants: Counter[str] = Counter()
+        self._seen: set[tuple] = set()
+        run = JITFunction.run
+
+        def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = True, **options: Any) -> None:
+            name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+            kinds = tuple(one.dtype if isinstance(one, torch.Tensor) else one is None for one in args)
+            variant = name, kinds, tuple(sorted((key, str(value)) for key, value in options.items()))
+            if variant in self._seen or self.variants[name] >= most or kernel.fn.__module__.startswith("test"):
+                return
+            self._seen.add(variant)
+            self.variants[name] += 1
+            options.pop("launch_pdl", None)
+            try:
+                run(kernel, *args, grid=grid, warmup=True, **options | ({"PDL": True} if "PDL" in options else {}))
+            except Exception as error:  # whatever the compiler raises
+                self.refused[name] = str(error)
+
+        JITFunction.run = compile_only
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Any:
+        report = yield
+        if call.when == "call":
+            report.outcome, report.longrepr = "passed", None
+        return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--most", type=int, default=3, help="variants of each kernel")
+    parser.add_argument("--arch", type=int, default=90, help="compute capability, such as 80 or 90")
+    args = parser.parse_args()
+    driver.set_active(NoGpu(args.arch))
+    plugin = Compiling(args.most)
+    os.environ["TRITON_INTERPRET"] = "0"  # which tests choose where torch sees no GPU
+    code = pytest.main([str(TESTS), "-q", "-p", "no:cacheprovider", "--no-header", "-W", "ignore"], [plugin])
+    for name, count in sorted(plugin.variants.items()):
+        print(f"{name}: {plugin.refused.get(name) or f'{count} variants'}")
+    return 1 if plugin.refused or code not in (0, 5) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
