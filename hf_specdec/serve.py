@@ -34,8 +34,8 @@ from .integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
 from .ops import row_seeds
 from .patching.support import num_positions, stated_positions
 from .sampling.logits import PenaltyLogitsProcessor
-from .serving.answers import CutText, join, join_streams, without_stops
-from .serving.bodies import CHAT, COMPLETION, RESPONSE, Asked, RefusedRequest, read_body
+from .serving.answers import StopStringQueue, join, join_streams, without_stops
+from .serving.bodies import CHAT, COMPLETION, RESPONSE, ParsedBody, RefusedRequest, read_body
 
 # Settings of a request's generation config that are passed on in another way, or have no effect on a text.
 _NOT_COMPARED = frozenset(
@@ -70,7 +70,7 @@ _HANDLERS = {
 
 # Of the request that the current task handles: its seed, what it asks for, and the keywords of `add_request`.
 _SEED: ContextVar[int | None] = ContextVar("seed", default=None)
-_ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
+_BODY: ContextVar[ParsedBody | None] = ContextVar("body", default=None)
 _OPTIONS: ContextVar[dict[str, Any] | None] = ContextVar("options", default=None)
 
 
@@ -137,7 +137,7 @@ class ServeSettings:
         return manager
 
 
-class _WithOptions:
+class _OptionsManager:
     """A manager whose `add_request` adds the options of the request that the current task handles."""
 
     def __init__(self, manager: SpeculativeBatchingManager):
@@ -202,29 +202,29 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
         def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
             if self._cb is None:
                 # Of the model, not of the first request.
-                self._cb = _WithOptions(settings.manager_for(model, model.generation_config, self._cb_config))
+                self._cb = _OptionsManager(settings.manager_for(model, model.generation_config, self._cb_config))
 
         def generate_streaming(self, model, processor, inputs, gen_config, request_id, **kwargs):
-            with self._request(model, processor, inputs, gen_config, request_id) as asked:
+            with self._request(model, processor, inputs, gen_config, request_id) as parsed:
                 texts, streamer = super().generate_streaming(model, processor, inputs, gen_config, request_id, **kwargs)
-                return CutText(texts, asked.stops), streamer
+                return StopStringQueue(texts, parsed.stops), streamer
 
         async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
             with self._request(model, processor, inputs, gen_config, request_id):
                 return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
 
         @contextmanager
-        def _request(self, model, processor, inputs, gen_config, request_id) -> Iterator[Asked]:
+        def _request(self, model, processor, inputs, gen_config, request_id) -> Iterator[ParsedBody]:
             """Context in which the request is added with its own options; errors are those of its client."""
-            asked, length = _ASKED.get() or Asked({}), len(inputs["input_ids"])
+            parsed, length = _BODY.get() or ParsedBody({}), len(inputs["input_ids"])
             self._check_alive(request_id)
             if self._cb.is_active(request_id):
                 raise RefusedRequest(f"The request {request_id} is not over; expected another X-Request-ID.")
-            _fit(settings, model, gen_config, length, asked)
-            before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, asked, length))
+            _fit(settings, model, gen_config, length, parsed)
+            before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, parsed, length))
             try:
                 self._cb.check_room(length)
-                yield asked
+                yield parsed
             except queue.Full as error:
                 raise RefusedRequest(str(error), 429) from error
             except utils.CBWorkerDeadError:
@@ -239,7 +239,9 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
     return SpeculativeGenerateManager
 
 
-def _fit(settings: ServeSettings, model: PreTrainedModel, config: GenerationConfig, length: int, asked: Asked) -> None:
+def _fit(
+    settings: ServeSettings, model: PreTrainedModel, config: GenerationConfig, length: int, parsed: ParsedBody
+) -> None:
     """Let the answer to a prompt of `length` tokens be no longer than there is room for it.
 
     Raises:
@@ -254,7 +256,7 @@ def _fit(settings: ServeSettings, model: PreTrainedModel, config: GenerationConf
         )
     if config.max_new_tokens is not None and config.max_new_tokens <= room:
         return
-    if asked.states_length and not is_end:
+    if parsed.has_length and not is_end:
         raise RefusedRequest(
             f"The prompt has {length} tokens and the answer may have {config.max_new_tokens}, but texts have at most "
             f"{length + room}; expected at most {room} tokens for the answer."
@@ -263,7 +265,7 @@ def _fit(settings: ServeSettings, model: PreTrainedModel, config: GenerationConf
 
 
 def _options_of(
-    config: GenerationConfig, base: GenerationConfig, processor: Any, asked: Asked, length: int
+    config: GenerationConfig, base: GenerationConfig, processor: Any, parsed: ParsedBody, length: int
 ) -> dict[str, Any]:
     """Keywords of `add_request` for a request with the generation config `config` and a prompt of `length` tokens.
 
@@ -290,44 +292,47 @@ def _options_of(
     }
     if config.stop_strings is not None:
         options |= {"stop_strings": config.stop_strings, "tokenizer": getattr(processor, "tokenizer", processor)}
-    options |= asked.options
+    options |= parsed.options
     number, count = options.pop("sequence", (0, 1))
     if _SEED.get() is not None:
         # Of several answers each has a seed of its own.
         seeds = [_SEED.get()] if count == 1 else row_seeds(torch.tensor([_SEED.get()]), count).tolist()
         options["seed"] = seeds[number]
-    if asked.presence_penalty or asked.frequency_penalty:
-        penalty = PenaltyLogitsProcessor(length, asked.presence_penalty, asked.frequency_penalty)
+    if parsed.presence_penalty or parsed.frequency_penalty:
+        penalty = PenaltyLogitsProcessor(length, parsed.presence_penalty, parsed.frequency_penalty)
         options["logits_processor"] = LogitsProcessorList([penalty])
     return options
 
 
-def _handling(handle: Callable[[dict, str], Awaitable[Any]], kind: str) -> Callable[[dict, str], Awaitable[Any]]:
+def _checking_handler(
+    handle: Callable[[dict, str], Awaitable[Any]], kind: str
+) -> Callable[[dict, str], Awaitable[Any]]:
     """`handle_request` of a handler of transformers' server, for what requests of a `kind` ask for besides."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    async def answer(asked: Asked, request_id: str) -> Any:
-        _ASKED.set(asked)
+    async def answer(parsed: ParsedBody, request_id: str) -> Any:
+        _BODY.set(parsed)
         _SEED.set(None)  # until this request sets it
-        response = await handle(asked.body, request_id)
+        response = await handle(parsed.body, request_id)
         if isinstance(response, JSONResponse):
-            return without_stops(json.loads(response.body), asked.stops)
+            return without_stops(json.loads(response.body), parsed.stops)
         return response
 
     async def handle_request(body: dict, request_id: str) -> Any:
-        asked = read_body(kind, body)
-        if asked.n == 1:
-            found = await answer(asked, request_id)
+        parsed = read_body(kind, body)
+        if parsed.n == 1:
+            found = await answer(parsed, request_id)
             return JSONResponse(found) if isinstance(found, dict) else found
         tasks = [
-            asyncio.ensure_future(answer(asked.alone(number), f"{request_id}-{number}")) for number in range(asked.n)
+            asyncio.ensure_future(answer(parsed.for_choice(number), f"{request_id}-{number}"))
+            for number in range(parsed.n)
         ]
         found = await asyncio.gather(*tasks, return_exceptions=True)
         failed = next((one for one in found if isinstance(one, BaseException)), None)
         streams = [one.body_iterator for one in found if isinstance(one, StreamingResponse)]
         if failed is not None:
             for one in streams:
-                await _leave(one)
+                await _close_stream(one)
             raise failed
         if streams:
             return StreamingResponse(join_streams(streams), media_type="text/event-stream")
@@ -336,7 +341,7 @@ def _handling(handle: Callable[[dict, str], Awaitable[Any]], kind: str) -> Calla
     return handle_request
 
 
-async def _leave(stream: Any) -> None:
+async def _close_stream(stream: Any) -> None:
     """Let a stream that nobody reads end its request, as if its client had left."""
     await anext(stream, None)
     await stream.aclose()
@@ -359,7 +364,7 @@ def _build_server(
     for one in (*args, *kwargs.values()):
         kind = _HANDLERS.get(type(one).__name__)
         if kind is not None:
-            one.handle_request = _handling(one.handle_request, kind)
+            one.handle_request = _checking_handler(one.handle_request, kind)
     app = build_server(model_manager, *args, generation_state=generation_state, **kwargs)
 
     def refusal(status: int, message: str) -> JSONResponse:

@@ -7,6 +7,7 @@ batch run one after the other: see `separate_rows`.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,10 +33,13 @@ from ..patching.patch import replaced, user_code
 from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
 from ..stats import Counters
+from .compared_texts import why_not_separate_rows
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import propose
 from .separate_rows import join_rows, request_of_row
+
+logger = logging.getLogger(__name__)
 
 
 class CommittedTextCriteria(StoppingCriteriaList):
@@ -338,6 +342,10 @@ def assist(
         ValueError: not all tokens of the text are known, the rows of the batch cannot be separated, or transformers'
             assisted generation differs from plain generation of this target.
     """
+    if request.temperature is not None and request.randomness.seeds is not None and any(request.prompts.padding):
+        difference = why_not_separate_rows(request.model)
+        if difference is not None:
+            logger.warning("hf_specdec: texts of rows with seeds depend on their padding: %s.", difference)
     seeds, is_seeded = request.seeds, request.randomness.is_given
     devices = sorted({parameter.device for parameter in request.model.parameters() if parameter.is_cuda}, key=str)
     counters, seconds = Counters(request.batch, request.num_draft_tokens), 0.0

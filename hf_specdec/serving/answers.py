@@ -21,7 +21,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
     return next((size for size in range(longest, 0, -1) if any(one.startswith(text[-size:]) for one in stops)), 0)
 
 
-class CutText:
+class StopStringQueue:
     """The queue of a streamed answer, of which its handler reads text as far as no stop string begins in it.
 
     Args:
@@ -52,7 +52,7 @@ class CutText:
         if hasattr(item, "msg"):
             item.msg = json.dumps(item.msg)[1:-1]  # the handler puts it between quotes
         if type(item) is not str:
-            self._say("" if self._has_stopped else self._text)
+            self._emit("" if self._has_stopped else self._text)
             self._text = ""
             self._ready.append(item)
             return
@@ -62,13 +62,13 @@ class CutText:
         answer = cut(self._text, self._stops)
         if answer is not None:
             self._has_stopped, self._text = True, ""
-            self._say(answer)
+            self._emit(answer)
             return
         size = len(self._text) - held_back(self._text, self._stops)
-        self._say(self._text[:size])
+        self._emit(self._text[:size])
         self._text = self._text[size:]
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self._ready.append(text)
 

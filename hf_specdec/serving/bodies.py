@@ -91,7 +91,7 @@ class RefusedRequest(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedBody:
     """What a request asks for.
 
     Attributes:
@@ -100,7 +100,7 @@ class Asked:
         presence_penalty, frequency_penalty: as of OpenAI.
         stops: strings that end an answer, and are no part of it.
         n: answers.
-        states_length: whether it states how many tokens an answer may have.
+        has_length: whether it states how many tokens an answer may have.
     """
 
     body: dict[str, Any]
@@ -109,14 +109,14 @@ class Asked:
     frequency_penalty: float = 0.0
     stops: tuple[str, ...] = ()
     n: int = 1
-    states_length: bool = False
+    has_length: bool = False
 
-    def alone(self, number: int) -> Asked:
+    def for_choice(self, number: int) -> ParsedBody:
         """The request for one of `n` answers."""
         return replace(self, n=1, body=dict(self.body), options=self.options | {"sequence": (number, self.n)})
 
 
-def read_body(kind: str, body: Mapping[str, Any]) -> Asked:
+def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
     """What the body of a request of a `kind` asks for.
 
     Raises:
@@ -144,14 +144,14 @@ def read_body(kind: str, body: Mapping[str, Any]) -> Asked:
     _check("stop", body.get("stop"), are_stops, "a string or a list of strings, none of them empty")
     if stops:
         given["stop"] = list(stops)
-    return Asked(
+    return ParsedBody(
         options=_options(given),
         # transformers takes the frequency penalty for a repetition penalty.
         presence_penalty=float(given.pop("presence_penalty", 0.0)),
         frequency_penalty=float(given.pop("frequency_penalty", 0.0)),
         stops=tuple(stops),
         n=given.pop("n", 1),
-        states_length=any(name in given for name in _LENGTHS) or "max_new_tokens" in config,
+        has_length=any(name in given for name in _LENGTHS) or "max_new_tokens" in config,
         body=given,
     )
 

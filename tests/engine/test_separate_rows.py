@@ -238,7 +238,7 @@ def test_inputs_that_do_not_say_what_belongs_to_which_row(tinted, tint, message)
 
 
 @pytest.mark.core
-def test_padding_that_changes_the_text(monkeypatch):
+def test_padding_that_changes_the_text(monkeypatch, caplog):
     """Of a class that counts columns of padding as positions."""
 
     class Columns(type(tiny_target("llama"))):
@@ -257,6 +257,10 @@ def test_padding_that_changes_the_text(monkeypatch):
     alone = [greedy(target, row_of(inputs, row))[0, LENGTHS[row] :] for row in range(3)]
     assert not torch.equal(torch.stack(alone), plain[:, max(LENGTHS) :])
     assert torch.equal(greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == "stock"
+    warning = "texts of rows with seeds depend on their padding: the padding of a row changes its logits in plain"
+    assert warning not in caplog.text
+    target.generate(**inputs, **SAMPLING, assistant_model=drafter, seeds=[5, 6, 7])
+    assert warning in caplog.text
 
 
 def test_rows_have_offloaded_caches_of_their_own():

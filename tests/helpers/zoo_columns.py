@@ -19,6 +19,7 @@ from zoo_models import MAX_NEW_TOKENS, generate, is_sourced, prompts, rows_of
 from zoo_outcomes import CRASH, REFUSED, RIGHT, WRONG, is_refusal, last_line
 
 import hf_specdec
+from hf_specdec.engine.equivalence import why_not_separate_rows
 from hf_specdec.host.caches import OUTPUT_NAME
 
 K = 4
@@ -82,10 +83,14 @@ def sample(model: PreTrainedModel, inputs: dict[str, torch.Tensor], seeds: list[
 
 
 def check_seeds(model: PreTrainedModel) -> str:
-    """A row with a seed says the same again, and alone what it says in a batch, if it does so in plain `generate()`."""
+    """A row with a seed has the same text again, and alone the one of the batch, if it has so in plain `generate()`.
+
+    Greedy texts of few different tokens may be the same where the padding of a row changes its logits.
+    """
     inputs = prompts(model)
     texts = [plain(lambda given=given: generate(model, given)) for given in (inputs, *rows_of(inputs))]
     is_apart = torch.equal(new_tokens(texts[0]), torch.cat([new_tokens(text) for text in texts[1:]]))
+    is_apart = is_apart and why_not_separate_rows(model) is None
     seeds = [11, 22]
     text = sample(model, inputs, seeds)
     if not torch.equal(sample(model, inputs, seeds), text):
