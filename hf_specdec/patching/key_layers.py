@@ -71,11 +71,15 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         store_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
-        span = self._cache.span
-        shown = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
+        shown = self.shown()
         if not self._cache.keeps_keys:
             self.keys, self.values, self.is_initialized = None, None, False
         return (shown[0].contiguous(), shown[1].contiguous()) if self._cache.takes_mask else shown
+
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views."""
+        span = self._cache.span
+        return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         if slots and source.is_initialized:  # not where no attention uses the layer
