@@ -18,7 +18,7 @@ from ..device_policy import policy_of
 from ..host.caches import OUTPUT_NAME
 from ..kernels.types import NO_TOKEN
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..patching.support import stated_positions
 from ..row_buffers import set_rows, upload, upload_all
 from ..sampling.logits import RowSampling
@@ -173,7 +173,7 @@ class ContinuousRunner(Runner):
         make, found = self._settings.processors_of, {}
         for row, one in requests:
             if one.processors is None and make is not None:
-                with caller():
+                with user_code():
                     one.processors = make(one, self._request)
             if one.processors is not None:
                 found[row] = one.processors

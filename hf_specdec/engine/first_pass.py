@@ -28,7 +28,7 @@ from ..patching.cache import RaggedCache
 from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
 from ..patching.layer_kinds import LayerKind, LayerKinds, LayerMemory, Use, patches_of
 from ..patching.mask_rules import ordinary_prompts
-from ..patching.patch import caller, current_engine, engine
+from ..patching.patch import current_engine, engine, user_code
 from ..patching.signature import fact
 from ..patching.support import cache_layers, cache_name, configured_layers
 from ..state import DecodeState
@@ -297,7 +297,7 @@ class FirstPass:
         cache = self._new_cache(slots, num_draft_tokens)
         with ExitStack() as stack:
             # It is the user's pass: in inference mode if the user is. What is recorded is that of this pass only.
-            stack.enter_context(caller())
+            stack.enter_context(user_code())
             stack.enter_context(engine())
             recorder = stack.enter_context(
                 AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)

@@ -30,6 +30,7 @@ class HostedTarget:
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
         eager_reason: why rounds are not captured; None if they are.
+        is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
         key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
@@ -39,6 +40,7 @@ class HostedTarget:
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
+        self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None
         self._contexts, self._patches = ExitStack(), ExitStack()
@@ -87,11 +89,6 @@ class HostedTarget:
             fingerprint = Fingerprint.of(self.model.device, *self._signatures)
             self._hosting = sessions_of(self.drafter).hosting(fingerprint)
         return self._hosting
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether rounds are to be captured; then sessions are kept for other calls."""
-        return self.eager_reason is None
 
     @property
     def reads_hidden_states(self) -> bool:

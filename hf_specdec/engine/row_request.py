@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..host.generation import GenerationOutput, RequestStatus
 from ..kernels.types import NO_TOKEN, SamplingSettings
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..row_buffers import upload
-
-if TYPE_CHECKING:
-    from .request import Request
 
 
 @dataclass(eq=False)
@@ -160,7 +157,7 @@ class RowRequest:
         if self._shown is None or length > len(self._shown):
             self._shown = torch.nn.functional.pad(self.text.cpu(), (0, length))
         self._shown[length - 1] = self.tokens[-1]
-        with caller():
+        with user_code():
             return bool(self.criteria(self._shown[None, :length], None).all())
 
 
@@ -218,14 +215,14 @@ class ContinuousBatching:
     longest: int = 1
     records_timestamps: bool = False
     reuses_prefixes: bool = True
-    processors_of: Callable[[RowRequest, Request], LogitsProcessorList | None] | None = None
+    processors_of: Callable[[RowRequest, Any], LogitsProcessorList | None] | None = None
 
 
 def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
     """End `request` at time `now`."""
     request.lifespan = (request.lifespan[0], now)
     if settings.on_finished is not None:
-        with caller():
+        with user_code():
             settings.on_finished(request)
 
 

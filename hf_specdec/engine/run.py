@@ -16,7 +16,7 @@ import torch
 
 from ..device_policy import policy_of
 from ..kernels.types import NO_TOKEN
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..stats import Counters, SpeculationStats
 from .cuda_graphs import RoundClock
 from .prefix_cache import Plan, Prefix, RowPrefixes
@@ -480,7 +480,7 @@ class Run:
         if stopped:
             self._runner.finish(stopped)
         if going_on and self._settings.on_tokens is not None:
-            with caller():
+            with user_code():
                 self._settings.on_tokens(going_on)
 
     # The end of requests.

@@ -22,7 +22,7 @@ from ..host.generation import inputs_after, prefill
 from ..patching.hidden_states import modules_of
 from ..patching.layer_kinds import first_reason
 from ..patching.module_hooks import has_hooks
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..patching.support import parts
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
@@ -202,7 +202,7 @@ def _passes(request: Request, model_kwargs: dict[str, Any], sequences: torch.Ten
     """
     model, width = request.model, request.prompts.width
     after = sequences.shape[1] - width - 1
-    with caller():
+    with user_code():
         passes = [prefill(model, request.prompts.input_ids, request.config, model_kwargs)]
         if after > 0:
             inputs = inputs_after(model, passes[0], model_kwargs, num_new_tokens=after)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..host.caches import OUTPUT_NAME
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
@@ -257,7 +257,7 @@ class Lockstep(Runner):
         self._finished = FinishedCall.of(request, cache, self._sequences, columns)
         self._cache = request.cache
         if request.cache is not None:
-            with caller():
+            with user_code():
                 self._finished.write_to(request.cache)
         elif request.config.return_dict_in_generate:
             self._cache = self.session.lend_buffers(DeferredCache(self._finished))
@@ -290,7 +290,7 @@ class Lockstep(Runner):
         """End the call: the rest of the user's cache, the streamer, statistics. Returns what `generate()` does."""
         request, transcript = self._request, run.transcript
         if request.cache is not None:
-            with caller():
+            with user_code():
                 self._finished.complete(request.cache)
         transcript.finish()
         stats = run.stats(request, self._shape.draft_probs)

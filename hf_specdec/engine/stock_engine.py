@@ -28,7 +28,7 @@ from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
 from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.layer_kinds import LayerKinds, patches_of, plug_ins
-from ..patching.patch import caller, replaced
+from ..patching.patch import replaced, user_code
 from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
 from ..stats import Counters
@@ -50,7 +50,7 @@ class CommittedTextCriteria(StoppingCriteriaList):
     def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.Tensor:
         if input_ids.shape[1] == self.committed:
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        with caller():
+        with user_code():
             return super().__call__(input_ids, scores, **kwargs)
 
 
@@ -61,11 +61,11 @@ class CallersStreamer(BaseStreamer):
         self._streamer = streamer
 
     def put(self, value: torch.Tensor) -> None:
-        with caller():
+        with user_code():
             self._streamer.put(value)
 
     def end(self) -> None:
-        with caller():
+        with user_code():
             self._streamer.end()
 
 
@@ -228,7 +228,7 @@ class ReachableProcessors(LogitsProcessorList):
         else:
             self._is_ruled_out = False
         if not self._is_ruled_out:
-            with caller():
+            with user_code():
                 self._scores = scores = super().__call__(input_ids, scores, **kwargs)
         self._length = length
         return scores

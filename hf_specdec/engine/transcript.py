@@ -8,7 +8,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 from ..kernels.types import NO_TOKEN
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from .prompts import Prompts
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Transcript:
 
     def finish(self) -> None:
         if self._streamer is not None:
-            with caller():
+            with user_code():
                 self._streamer.end()
 
     def _is_next_step_known(self) -> bool:
@@ -163,7 +163,7 @@ class Transcript:
         if self._pad_token is not None:
             self.done = self.stopped
         if self._streamer is not None:
-            with caller():
+            with user_code():
                 self._streamer.put(tokens)
 
     def _check_scores(self, step: int) -> None:
@@ -176,7 +176,7 @@ class Transcript:
         """Whether each row stops, by each group of criteria that is called."""
         end = self._width + self.steps
         stops = []
-        with caller():
+        with user_code():
             if self._host_criteria:
                 stops.append(self._host_criteria(self._sequences[:, :end], None))
             if self._criteria:

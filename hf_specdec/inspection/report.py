@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..auto import AutoDrafter, NormalizedCheckpoint, find_checkpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder
 from ..config import DraftLayersConfig
+from ..prompt_sources import encode
 from .self_check import SelfCheck, self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
@@ -119,12 +120,7 @@ def _prompt(name: str, token: str | None, target: PreTrainedModel) -> torch.Tens
     except (OSError, ValueError):
         generator = torch.Generator().manual_seed(0)
         return torch.randint(target.config.get_text_config().vocab_size, (1, 16), generator=generator)
-    if tokenizer.chat_template is None:
-        return tokenizer(PROMPT, return_tensors="pt").input_ids
-    message = [{"role": "user", "content": PROMPT}]
-    return tokenizer.apply_chat_template(
-        message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).input_ids
+    return encode(tokenizer, [PROMPT], return_tensors="pt").input_ids
 
 
 def describe_self_check(result: SelfCheck) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _call_of(request: Request, engine: str, prompts: Sequence[torch.Tensor] | No
 
     `prompts` are those of a call by continuous batching; None for others.
     """
-    model, config, randomness, prompts = request.model, request.config, request.randomness, request.prompts
+    model, config, randomness, own = request.model, request.config, request.randomness, request.prompts
     seeds, state = None, None
     if config.do_sample and randomness.seeds is not None:
         seeds = torch.as_tensor(randomness.seeds)
@@ -66,10 +66,10 @@ def _call_of(request: Request, engine: str, prompts: Sequence[torch.Tensor] | No
         on_gpu = model.device.type == "cuda"
         state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
     return {
-        "prompts": prompts.input_ids,
-        "attention_mask": (prompts.padding, prompts.width),
+        "prompts": own.input_ids,
+        "attention_mask": (own.padding, own.width),
         "requests": None if prompts is None else [one.tolist() for one in prompts],
-        "cache": prompts.cached,
+        "cache": own.cached,
         "num_assistant_tokens": (request.num_draft_tokens, request.is_auto),
         "engine": engine,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
@@ -95,8 +95,8 @@ def _on_static_engine(
     request: Request, model_kwargs: dict[str, Any], is_continuous: bool
 ) -> tuple[Request, str | None]:
     """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
-    model, prompts, config = request.model, request.prompts, request.config
-    obstacle = why_not_static(model, config, prompts, model_kwargs, is_continuous)
+    model, prompts = request.model, request.prompts
+    obstacle = why_not_static(model, request.config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
         return request, obstacle
     # Padding that continuous batching makes is not the user's: its rows are what each of them generates by itself.

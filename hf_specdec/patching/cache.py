@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from .. import ops
@@ -102,6 +104,25 @@ class RaggedCache(Cache):
         return self._block
 
     @property
+    def position_ids(self) -> torch.Tensor:
+        """`indexer_position_ids` of the first layer that keeps them, where models of transformers 5.17 look for them.
+
+        Raises:
+            AttributeError: none have been stored.
+        """
+        found = next((layer.indexer_position_ids for layer in self._with_position_ids()), None)
+        if found is None:
+            raise AttributeError("no pass has stored position ids")
+        return found
+
+    @position_ids.setter
+    def position_ids(self, position_ids: torch.Tensor) -> None:
+        next(self._with_position_ids()).indexer_position_ids = position_ids
+
+    def _with_position_ids(self) -> Iterator[LayerMemory]:
+        return (layer for layer in self.layers if hasattr(layer, "indexer_position_ids"))
+
+    @property
     def can_be_copied(self) -> bool:
         """Whether transformers' caches can be given what layers hold."""
         return all([kind.is_written for kind in self.kinds])
@@ -111,16 +132,11 @@ class RaggedCache(Cache):
         """Whether a pass has named bounds of time steps, which are those of tokens of prompts only."""
         return any([layer.bounds_steps for layer in self.layers])
 
-    @property
-    def ring_slots(self) -> int:
-        """Slots for the inputs of tokens that are not in the recurrent states.
+    def ring_slots(self, kernel_size: int = 0) -> int:
+        """Slots for the inputs of tokens that are not in the states, and of `kernel_size` tokens before these.
 
         As many are read as are written; with one more than both no slot is written that another program still reads.
         """
-        return 1 << (2 * self._most_uncertain).bit_length()
-
-    def convolution_slots(self, kernel_size: int) -> int:
-        """Slots for the inputs of a short convolution: the ones before a block, and a block of drafts after it."""
         return 1 << (kernel_size + 2 * self._most_uncertain).bit_length()
 
     def restart(self) -> None:

@@ -45,7 +45,7 @@ class CompressedWindows:
         """
         tokens = torch.cat([values, gates], dim=-1)
         if self.ring is None:
-            slots = self._cache.convolution_slots(self.rate * (1 + self.overlaps))
+            slots = self._cache.ring_slots(self.rate * (1 + self.overlaps))
             self.ring = tokens.new_zeros(len(tokens), slots, tokens.shape[-1])
         block = self._cache.block
         count = (tokens.shape[1] - 1) // self.rate + 1

@@ -41,10 +41,10 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         """Allocate `batch` rows on `device`; the states `[any, kv_heads, any, head_dim]` tell the rest."""
         # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
         self.place(
-            *(
+            *[
                 states.new_zeros(batch, self._cache.slots, states.shape[1], states.shape[3], device=device)
                 for states in (key_states, value_states)
-            )
+            ]
         )
 
     def place(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ class PackedLayer(RaggedLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if not self._layer.is_initialized:
             self._layer.allocate(key_states, value_states, self._batch, key_states.device)
-        self.place(*(one.flatten(0, 1)[None] for one in self._layer.slot_buffers))
+        self.place(*[one.flatten(0, 1)[None] for one in self._layer.slot_buffers])
 
 
 @register

@@ -57,8 +57,8 @@ def engine() -> Iterator[None]:
 
 
 @contextmanager
-def caller() -> Iterator[None]:
-    """Context, within `engine`, for functions of the caller, such as logits processors.
+def user_code() -> Iterator[None]:
+    """Context, within `engine`, for functions of the user, such as logits processors.
 
     Replaced functions behave as the original ones, and inference mode and the default device are those of where
     `engine` was entered.

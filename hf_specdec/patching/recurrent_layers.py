@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,7 +97,7 @@ class RecurrentState:
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor) -> None:
         batch, _, heads, width = value.shape
-        slots = self.cache.ring_slots
+        slots = self.cache.ring_slots()
         self.state = value.new_zeros(batch, heads, key.shape[-1], width, dtype=torch.float32)
         self.ring = RecurrenceRing(
             key.new_zeros(batch, slots, *key.shape[2:]),
@@ -179,6 +179,14 @@ class ConvolutionState:
     index: int
 
 
+class _Inputs(NamedTuple):
+    """The last inputs of each row: `[B, slots, ...]`, what stands before the first, and how many transformers keeps."""
+
+    ring: torch.Tensor
+    fill: float
+    width: int
+
+
 class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass.
 
@@ -196,10 +204,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         self.has_previous_state = dict.fromkeys(range(num_states), True)
         self.recurrent_states = {index: RecurrentState(cache) for index in range(num_states)}
         self.conv_states = {index: ConvolutionState(self, index) for index in range(num_states)}
-        self._rings: dict[int, torch.Tensor] = {}
-        # What rings hold where no token has been, and of how many tokens transformers' layer holds such inputs.
-        self._fills: dict[int, float] = {}
-        self._widths: dict[int, int] = {}
+        self._inputs: dict[int, _Inputs] = {}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """States and rings are allocated where they are first needed."""
@@ -219,11 +224,11 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         self, state_idx: int, inputs: torch.Tensor, kernel_size: int, width: int, fill: float = 0
     ) -> torch.Tensor:
         """`[B, slots, ...]`, in which the last ones of inputs `[B, n, ...]` are kept: allocated at the first pass."""
-        if state_idx not in self._rings:
-            slots = self._cache.convolution_slots(kernel_size)
-            self._rings[state_idx] = inputs.new_full((len(inputs), slots, *inputs.shape[2:]), fill)
-            self._fills[state_idx], self._widths[state_idx] = fill, width
-        return self._rings[state_idx]
+        if state_idx not in self._inputs:
+            slots = self._cache.ring_slots(kernel_size)
+            ring = inputs.new_full((len(inputs), slots, *inputs.shape[2:]), fill)
+            self._inputs[state_idx] = _Inputs(ring, fill, width)
+        return self._inputs[state_idx].ring
 
     def with_former(
         self, inputs: torch.Tensor, state_idx: int, count: int, fill: float = 0, width: int | None = None
@@ -245,7 +250,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         positions = block.first + torch.arange(-count, inputs.shape[1], device=inputs.device)
         whole = block.at(positions, ring, inputs)
         block.keep(ring, inputs)
-        return torch.where(like(positions >= 0, whole), whole, self._fills[state_idx])
+        return torch.where(like(positions >= 0, whole), whole, self._inputs[state_idx].fill)
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
         """The `inputs` `[B, C, n]` of a short convolution with those before them, `[B, C, kernel_size - 1 + n]`; they
@@ -270,22 +275,22 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
 
     @property
     def is_allocated(self) -> bool:
-        return bool(self._rings)
+        return bool(self._inputs)
 
     def restart(self) -> None:
         for state in self.recurrent_states.values():
             state.restart()
-        for index, ring in self._rings.items():
-            ring.fill_(self._fills.get(index, 0))
+        for inputs in self._inputs.values():
+            inputs.ring.fill_(inputs.fill)
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, taken: slice | torch.Tensor, slots: int) -> None:
         for index, state in source.recurrent_states.items():
             self.recurrent_states[index].copy_rows(rows, state, taken)
-        for index, ring in source._rings.items():
-            if index not in self._rings:
-                self._rings[index] = ring.new_zeros(self._cache.batch, *ring.shape[1:])
-                self._fills, self._widths = dict(source._fills), dict(source._widths)
-            self._rings[index][rows] = ring[taken]
+        for index, theirs in source._inputs.items():
+            if index not in self._inputs:
+                ring = theirs.ring.new_zeros(self._cache.batch, *theirs.ring.shape[1:])
+                self._inputs[index] = theirs._replace(ring=ring)
+            self._inputs[index].ring[rows] = theirs.ring[taken]
 
     @property
     def can_replay(self) -> bool:
@@ -307,8 +312,8 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         for index, state in self._used_states().items():
             state.read(held_states(layer, "recurrent_states", index), ends)
         rows = torch.arange(len(ends), device=ends.device)[:, None]
-        for index, ring in self._rings.items():
-            inputs = held_states(layer, "conv_states", index)[..., -self._widths[index] :].movedim(-1, 1)
+        for index, (ring, _, width) in self._inputs.items():
+            inputs = held_states(layer, "conv_states", index)[..., -width:].movedim(-1, 1)
             check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
             positions = ends[:, None] + torch.arange(-inputs.shape[1], 0, device=ends.device)
             slots = positions % ring.shape[1]
@@ -317,10 +322,10 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     def write_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> Callable[[], None]:
         rows = torch.arange(len(ends), device=ends.device)[:, None]
         states, inputs = {index: state.written(len(ends)) for index, state in self._used_states().items()}, {}
-        for index, ring in self._rings.items():
-            positions = ends[:, None] + torch.arange(-self._widths[index], 0, device=ends.device)
+        for index, (ring, fill, width) in self._inputs.items():
+            positions = ends[:, None] + torch.arange(-width, 0, device=ends.device)
             held = ring[rows, positions % ring.shape[1]]
-            held = torch.where(like(positions >= 0, held), held, self._fills[index])
+            held = torch.where(like(positions >= 0, held), held, fill)
             inputs[index] = held.movedim(1, -1).clone(memory_format=torch.contiguous_format)
         for index, held in states.items():
             if not layer.is_recurrent_states_initialized[index]:

@@ -377,8 +377,8 @@ def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
 
 
 def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Contents) -> list[Any]:
-    """Names and values of the attributes of modules of class `kind` that a forward pass may read: a tuple of each
-    attribute's values, if all have the same ones, as is so with most classes; else of each module.
+    """Names and values of the attributes of modules of class `kind` that a forward pass may read: of each module, or of
+    each attribute where all modules have the same ones, as is so with most classes.
     """
     count, names, values_of = _layout(kind, *attributes[0])
     # If the number is the same and all names are there, there are no others.
@@ -391,6 +391,8 @@ def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Content
         values = [layout[2](one) for layout, one in zip(layouts, attributes, strict=True)]
         if any(layout[1] != names for layout in layouts):
             return [(layout[1], contents.of_column(one)) for layout, one in zip(layouts, values, strict=True)]
+    if PLAIN_VALUES.issuperset(map(type, chain.from_iterable(values))):
+        return [names, values]
     columns = zip(*values, strict=True)
     return [names, *[one if PLAIN_VALUES.issuperset(map(type, one)) else contents.of_column(one) for one in columns]]
 

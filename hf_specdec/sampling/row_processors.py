@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..state import DecodeState
 from .logits import certain
 from .processors import BlockProcessor
@@ -62,7 +62,7 @@ def _processed(
     """`[n, V]` float32: `logits` `[n, V]` of positions of `row`, after `text` up to `length` and its next tokens."""
     scores, is_everywhere = logits.to(torch.float32, copy=True), all(map(_is_defined_everywhere, processors))
     for step in range(len(scores)):
-        with caller():
+        with user_code():
             scores[step] = processors(text[None, : length + step], scores[step : step + 1].clone())[0]
         if not is_everywhere and step + 1 < len(scores):
             draft = text[length + step]

@@ -16,7 +16,7 @@ from torch import nn
 from hf_specdec import NoDrafter, ops
 from hf_specdec.engine.equivalence import why_not_batch_invariant
 from hf_specdec.patching.batch_invariance import batch_invariant
-from hf_specdec.patching.patch import caller, engine
+from hf_specdec.patching.patch import engine, user_code
 
 OTHERS = ["gpt2", "olmo2", "cohere2", "phi3", "glm4_moe", "llama4_text"]
 PROMPT = padded_prompts(PROMPTS[3])
@@ -192,5 +192,5 @@ def test_operations_of_the_caller_are_its_own():
             torch.linalg.vector_norm(inputs)
         with pytest.raises(ValueError, match=r"aten\.index_put"):
             inputs.index_put((torch.tensor([0, 0]),), torch.ones(2, 4), accumulate=True)
-        with caller():
+        with user_code():
             torch.linalg.vector_norm(inputs)
