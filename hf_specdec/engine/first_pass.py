@@ -272,7 +272,7 @@ class FirstPass:
 
     Args:
         request: of the call, with `inputs`.
-        keeps_hidden_states: whether the caller gets the hidden states of the prompt.
+        keeps_hidden_states: whether the user gets the hidden states of the prompt.
     """
 
     def __init__(self, request: Request, keeps_hidden_states: bool):
@@ -296,7 +296,7 @@ class FirstPass:
         self._positions = torch.where(columns < 0, slots - 1, columns).to(model.device)
         cache = self._new_cache(slots, num_draft_tokens)
         with ExitStack() as stack:
-            # It is the caller's pass: in inference mode if the caller is. What is recorded is that of this pass only.
+            # It is the user's pass: in inference mode if the user is. What is recorded is that of this pass only.
             stack.enter_context(user_code())
             stack.enter_context(engine())
             recorder = stack.enter_context(
@@ -311,7 +311,7 @@ class FirstPass:
             try:
                 out = run_as_given(model, prompts.input_ids, request.config, given, cache)
             except BaseException:
-                if prompts.cached:  # the caller's cache, which has got longer in some layers
+                if prompts.cached:  # the user's cache, which has got longer in some layers
                     with suppress(Exception):
                         cache.crop(prompts.cached)
                 raise
@@ -340,7 +340,7 @@ class FirstPass:
     def bring(self, state: DecodeState, kept: HiddenStates | None) -> None:
         """Copy keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`.
 
-        The copies that are not the caller's cache are freed.
+        The copies that are not the user's cache are freed.
         """
         prompts, batch = self._request.prompts, len(state.lengths)
         whole = replace(prompts, cached=prompts.width)

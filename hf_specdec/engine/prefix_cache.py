@@ -170,7 +170,7 @@ class Prefix(NamedTuple):
 def margin_of(target: HostedTarget, num_draft_tokens: int) -> int | None:
     """`Drafter.prefix_margin` of the drafter of `target`; None also if the target's cache cannot be reused.
 
-    Hidden states that the caller gets are those of all positions, so then all are run.
+    Hidden states that the user gets are those of all positions, so then all are run.
     """
     if target.keeps_hidden_states or why_not_used(target.model, Use.PREFIX_REUSE) is not None:
         return None
@@ -427,7 +427,7 @@ class RowPrefixes:
             self._index.add(row, prompt)
 
     def advance(self, row: int, request: RowRequest) -> None:
-        """Take what `request`, which occupies `row` or did last, has said since."""
+        """Take what `request`, which occupies `row` or did last, has generated since."""
         if row in self._index:
             known = self._index.size(row) - len(request.prompt_ids)
             self._index.extend(row, request.tokens[known : request.num_settled])

@@ -1,4 +1,4 @@
-"""The prompts of a call: padding, lengths, and what a cache of the caller already holds."""
+"""The prompts of a call: padding, lengths, and what a cache of the user already holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .packed_prompts import PromptSpan
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a call, and how much of them a cache of the caller holds.
+    """The prompts of a call, and how much of them a cache of the user holds.
 
     Columns are those of the whole text, left padding included, as transformers' caches and attention masks count them.
     Row b, with `padding[b]` columns of padding, has position t in column `padding[b] + t`.
@@ -22,7 +22,7 @@ class Prompts:
     Attributes:
         input_ids: `[B, P]` int64 as given to `generate()`: the last P columns of the text.
         padding: columns of padding at the start of each row's text.
-        width: columns of the text; more than P if the caller passed only what the cache lacks.
+        width: columns of the text; more than P if the user passed only what the cache lacks.
         cached: leading columns that the cache holds; 0 without a cache.
         reread: the last of those columns, which the target runs again for a drafter that reads its hidden states.
     """

@@ -42,7 +42,7 @@ class Request:
         num_draft_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
         is_auto: whether it is.
         randomness: where random numbers come from.
-        cache: `past_key_values` of the caller, which the call fills; None if the caller passed none.
+        cache: `past_key_values` of the user, which the call fills; None if the user passed none.
         reason: why this engine runs, for the statistics.
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
         inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
@@ -149,7 +149,7 @@ class Request:
         return [name for name in ("scores", "logits", "hidden_states") if self.keeps(name)]
 
     def keeps(self, name: str) -> bool:
-        """Whether the caller gets the `"scores"`, `"logits"` or `"hidden_states"` of every step."""
+        """Whether the user gets the `"scores"`, `"logits"` or `"hidden_states"` of every step."""
         return bool(self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"))
 
 

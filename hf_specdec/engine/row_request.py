@@ -31,7 +31,7 @@ class RowRequest:
         sampling: how it is sampled, where requests have settings of their own.
         config: settings of its logits processors, `max_new_tokens` among them, where these are none of all rows; None
             where they are.
-        caller_processors: the user's own among them.
+        user_processors: the user's own among them.
         processors: these, for its text alone, once it has been given a row, see `ContinuousBatching.processors_of`.
         criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
         records_timestamps: whether `timestamps` are recorded.
@@ -56,7 +56,7 @@ class RowRequest:
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     config: GenerationConfig | None = None
-    caller_processors: LogitsProcessorList | None = None
+    user_processors: LogitsProcessorList | None = None
     processors: LogitsProcessorList | None = None
     criteria: StoppingCriteriaList | None = None
     records_timestamps: bool = False

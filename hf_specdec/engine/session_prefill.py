@@ -98,11 +98,11 @@ class SessionPrefill:
         finish_prefill(state, prompts, slice(None))
 
     def reread(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None]) -> None:
-        """Run positions again that the caller's cache holds, so that the drafter gets hidden states of them.
+        """Run positions again that the user's cache holds, so that the drafter gets hidden states of them.
 
         Args:
             spans: the last ones of each row that it holds.
-            bring_cached: restores what it holds, which need not be what the tokens say.
+            bring_cached: restores what it holds, which need not be what the tokens give.
         """
         state = self._session.state
         rows = upload([span.row for span in spans], state.lengths)

@@ -38,7 +38,7 @@ class Transcript:
     rows are padded, the streamer gets the tokens of the step. Tokens beyond the finalised steps wait, and are dropped
     if their row turns out to have ended.
 
-    The text is kept in host memory and, if criteria of the caller read it on another device, also there: every token is
+    The text is kept in host memory and, if criteria of the user read it on another device, also there: every token is
     written once to each, and criteria are given views. So their cost does not grow with the length of the text.
 
     Args:

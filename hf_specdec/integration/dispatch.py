@@ -99,7 +99,7 @@ def _on_static_engine(
     obstacle = why_not_static(model, request.config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
         return request, obstacle
-    # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
+    # Padding that continuous batching makes is not the user's: its rows are what each of them generates by itself.
     is_padded = not is_continuous and any(prompts.padding)
     why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
     obstacle = why_not()

@@ -1,7 +1,7 @@
 """`model.init_continuous_batching(..., assistant_model=drafter)`: the manager that users call.
 
 `manager_requests.py` checks requests and makes them, `manager_queue.py` holds them until they are over,
-`manager_results.py` delivers what they say, `manager_thread.py` runs rounds by the calls of `manager_call.py`.
+`manager_results.py` delivers their tokens, `manager_thread.py` runs rounds by the calls of `manager_call.py`.
 """
 
 from __future__ import annotations

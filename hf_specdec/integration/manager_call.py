@@ -86,7 +86,7 @@ class ManagedCall:
         if request.config is None:
             return None
         prompt, limit = request.prompt.to(self.model.device), request.config.max_new_tokens
-        return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.caller_processors)
+        return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.user_processors)
 
     def seen(self) -> tuple:
         """What can be seen of how target and drafter compute: equal later unless they were changed.

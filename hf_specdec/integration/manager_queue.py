@@ -106,7 +106,7 @@ class RequestQueue:
             self.changed.notify_all()
 
     def disown(self, request_ids: Sequence[str]) -> None:
-        """End requests whose caller never learns of them, and forget what they have said."""
+        """End requests whose user never learns of them, and forget their results."""
         with self.changed:
             for name in request_ids:
                 prompt = {one.request_id for one in self.active.values() if one.prompt_id == name} | {name}

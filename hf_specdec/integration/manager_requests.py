@@ -131,7 +131,7 @@ class RequestFactory:
                 seed=seeds[number],
                 sampling=sampling,
                 config=config,
-                caller_processors=processors,
+                user_processors=processors,
                 criteria=self._stop_strings(stop_strings, tokenizer),
                 records_timestamps=record_timestamps,
                 error=self.why_too_long(len(prompt)),
