@@ -252,8 +252,11 @@ class Signature:
     @cached_property
     def facts(self) -> dict[Hashable, Any]:
         """What was found out about models of the same `kind`, for others to add to by `keep`."""
-        facts = _facts.get(self.kind)
-        return keep(_facts, self.kind, {}) if facts is None else facts
+        with _keeping:
+            facts = _facts[self.kind] = _facts.pop(self.kind, {})  # the least recently used kinds are dropped
+            while len(_facts) > MOST_KEPT:
+                del _facts[next(iter(_facts))]
+        return facts
 
     @property
     def behaviour(self) -> tuple:
