@@ -173,7 +173,7 @@ def test_sums_of_rejected_drafts_would_show(target, monkeypatch):
 @pytest.mark.core
 def test_draft_models_caches_and_rows_that_come_and_go(target):
     """What else an engine does with the memory of a layer."""
-    config = DraftModelConfig(model=LlamaConfig().to_dict(), vocab_size=VOCAB, mask_token_id=None)
+    config = DraftModelConfig(model=LlamaConfig(vocab_size=VOCAB).to_dict(), vocab_size=VOCAB, mask_token_id=None)
     drafter, inputs = DraftModelDrafter(config, copy.deepcopy(target)).eval(), padded_prompts([9, 4])
     drafter.bind(target)
     first = target.generate(**inputs, **OPTIONS, return_dict_in_generate=True, assistant_model=drafter)
