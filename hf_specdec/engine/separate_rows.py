@@ -66,7 +66,7 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
             f"a text of up to {longest + 1} tokens outgrows {limit}, and plain generate() chooses RoPE of all rows by "
             "the longest one; expected prompts of the same length, or fewer new tokens"
         )
-    return why_not_separate_rows(request.model, is_padded=False)
+    return why_not_separate_rows(request.model, is_padded=any(prompts.padding), keeps_padding=True)
 
 
 def _why_not_split(name: str, value: Any, batch: int) -> str | None:
