@@ -25,8 +25,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import Drafter, NoDrafter
-from hf_specdec.config import Eagle3Config, PEagleConfig
-from hf_specdec.config.draft_model import DraftModelConfig
+from hf_specdec.config import DraftModelConfig, Eagle3Config, PEagleConfig
 from hf_specdec.drafters import DraftModelDrafter, Eagle3Drafter, PEagleDrafter
 
 _COMMON = {

@@ -21,6 +21,7 @@ from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters import Eagle3Drafter, PEagleDrafter
 from hf_specdec.engine.cuda_graphs import CudaGraph
 from hf_specdec.kernels.types import VerificationResult
+from hf_specdec.patching.layer_kinds import LayerKinds
 from hf_specdec.patching.linear import patched_linear
 from hf_specdec.patching.patch import engine
 from hf_specdec.state import Shape
@@ -84,8 +85,8 @@ def drafting(drafter: Eagle3Drafter, batch: int, num_drafts: int, context: int) 
     shape = Shape(
         batch, slots=context + 65, num_draft_tokens=num_drafts, is_sampling=False, draft_probs=False, num_ends=0
     )
-    state = drafter.new_state(shape, layers=(), device=device)
-    state.begin(prompts, max_new_tokens=64, eos=None, seeds=torch.zeros(batch, dtype=torch.int64))
+    state = drafter.new_state(shape, layers=LayerKinds(), device=device)
+    state.admit(range(batch), prompts, max_new_tokens=[64] * batch, seeds=[0] * batch)
     slots = torch.arange(context - 1, device=device).expand(batch, -1)
     aux_hidden_states = torch.randn(batch, context - 1, width, device=device, dtype=drafter.dtype)
     drafter.prefill(state, aux_hidden_states, slots)

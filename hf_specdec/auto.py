@@ -11,45 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoints.cache_reader import read_cache_reader
 from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
-from .checkpoints.decisions import Decision
-from .checkpoints.detection import (
-    CACHE_READER,
-    DFLASH,
-    DFLASH2,
-    DOMINO,
-    DRAFT_MODEL,
-    DSPARK,
-    EAGLE3,
-    MTP,
-    P_EAGLE,
-    PARD2,
-    check_family,
-    check_not_refused,
-    drafter_tensors,
-)
-from .checkpoints.dflash import read_dflash, read_dflash2, read_domino, read_dspark
-from .checkpoints.draft_model import read_draft_model
-from .checkpoints.eagle3 import read_eagle3
-from .checkpoints.mtp import read_mtp
-from .checkpoints.overrides import Overrides, check_no_mask_token, check_rope_overrides, without_none
-from .checkpoints.pard2 import read_pard2
-from .checkpoints.peagle import read_peagle
+from .checkpoints.detection import Published
+from .checkpoints.interpretation import Decision, Decisions, Overrides, check_rope_overrides, without_none
 from .checkpoints.tensors import plain_weight
-from .config import DrafterConfig, Eagle3Config, PEagleConfig
+from .config import DrafterConfig
 from .drafters.base import Drafter
-from .drafters.cache_reader import CacheReaderDrafter
-from .drafters.dflash import DFlashDrafter
-from .drafters.dflash2 import DFlash2Drafter
-from .drafters.domino import DominoDrafter
-from .drafters.draft_model import DraftModelDrafter
-from .drafters.dspark import DSparkDrafter
-from .drafters.eagle3 import Eagle3Drafter
-from .drafters.mtp import MtpDrafter
-from .drafters.pard2 import Pard2Drafter
-from .drafters.peagle import PEagleDrafter
-from .drafters.registry import registered_drafters
+from .drafters.registry import find_family, needed_by, refuse, registered_drafters
 from .patching.hidden_states import device_of_last_layer
 
 if TYPE_CHECKING:
@@ -57,29 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# By the family of a published checkpoint: what reads its configuration, and what runs it.
-_FAMILIES = {
-    EAGLE3: (read_eagle3, Eagle3Drafter),
-    P_EAGLE: (read_peagle, PEagleDrafter),
-    DFLASH: (read_dflash, DFlashDrafter),
-    DFLASH2: (read_dflash2, DFlash2Drafter),
-    DOMINO: (read_domino, DominoDrafter),
-    DSPARK: (read_dspark, DSparkDrafter),
-    PARD2: (read_pard2, Pard2Drafter),
-    MTP: (read_mtp, MtpDrafter),
-    CACHE_READER: (read_cache_reader, CacheReaderDrafter),
-    DRAFT_MODEL: (read_draft_model, DraftModelDrafter),
-}
-
 
 class NormalizedCheckpoint(NamedTuple):
-    """The drafter class of a checkpoint, and its configuration in normal form.
-
-    Attributes:
-        family: class that runs it.
-        config: its configuration in normal form.
-        decisions: how properties that the checkpoint leaves open were decided; only the caller's overrides for a
-            checkpoint that is in normal form.
+    """The class that runs a checkpoint, its configuration in normal form, and how what it leaves open was decided; for
+    a checkpoint that is in normal form only the caller's overrides.
     """
 
     family: type[Drafter]
@@ -96,11 +45,6 @@ def read_checkpoint(
 ) -> NormalizedCheckpoint:
     """Detect the family of a checkpoint, bring its configuration into normal form, and check its tensors against that.
 
-    Args:
-        checkpoint: as published.
-        target: the target's configuration, if there is a target.
-        overrides: how the caller wants it to be interpreted.
-
     Raises:
         ValueError: expected a supported family and dialect, and a config.json that agrees with itself and the tensors.
     """
@@ -110,31 +54,39 @@ def read_checkpoint(
     return found
 
 
+def find_checkpoint(
+    repo: str | Path, target: PreTrainedConfig | None, overrides: Overrides | None = None, **hub: Any
+) -> Checkpoint:
+    """`open_checkpoint` with the tensors that a drafter for `target` needs; unsupported families are refused."""
+    return open_checkpoint(repo, select=needed_by(target, overrides or {}), refuse=refuse, **hub)
+
+
 def read_config(
     checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Overrides | None = None
 ) -> NormalizedCheckpoint:
     """`read_checkpoint` without the comparison of tensors with those that the configuration asks for."""
     given = without_none(overrides)
     check_rope_overrides(given)
-    family = registered_drafters().get(checkpoint.config.get("model_type"))
+    drafter = registered_drafters().get(checkpoint.config.get("model_type"))
     with checkpoint.config_errors():
-        if family is None:
-            text = target.get_text_config() if target is not None else None
-            kind = check_family(checkpoint.name, checkpoint.config, checkpoint.tensors, text, given)
-            read, family = _FAMILIES[kind]
-            normalized = read(checkpoint, text, given)
-            found = NormalizedCheckpoint(family, normalized.config, normalized.decisions)
+        if drafter is not None:
+            drafter.config_class.check_keywords(given, checkpoint.name)
+            found = _read_normal_form(checkpoint, drafter, given)
         else:
-            found = _read_normal_form(checkpoint, family, given)
+            text = target.get_text_config() if target is not None else None
+            published = Published(checkpoint.name, checkpoint.config, checkpoint.tensors or (), text, given)
+            family = find_family(published)
+            family.drafter.config_class.check_keywords(given, checkpoint.name)
+            decisions = Decisions(given)
+            config = family.read(checkpoint, text, decisions)
+            found = NormalizedCheckpoint(family.drafter, config, tuple(decisions.made))
     found.config.name_or_path = checkpoint.name
     return found
 
 
 def _read_normal_form(checkpoint: Checkpoint, family: type[Drafter], given: Mapping[str, Any]) -> NormalizedCheckpoint:
     """Read a checkpoint that `save_pretrained` wrote: it is complete, so only overrides are decisions."""
-    settings, config_class = dict(checkpoint.config), family.config_class
-    if issubclass(config_class, Eagle3Config) and not issubclass(config_class, PEagleConfig):
-        check_no_mask_token(checkpoint.name, given)
+    settings = dict(checkpoint.config)
     for keyword, field in (("share_embedding", "own_embedding"), ("share_head", "own_head")):
         if given.get(keyword) is False and not settings.get(field, True):
             raise ValueError(f"{keyword} is False, but {checkpoint.name} has none of its own to use instead.")
@@ -142,13 +94,11 @@ def _read_normal_form(checkpoint: Checkpoint, family: type[Drafter], given: Mapp
         if name == "rope_theta":
             settings["rope_parameters"] = settings.get("rope_parameters", {}) | {name: float(value)}
         elif name not in ("share_embedding", "share_head"):
-            if not hasattr(config_class, name):
-                raise ValueError(f"{checkpoint.name} is a {config_class.family} drafter: it has no {name}.")
             settings[name] = value
     if "anchor_first" in given:  # it changes how many tokens a block drafts
         settings.pop("num_assistant_tokens", None)
     decisions = tuple(Decision(name, value, "given by the caller") for name, value in given.items())
-    return NormalizedCheckpoint(family, config_class.from_dict(settings), decisions)
+    return NormalizedCheckpoint(family, family.config_class.from_dict(settings), decisions)
 
 
 class AutoDrafter:
@@ -178,9 +128,8 @@ class AutoDrafter:
                 only their tensors are read, and only the shards that hold them are fetched.
             target: the model whose generation is to be accelerated.
             num_assistant_tokens: draft tokens a round (K), or `"auto"`; the checkpoint's own if None.
-            draft_probs, engine, verification: see `Drafter.configure`.
-            compile: `compile_rounds` of `Drafter.configure`.
-            batch_invariant, draft_window_size: see `Drafter.configure`.
+            draft_probs, engine, verification, compile, batch_invariant, draft_window_size: see `Drafter.configure`,
+                where `compile` is `compile_rounds`.
             dtype: the target's if None.
             device_map: the device of the target's last layer if None.
             revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the
@@ -203,7 +152,11 @@ class AutoDrafter:
             ValueError: expected a supported and undamaged drafter that was made for the target.
             TypeError: expected the keywords above, and a model as target.
         """
-        hub, overrides = _split_keywords(keywords)
+        unknown = sorted(keywords.keys() - CheckpointKeywords.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
+        hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
+        overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
         if not isinstance(target, nn.Module):
             raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
         if not hasattr(target, "config"):
@@ -211,16 +164,13 @@ class AutoDrafter:
                 f"target is a {type(target).__name__}, which has no config; expected a model of transformers. If it is "
                 "around one (DataParallel), pass that."
             )
-        select = drafter_tensors(overrides, target.config.get_text_config())
-        checkpoint = open_checkpoint(pretrained_model_name_or_path, select=select, refuse=check_not_refused, **hub)
+        checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
         found = read_checkpoint(checkpoint, target.config, overrides)
-        drafter = found.family.load_checkpoint(
-            checkpoint,
-            found.config,
-            dtype=target.dtype if dtype is None else dtype,
-            device_map=_device_map_of(target) if device_map is None else device_map,
-            use_safetensors=checkpoint.uses_safetensors,
-        )
+        device = device_of_last_layer(target)
+        if device_map is None and device.type != "cpu":
+            device_map = {"": device}
+        dtype = target.dtype if dtype is None else dtype
+        drafter = found.family.load_checkpoint(checkpoint, found.config, dtype=dtype, device_map=device_map)
         drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
         share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
         drafter.bind(target)
@@ -229,25 +179,6 @@ class AutoDrafter:
         )
         _log(checkpoint.name, found)
         return drafter.eval()
-
-
-def _split_keywords(keywords: CheckpointKeywords) -> tuple[HubOptions, Overrides]:
-    """Split the keywords of `from_pretrained` into those about the Hub and those about the interpretation.
-
-    Raises:
-        TypeError: expected keywords of `CheckpointKeywords` only.
-    """
-    unknown = sorted(keywords.keys() - CheckpointKeywords.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
-    hub: HubOptions = {name: keywords[name] for name in HubOptions.__annotations__ if name in keywords}
-    overrides: Overrides = {name: keywords[name] for name in Overrides.__annotations__ if name in keywords}
-    return hub, overrides
-
-
-def _device_map_of(target: PreTrainedModel) -> dict[str, torch.device] | None:
-    device = device_of_last_layer(target)
-    return None if device.type == "cpu" else {"": device}
 
 
 def share_with_target(

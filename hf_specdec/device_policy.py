@@ -61,9 +61,9 @@ DEVICE_POLICIES = {
     ),
     "cpu": DevicePolicy(transposed_linear=True, virtual_memory=True),
 }
-_DEFAULT = DevicePolicy()
+DEFAULT_POLICY = DevicePolicy()
 
 
 def policy_of(device: torch.device) -> DevicePolicy:
     """The policy for the type of `device`."""
-    return DEVICE_POLICIES.get(device.type, _DEFAULT)
+    return DEVICE_POLICIES.get(device.type, DEFAULT_POLICY)

@@ -9,16 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .kernels import (
-    gated_activation_reference,
-    gather_rows_reference,
-    rms_norm_reference,
-    rotary_angles_reference,
-    rotary_reference,
-)
+from .kernels import rms_norm_reference, rotary_angles_reference, rotary_reference
 from .kernels.gated_activation_reference import ACTIVATIONS
 from .kernels.types import AnglesKind, NormKind, RotaryKind
-from .op_choice import choose, is_for_triton, register_op
+from .op_choice import is_for_triton, kernel_op, register_op
 
 __all__ = [
     "ACTIVATIONS",
@@ -120,28 +114,16 @@ def _(frequencies, positions, dtype, repeats, scaling):
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
-@register_op("hf_specdec::gated_activation", schema="(Tensor gate, Tensor up, str activation) -> Tensor")
-def _gated_activation(gate, up, activation):
-    from .kernels.gated_activation import gated_activation
-
-    return gated_activation(gate, up, activation)
-
-
-@_gated_activation.register_fake
-def _(gate, up, activation):
-    return gate.new_empty(gate.shape)
-
-
-@register_op("hf_specdec::gather_rows", schema="(Tensor table, Tensor index, Tensor? fill) -> Tensor")
-def _gather_rows(table, index, fill):
-    from .kernels.gather_rows import gather_rows
-
-    return gather_rows(table, index, fill)
-
-
-@_gather_rows.register_fake
-def _(table, index, fill):
-    return table.new_empty(*index.shape, table.shape[2])
+gated_activation = kernel_op(
+    "gated_activation.gated_activation",
+    "(Tensor gate, Tensor up, str activation) -> Tensor",
+    lambda gate, up, activation: gate.new_empty(gate.shape),
+)
+gather_rows = kernel_op(
+    "gather_rows.gather_rows",
+    "(Tensor table, Tensor index, Tensor? fill) -> Tensor",
+    lambda table, index, fill: table.new_empty(*index.shape, table.shape[2]),
+)
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
@@ -185,15 +167,3 @@ def rotate_and_store(
     if is_for_triton(states[0]):
         return _rotate_and_store(cos, sin, list(states), list(kind), *stored)
     return rotary_reference.rotate_and_store(cos, sin, states, kind, *stored)
-
-
-def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `kernels.gated_activation_reference.gated_activation`; a Triton kernel on GPUs."""
-    return (_gated_activation if is_for_triton(gate) else gated_activation_reference.gated_activation)(
-        gate, up, activation
-    )
-
-
-def gather_rows(table: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
-    """See `kernels.gather_rows_reference.gather_rows`; a Triton kernel on GPUs."""
-    return choose(_gather_rows, gather_rows_reference.gather_rows, table)(table, *args)

@@ -20,12 +20,8 @@ GGUF_SUFFIX = ".gguf"
 
 
 def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a target for inference (see `prepare_target`).
-
-    Args:
-        name: folder, Hub repository or GGUF file.
-        dtype: of its weights; those of a GGUF file are dequantised.
-        device: of its weights.
+    """Load a target for inference (see `prepare_target`) from a folder, Hub repository or GGUF file, which is
+    dequantised.
 
     Raises:
         OSError: there is no such folder, repository or file.
@@ -76,9 +72,7 @@ def set_end_tokens(
     """Set the end-of-sequence and padding tokens in the generation config of `model`.
 
     Args:
-        model: whose generation config is changed.
-        tokenizer: of the model, if there is one; its tokens are changed too if `eos_token` is given.
-        eos_token: the only end-of-sequence token; None to keep those of the generation config.
+        eos_token: the only end-of-sequence token, also of the tokenizer; None to keep those of the generation config.
         ignore_eos: whether there are no end-of-sequence tokens.
 
     Raises:

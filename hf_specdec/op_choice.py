@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +13,7 @@ import torch
 from torch.library import CustomOpDef
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from .device_policy import policy_of
+from .device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -82,24 +83,21 @@ def is_for_triton(tensor: torch.Tensor) -> bool:
     """Whether an op of `tensor` runs its Triton kernel."""
     if not torch.compiler.is_compiling() and _choice.references_only:
         return False
-    return policy_of(tensor.device).triton and tensor.dtype != torch.float64
+    return DEVICE_POLICIES.get(tensor.device.type, DEFAULT_POLICY).triton and tensor.dtype != torch.float64
 
 
-def unseen() -> AbstractContextManager[None]:
+def without_dispatch_modes() -> AbstractContextManager[None]:
     """Context, within `batch_invariant`, of which dispatch modes see no operation, as inside of an op."""
     return _disable_current_modes() if is_batch_invariant() else nullcontext()
-
-
-def _run_unseen(reference: Callable, *args: Any, **kwargs: Any) -> Any:
-    with unseen():
-        return reference(*args, **kwargs)
 
 
 def choose(kernel: Callable, reference: Callable, tensor: torch.Tensor) -> Callable:
     """What runs on `tensor`: the op of a kernel, or the kernel's reference."""
     if is_for_triton(tensor):
         return kernel
-    return functools.partial(_run_unseen, reference) if is_batch_invariant() else reference
+    if torch.compiler.is_compiling() or not _choice.batch_invariant:
+        return reference
+    return _disable_current_modes()(reference)  # as a decorator the context is entered in each call
 
 
 # Types of tensors that hold their values themselves: kernels take them as they are.
@@ -123,12 +121,12 @@ class Op:
         self.register_fake = op.register_fake
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_seen(args):
+        if torch.compiler.is_compiling() or _must_be_dispatched(args):
             return self._op(*args)
         return self._kernel(*args)
 
 
-def _is_seen(args: Iterable[Any]) -> bool:
+def _must_be_dispatched(args: Iterable[Any]) -> bool:
     """Whether something has to see an op with these arguments."""
     if torch.is_grad_enabled() or _len_torch_dispatch_stack():
         return True
@@ -136,7 +134,7 @@ def _is_seen(args: Iterable[Any]) -> bool:
         if isinstance(one, torch.Tensor):
             if type(one) not in _PLAIN_TENSORS:
                 return True
-        elif isinstance(one, (list, tuple)) and _is_seen(one):
+        elif isinstance(one, (list, tuple)) and _must_be_dispatched(one):
             return True
     return False
 
@@ -155,3 +153,42 @@ def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> C
         return Op(torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema), launch)
 
     return register
+
+
+def kernel_op(
+    place: str,
+    schema: str,
+    fake: Callable | None,
+    mutates_args: tuple[str, ...] = (),
+    reference: str | None = None,
+    result: type[tuple] = tuple,
+) -> Callable:
+    """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
+
+    Args:
+        place: `module.function` of the kernel in `kernels`, which is imported when it is first called.
+        schema: of the op of torch, which has the name of the function.
+        fake: what the op returns for fake tensors; None if it returns nothing.
+        mutates_args: names of arguments that it writes.
+        reference: `module.function` of the reference, if not `module_reference.function`.
+        result: the named tuple that is returned, where it is one: ops of torch return plain ones.
+    """
+    module, _, name = place.partition(".")
+    file, _, name_there = (reference or f"{module}_reference.{name}").partition(".")
+    plain = getattr(importlib.import_module(f"{__package__}.kernels.{file}"), name_there)
+    kernels = functools.cache(functools.partial(importlib.import_module, f"{__package__}.kernels.{module}"))
+
+    def launch(*args: Any) -> Any:
+        out = getattr(kernels(), name)(*args)
+        return tuple(out) if isinstance(out, tuple) else out
+
+    op = register_op(f"hf_specdec::{name}", schema, mutates_args)(launch)
+    if fake is not None:
+        op.register_fake(fake)
+
+    @functools.wraps(plain)
+    def run(tensor: torch.Tensor, *args: Any) -> Any:
+        out = choose(op, plain, tensor)(tensor, *args)
+        return out if result is tuple else result(*out)
+
+    return run

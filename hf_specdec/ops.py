@@ -11,15 +11,9 @@ import torch
 from .kernels import (
     attention_reference,
     draft_inputs_reference,
-    draft_sampling_reference,
     experts_reference,
-    kv_cache_reference,
     linear_reference,
     recurrence_reference,
-    short_conv_reference,
-    verify_block_reference,
-    verify_greedy_reference,
-    verify_sampling_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.linear_tiles import (
@@ -38,6 +32,7 @@ from .op_choice import (
     has_kernels,
     is_batch_invariant,
     is_for_triton,
+    kernel_op,
     note_attended,
     references,
     register_op,
@@ -94,105 +89,16 @@ def _(query, key, value, positions, scaling, window, sinks, softcap, starts, end
 
 
 @register_op(
-    "hf_specdec::write_kv",
-    mutates_args=("keys", "values"),
-    schema="(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions) -> ()",
-)
-def _write_kv(keys, values, key_states, value_states, positions):
-    from .kernels.kv_cache import write_kv
-
-    write_kv(keys, values, key_states, value_states, positions)
-
-
-@register_op(
     "hf_specdec::prepare_inputs",
     mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
     schema="(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
     "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
     "-> ()",
 )
-def _prepare_inputs(
-    tokens,
-    lengths,
-    committed,
-    limits,
-    finished,
-    out_tokens,
-    out_slots,
-    out_positions,
-    out_sources,
-    num_masks,
-    mask_token,
-    shift,
-):
+def _prepare_inputs(tokens, lengths, committed, limits, finished, *args):
     from .kernels.draft_inputs import prepare_inputs
 
-    out = DraftInputs(out_tokens, out_slots, out_positions, out_sources)
-    prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift)
-
-
-@register_op("hf_specdec::verify_greedy", schema="(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)")
-def _verify_greedy(scores, drafts):
-    from .kernels.verify_greedy import verify_greedy
-
-    return tuple(verify_greedy(scores, drafts))
-
-
-@register_op(
-    "hf_specdec::verify_sampling",
-    schema="(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-def _verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
-    from .kernels.verify_sampling import verify_sampling
-
-    return tuple(verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths))
-
-
-@register_op(
-    "hf_specdec::verify_block",
-    schema="(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
-    "Tensor remaining) -> (Tensor, Tensor, Tensor)",
-)
-def _verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining):
-    from .kernels.verify_block import verify_block
-
-    return tuple(verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining))
-
-
-@_verify_greedy.register_fake
-@_verify_sampling.register_fake
-@_verify_block.register_fake
-def _(scores, drafts, *rest):
-    batch, num_drafts = drafts.shape
-    return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
-
-
-@register_op("hf_specdec::best_draft", schema="(Tensor logits, Tensor? target_ids) -> Tensor")
-def _best_draft(logits, target_ids):
-    from .kernels.draft_sampling import best_draft
-
-    return best_draft(logits, target_ids)
-
-
-@_best_draft.register_fake
-def _(logits, target_ids):
-    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
-
-
-@register_op(
-    "hf_specdec::draw_draft",
-    schema="(Tensor logits, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> (Tensor, Tensor)",
-)
-def _draw_draft(logits, temperatures, seeds, lengths, first):
-    from .kernels.draft_sampling import draw_draft
-
-    return draw_draft(logits, temperatures, seeds, lengths, first)
-
-
-@_draw_draft.register_fake
-def _(logits, temperatures, seeds, lengths, first):
-    return logits.new_empty(logits.shape[:-1], dtype=torch.int64), logits.new_empty(logits.shape, dtype=torch.float32)
+    prepare_inputs(tokens, lengths, committed, limits, finished, DraftInputs(*args[:4]), *args[4:])
 
 
 @register_op(
@@ -202,64 +108,18 @@ def _(logits, temperatures, seeds, lengths, first):
     "Tensor(b!) ring_keys, Tensor(c!) ring_updates, Tensor(d!) ring_decays, Tensor base, Tensor certain, "
     "Tensor positions, int dummy, bool delta, bool normalize, float scale, Tensor? rates) -> Tensor",
 )
-def _recurrence(
-    query,
-    key,
-    value,
-    decay,
-    beta,
-    state,
-    ring_keys,
-    ring_updates,
-    ring_decays,
-    base,
-    certain,
-    positions,
-    dummy,
-    delta,
-    normalize,
-    scale,
-    rates,
-):
+def _recurrence(query, key, value, decay, beta, state, ring_keys, ring_updates, ring_decays, *args):
     from .kernels.recurrence import recurrence
 
+    *bounds, delta, normalize, scale, rates = args
     ring = RecurrenceRing(ring_keys, ring_updates, ring_decays)
-    kind = {"delta": delta, "normalize": normalize, "scale": scale, "rates": rates}
-    return recurrence(query, key, value, decay, beta, state, ring, base, certain, positions, dummy, **kind)
+    options = {"delta": delta, "normalize": normalize, "scale": scale, "rates": rates}
+    return recurrence(query, key, value, decay, beta, state, ring, *bounds, **options)
 
 
 @_recurrence.register_fake
 def _(query, key, value, *rest):
     return value.new_empty(value.shape)
-
-
-@register_op(
-    "hf_specdec::short_conv",
-    mutates_args=("ring",),
-    schema="(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) "
-    "-> Tensor",
-)
-def _short_conv(inputs, ring, positions, dummy, weight, bias, silu):
-    from .kernels.short_conv import short_conv
-
-    return short_conv(inputs, ring, positions, dummy, weight, bias, silu)
-
-
-@_short_conv.register_fake
-def _(inputs, *rest):
-    return inputs.new_empty(inputs.shape)
-
-
-@register_op("hf_specdec::plan_experts", schema="(Tensor expert_ids, int num_experts, int rows) -> Tensor")
-def _plan_experts(expert_ids, num_experts, rows):
-    from .kernels.experts import plan_experts
-
-    return plan_experts(expert_ids, num_experts, rows)
-
-
-@_plan_experts.register_fake
-def _(expert_ids, num_experts, rows):
-    return expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32)
 
 
 @register_op(
@@ -303,6 +163,65 @@ def _(inputs, weight, bias):
     return inputs.new_empty(len(inputs), len(weight))
 
 
+write_kv = kernel_op(
+    "kv_cache.write_kv",
+    "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions) -> ()",
+    None,
+    mutates_args=("keys", "values"),
+)
+
+
+def _empty_result(scores, drafts, *rest):
+    batch, num_drafts = drafts.shape
+    return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
+
+
+verify_greedy = kernel_op(
+    "verify_greedy.verify_greedy",
+    "(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)",
+    _empty_result,
+    result=VerificationResult,
+)
+verify_sampling = kernel_op(
+    "verify_sampling.verify_sampling",
+    "(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
+    "-> (Tensor, Tensor, Tensor)",
+    _empty_result,
+    result=VerificationResult,
+)
+verify_block = kernel_op(
+    "verify_block.verify_block",
+    "(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
+    "Tensor remaining) -> (Tensor, Tensor, Tensor)",
+    _empty_result,
+    result=VerificationResult,
+)
+best_draft = kernel_op(
+    "draft_sampling.best_draft",
+    "(Tensor logits, Tensor? target_ids=None) -> Tensor",
+    lambda logits, target_ids: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+)
+draw_draft = kernel_op(
+    "draft_sampling.draw_draft",
+    "(Tensor logits, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> (Tensor, Tensor)",
+    lambda logits, temperatures, seeds, lengths, first: (
+        logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+        logits.new_empty(logits.shape, dtype=torch.float32),
+    ),
+)
+short_conv = kernel_op(
+    "short_conv.short_conv",
+    "(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) -> Tensor",
+    lambda inputs, *rest: inputs.new_empty(inputs.shape),
+    mutates_args=("ring",),
+)
+plan_experts = kernel_op(
+    "experts.plan_experts",
+    "(Tensor expert_ids, int num_experts, int rows) -> Tensor",
+    lambda expert_ids, num_experts, rows: expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32),
+)
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -326,11 +245,6 @@ def attention(
     return attention_reference.attention(*args, chunk)
 
 
-def write_kv(keys: torch.Tensor, *args: torch.Tensor) -> None:
-    """See `kernels.kv_cache_reference.write_kv`; a Triton kernel on GPUs."""
-    choose(_write_kv, kv_cache_reference.write_kv, keys)(keys, *args)
-
-
 def prepare_inputs(
     tokens: torch.Tensor,
     lengths: torch.Tensor,
@@ -349,33 +263,6 @@ def prepare_inputs(
         draft_inputs_reference.prepare_inputs(
             tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift
         )
-
-
-def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
-    """See `kernels.verify_greedy_reference.verify_greedy`; a Triton kernel on GPUs."""
-    return VerificationResult(*choose(_verify_greedy, verify_greedy_reference.verify_greedy, scores)(scores, drafts))
-
-
-def verify_sampling(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
-    """See `kernels.verify_sampling_reference.verify_sampling`; a Triton kernel on GPUs."""
-    return VerificationResult(
-        *choose(_verify_sampling, verify_sampling_reference.verify_sampling, scores)(scores, *args)
-    )
-
-
-def verify_block(scores: torch.Tensor, *args: torch.Tensor | None) -> VerificationResult:
-    """See `kernels.verify_block_reference.verify_block`; a Triton kernel on GPUs."""
-    return VerificationResult(*choose(_verify_block, verify_block_reference.verify_block, scores)(scores, *args))
-
-
-def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """See `kernels.draft_sampling_reference.best_draft`; a Triton kernel on GPUs."""
-    return choose(_best_draft, draft_sampling_reference.best_draft, logits)(logits, target_ids)
-
-
-def draw_draft(logits: torch.Tensor, *args: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.draft_sampling_reference.draw_draft`; a Triton kernel on GPUs."""
-    return choose(_draw_draft, draft_sampling_reference.draw_draft, logits)(logits, *args)
 
 
 def recurrence(
@@ -403,16 +290,6 @@ def recurrence(
     return recurrence_reference.recurrence(
         *inputs, ring, *bounds, delta=delta, normalize=normalize, scale=scale, rates=rates
     )
-
-
-def short_conv(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
-    """See `kernels.short_conv_reference.short_conv`; a Triton kernel on GPUs."""
-    return choose(_short_conv, short_conv_reference.short_conv, inputs)(inputs, *args)
-
-
-def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
-    """See `kernels.experts_reference.plan_experts`; a Triton kernel on GPUs."""
-    return choose(_plan_experts, experts_reference.plan_experts, expert_ids)(expert_ids, num_experts, rows)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:

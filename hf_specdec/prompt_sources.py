@@ -34,12 +34,7 @@ PROMPTS = (
 
 
 class Prompt(NamedTuple):
-    """A prompt.
-
-    Attributes:
-        id: the `id` that its source gives, else its index there.
-        text: the first turn of the user.
-    """
+    """The first turn of a user, with the `id` that its source gives, else its index there."""
 
     id: int | str
     text: str
@@ -118,11 +113,7 @@ def _load_hub(name: str, limit: int | None) -> list[Prompt]:
 
 
 def _prompt(own_id: Any, number: int, text: str, where: str) -> Prompt:
-    """The prompt `text` with its own id, or else `number`.
-
-    Raises:
-        ValueError: either has no UTF-8: JSON can hold halves of surrogate pairs.
-    """
+    """The prompt `text` with its own id, or else `number`; halves of surrogate pairs in JSON are no text."""
     for value in (own_id, text):
         try:
             str(value).encode()
@@ -132,11 +123,7 @@ def _prompt(own_id: Any, number: int, text: str, where: str) -> Prompt:
 
 
 def _first_turn(value: Any, where: str) -> str:
-    """`value` if it is a text; the first turn if it is a conversation.
-
-    Raises:
-        ValueError: `value` is neither.
-    """
+    """`value` if it is a text; the first turn if it is a conversation."""
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
     if isinstance(value, dict) and "content" in value:
@@ -149,14 +136,7 @@ def _first_turn(value: Any, where: str) -> str:
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], as_chat: bool | None = None, **options: Any
 ) -> BatchEncoding:
-    """Tokenize prompts.
-
-    Args:
-        tokenizer: of the target.
-        texts: the prompts.
-        as_chat: whether each is formatted as a user's turn by the chat template; by default if the tokenizer has one.
-        options: of the tokenizer, such as `padding` and `return_tensors`.
-    """
+    """Tokenize prompts, `as_chat` as a user's turn each by the chat template; by default if the tokenizer has one."""
     if as_chat is None:
         as_chat = tokenizer.chat_template is not None
     if not as_chat:

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from .kernels.types import NO_TOKEN, NO_TOP_K
 
-# All of them but tokens and caches.
-OF_ROWS = (
-    "lengths",
-    "limits",
-    "finished",
-    "eos",
-    "seeds",
-    "row_temperatures",
-    "row_top_k",
-    "row_tail",
-    "cached",
-    "draft_starts",
-    "position_offsets",
-    "prompt_lengths",
-    "ahead",
-)
-_NEW_NUMBERS = {"row_top_k": NO_TOP_K, "cached": 0, "draft_starts": 0, "position_offsets": 0, "ahead": 0}
-# What those of a row are, unless a call or a request says otherwise.
-NEW_ROW = {"eos": NO_TOKEN, "row_temperatures": 1.0, "row_tail": 0.0, **_NEW_NUMBERS}
-# The int64 numbers of a row that holds no text.
-_UNUSED_ROW = {"lengths": 1, "limits": 1, "prompt_lengths": 1, "seeds": 0, **_NEW_NUMBERS}
+# The int64 numbers of a row that holds no text, unless a call or a request says otherwise.
+NUMBERS = {
+    "lengths": 1,
+    "limits": 1,
+    "prompt_lengths": 1,
+    "seeds": 0,
+    "row_top_k": NO_TOP_K,
+    "cached": 0,
+    "draft_starts": 0,
+    "position_offsets": 0,
+    "prompt_length_gap": 0,
+}
+# The rest of a row that is admitted, likewise.
+NEW_ROW = {"eos": NO_TOKEN, "row_temperatures": 1.0, "row_tail": 0.0, "finished": False}
+# All buffers with an entry for each row but tokens and caches.
+OF_ROWS = (*NUMBERS, *NEW_ROW)
 
 
-def fill_rows(state: object, given: Mapping[str, Sequence[int]]) -> None:
-    """Fill the int64 buffers `[B]` of `state`, in one upload.
-
-    Args:
-        state: the `DecodeState`.
-        given: numbers of the first rows, by buffer; other entries are those of rows that hold no text.
-    """
-    batch = len(state.lengths)
-    numbers = [[*given.get(name, ()), *[unused] * batch][:batch] for name, unused in _UNUSED_ROW.items()]
-    torch._foreach_copy_([getattr(state, name) for name in _UNUSED_ROW], upload(numbers, state.lengths).unbind())
+def set_numbers(state: object, rows: torch.Tensor | slice, count: int, **given: Sequence[int]) -> None:
+    """Set the int64 buffers `[B]` of `count` rows of the `DecodeState` `state`, in one upload, by their names."""
+    numbers = upload([given.get(name, [default] * count) for name, default in NUMBERS.items()], state.lengths)
+    for name, values in zip(NUMBERS, numbers, strict=True):
+        getattr(state, name)[rows] = values
 
 
 def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bool) -> None:

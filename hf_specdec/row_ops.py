@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -23,16 +24,5 @@ def _run(name: str, values: torch.Tensor, *args: torch.dtype | bool) -> torch.Te
         return kernel(values, *args)
 
 
-def row_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `kernels.row_reductions_reference.row_sum`; a Triton kernel on GPUs."""
-    return _run("row_sum", values, dtype)
-
-
-def row_softmax(values: torch.Tensor, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
-    """See `kernels.row_reductions_reference.row_softmax`; a Triton kernel on GPUs."""
-    return _run("row_softmax", values, dtype, is_log)
-
-
-def row_cumsum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `kernels.row_reductions_reference.row_cumsum`; a Triton kernel on GPUs."""
-    return _run("row_cumsum", values, dtype)
+# See `kernels.row_reductions_reference`.
+row_sum, row_softmax, row_cumsum = (functools.partial(_run, name) for name in ("row_sum", "row_softmax", "row_cumsum"))

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from . import state_ops
-from .kernels.types import NO_TOKEN, NO_TOP_K, SamplingSettings, VerificationResult
-from .patching.cache import LayerKind, RaggedCache
+from .kernels.types import NO_TOKEN, SamplingSettings, VerificationResult
+from .patching.cache import RaggedCache
+from .patching.layer_kinds import LayerKinds
 from .patching.packed_cache import PackedCache
-from .row_buffers import NEW_ROW, OF_ROWS, fill_rows, set_rows, upload
+from .row_buffers import NEW_ROW, NUMBERS, OF_ROWS, set_numbers, set_rows, upload
 
 
 class Shape(NamedTuple):
     """What determines the sizes of the buffers of a generation and the operations of its rounds.
 
     Attributes:
-        batch: rows.
         slots: slots of every cache, the dummy slot, which is the last one, included.
         num_draft_tokens: the largest K of a round.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
@@ -63,18 +63,20 @@ class DecodeState:
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
         prompt_lengths: `[B]` int64, tokens of each prompt.
-        ahead: `[B]` int64, how many more tokens than a row's the longest prompt of its batch has, for RoPE that depends
-            on length.
+        prompt_length_gap: `[B]` int64, how many more tokens than a row's the longest prompt of its batch has, for RoPE
+            that depends on length.
         aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
         result: of the last round's verification, for `most_draft_tokens` drafts; see `first_block_width` for after a
             prefill.
         prompt_logits: `[B, V]`, the target's logits after the prompts; None before the first prefill.
         block_width: how many columns of the two may be in use: tokens of the last block.
-        records: of the pass by which the target itself has run the prompts, while the drafter reads them; else None.
+        records: the `engine.first_pass.FirstPass` by which the target itself has run the prompts, while the drafter
+            reads what it was given; else None.
         cache: the target's cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
         num_before: see `RaggedCache`; set for chunks of a prefill that are not captured.
+        dummy_slot: where keys and values are written that no query reads: of padding and of finished rows.
         row_slots: slots of a row of the call; fewer than `slots` where all rows are packed in one.
         memory: buffers of the drafter; set from `Drafter.new_memory`.
     """
@@ -99,7 +101,7 @@ class DecodeState:
     draft_starts: torch.Tensor
     position_offsets: torch.Tensor
     prompt_lengths: torch.Tensor
-    ahead: torch.Tensor
+    prompt_length_gap: torch.Tensor
     cache: RaggedCache | None
     live: int
     result: VerificationResult
@@ -107,12 +109,16 @@ class DecodeState:
     block_width: int = 1
     aux_hidden_states: torch.Tensor | None = None
     prompt_logits: torch.Tensor | None = None
-    records: PromptRecords | None = None
+    records: Any = None
     memory: Any = None
     num_before: int | None = None
+    dummy_slot: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dummy_slot = self.slots - 1
 
     @classmethod
-    def allocate(cls, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
+    def allocate(cls, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
         """Buffers for generations of one shape.
 
         Args:
@@ -121,17 +127,16 @@ class DecodeState:
             device: of all buffers.
         """
         batch = shape.batch
-        lengths = torch.ones(batch, dtype=torch.int64, device=device)
+        numbers = {
+            name: torch.full((batch,), value, dtype=torch.int64, device=device) for name, value in NUMBERS.items()
+        }
+        cache = RaggedCache(layers, shape.slots, None, numbers["lengths"], shape.num_draft_tokens) if layers else None
         return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
-            lengths=lengths,
-            limits=torch.ones(batch, dtype=torch.int64, device=device),
             finished=torch.ones(batch, dtype=torch.bool, device=device),
             eos=torch.full((batch, shape.num_ends), NO_TOKEN, dtype=torch.int64, device=device),
-            seeds=torch.zeros(batch, dtype=torch.int64, device=device),
             temperature=torch.ones((), dtype=torch.float32, device=device),
             row_temperatures=torch.ones(batch, dtype=torch.float32, device=device),
-            row_top_k=torch.full((batch,), NO_TOP_K, dtype=torch.int64, device=device),
             row_tail=torch.zeros(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
             most_draft_tokens=shape.num_draft_tokens,
@@ -139,14 +144,10 @@ class DecodeState:
             is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
             verification=shape.verification,
-            cached=torch.zeros(batch, dtype=torch.int64, device=device),
-            draft_starts=torch.zeros(batch, dtype=torch.int64, device=device),
-            position_offsets=torch.zeros(batch, dtype=torch.int64, device=device),
-            prompt_lengths=torch.ones(batch, dtype=torch.int64, device=device),
-            ahead=torch.zeros(batch, dtype=torch.int64, device=device),
-            cache=RaggedCache(layers, shape.slots, None, lengths, shape.num_draft_tokens) if layers else None,
+            cache=cache,
             live=shape.slots,
             row_slots=shape.slots,
+            **numbers,
             result=VerificationResult(
                 tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
                 accepted=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -154,75 +155,36 @@ class DecodeState:
             ),
         )
 
-    def begin(
-        self,
-        prompts: list[torch.Tensor],
-        max_new_tokens: int | Sequence[int],
-        eos: torch.Tensor | None,
-        seeds: torch.Tensor,
-        temperature: float | None = None,
-        row_temperatures: torch.Tensor | None = None,
-        cached: Sequence[int] | None = None,
-        draft_starts: Sequence[int] | None = None,
-        position_offsets: Sequence[int] | None = None,
-        ahead: Sequence[int] | None = None,
-    ) -> None:
-        """Fill the buffers for a batch before prefill.
-
-        Args:
-            prompts: `[length]` int64 each, without padding; rows of the buffers beyond them are finished.
-            max_new_tokens: of all rows, or one number for each.
-            eos: `[E]` int64, or `[len(prompts), E]` with those of each row; None for no such tokens.
-            seeds: `[len(prompts)]` int64.
-            temperature: of sampling; None when decoding is greedy.
-            row_temperatures: `[len(prompts)]` float32; 1 for all if None.
-            cached, draft_starts, position_offsets, ahead: of each prompt; 0 for all if None.
-        """
-        self._clear_texts()
-        self.set_temperature(temperature)
-        count, lengths = len(prompts), list(map(len, prompts))
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = prompt
-        self.finished[:count] = False
-        more = [max_new_tokens] * count if isinstance(max_new_tokens, int) else max_new_tokens
-        given = {
-            "lengths": lengths,
-            "prompt_lengths": lengths,
-            "limits": [length + new for length, new in zip(lengths, more, strict=True)],
-            "seeds": seeds.tolist(),
-            "cached": cached,
-            "draft_starts": draft_starts,
-            "position_offsets": position_offsets,
-            "ahead": ahead,
-        }
-        fill_rows(self, {name: values for name, values in given.items() if values is not None})
-        if row_temperatures is not None:
-            self.row_temperatures[:count] = row_temperatures
-        if eos is not None:
-            self.eos[:count, : eos.shape[-1]] = eos.to(self.eos.device)
-        self.live = max(lengths)
-
     def admit(
         self,
         rows: Sequence[int],
         prompts: Sequence[torch.Tensor],
-        max_new_tokens: int | Sequence[int],
-        seeds: torch.Tensor,
-        eos: torch.Tensor | None,
+        max_new_tokens: Sequence[int],
+        seeds: Sequence[int],
+        eos: torch.Tensor | None = None,
+        **numbers: Sequence[int],
     ) -> None:
-        """Put prompts into `rows`, whatever was there before; arguments otherwise as of `begin`."""
+        """Put prompts into `rows`, whatever was there before; they are to be prefilled.
+
+        Args:
+            rows: of the state; the first ones, if it is a `range`.
+            prompts: `[length]` int64 each, without padding.
+            eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no such tokens.
+            numbers: `cached`, `draft_starts`, `position_offsets` and `prompt_length_gap` of each row, 0 if not given;
+                `prompt_lengths` where the texts go on after their prompts.
+        """
+        at = slice(len(rows)) if isinstance(rows, range) else upload(rows, self.lengths)
         for row, prompt in zip(rows, prompts, strict=True):
             self.tokens[row, : len(prompt)] = prompt
-        at, lengths = upload(rows, self.lengths), upload(list(map(len, prompts)), self.lengths)
-        self.lengths[at] = self.prompt_lengths[at] = lengths
-        self.limits[at] = lengths + upload(max_new_tokens, self.limits)
-        self.seeds[at] = seeds.to(self.seeds.device)
+        lengths = list(map(len, prompts))
+        limits = [length + new for length, new in zip(lengths, max_new_tokens, strict=True)]
+        numbers = {"prompt_lengths": lengths, **numbers}
+        set_numbers(self, at, len(rows), lengths=lengths, limits=limits, seeds=seeds, **numbers)
         for name, value in NEW_ROW.items():
             set_rows(getattr(self, name), at, value)
-        set_rows(self.finished, at, False)
         if eos is not None:
             self.eos[at, : eos.shape[-1]] = eos.to(self.eos.device)
-        self.live = max([self.live, *map(len, prompts)])
+        self.live = max([self.live, *lengths])
 
     def as_one_row(self, memory: Any) -> DecodeState:
         """This state with the rows of its buffers one behind the other, as the only row of another; for prefills.
@@ -241,19 +203,14 @@ class DecodeState:
 
     def clear(self) -> None:
         """Make all rows finished ones, of one token."""
-        self._clear_texts()
-        fill_rows(self, {})
-
-    def _clear_texts(self) -> None:
-        """As `clear`, but for what `fill_rows` fills."""
         self.tokens.zero_()
-        self.eos.fill_(NO_TOKEN)
-        self.row_temperatures.fill_(1.0)
-        self.row_tail.zero_()
-        self.finished.fill_(True)
         for part in self.result:
             part.zero_()
-        self.block_width = 1
+        set_numbers(self, slice(None), len(self.lengths))
+        for name, value in NEW_ROW.items():
+            getattr(self, name).fill_(value)
+        self.finished.fill_(True)
+        self.block_width = self.live = 1
 
     def set_temperature(self, temperature: float | None) -> None:
         """Set the temperature that all rows share; None if decoding is greedy."""
@@ -316,11 +273,6 @@ class DecodeState:
         """
         return min(2, self.most_draft_tokens + 1)
 
-    @property
-    def dummy_slot(self) -> int:
-        """The slot to which keys and values are written that no query reads: of padding and of finished rows."""
-        return self.slots - 1
-
     def next_slots(self, first: int, count: int = 1) -> torch.Tensor:
         """Slots `[B, count]` int64 of the positions from `lengths + first` on.
 
@@ -338,7 +290,6 @@ class DecodeState:
         """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot.
 
         Args:
-            slots: of the cache.
             sections: whether `[sections, B, n]` may be returned, where M-RoPE gives a token of a prompt several
                 positions; of these the first is returned otherwise.
         """
@@ -393,13 +344,3 @@ class DecodeState:
         rows = self.tokens, self.lengths, self.finished
         committed = state_ops.commit(*rows, self.limits, self.eos, result, kept)
         return VerificationResult(result.tokens, result.accepted, committed)
-
-
-class PromptRecords(Protocol):
-    """What drafters read of prompts that the target itself has run, see `engine.first_pass`."""
-
-    def position_ids(self, slots: torch.Tensor, sections: bool) -> torch.Tensor:
-        """As `DecodeState.position_ids`."""
-
-    def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """What the decoder was given in the place of embeddings of the tokens at `slots`, `[B, n, H]`, if recorded."""

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -48,24 +49,15 @@ def has_virtual_memory(device: torch.device) -> bool:
     return policy.virtual_memory and policy.triton and device.type == "cuda" and driver_can(device)
 
 
+@dataclass(eq=False)
 class _Memory:
-    """Memory behind a piece of some rows.
+    """Memory behind a piece of one row or of several."""
 
-    Attributes:
-        users: how many rows.
-    """
-
-    def __init__(self) -> None:
-        self.users = 1
+    users: int = 1
 
 
 class _Piece(NamedTuple):
-    """A part of a row, which has memory.
-
-    Attributes:
-        start, size: bytes of the row.
-        memory: what is behind it.
-    """
+    """A part of a row, in bytes, which has memory."""
 
     start: int
     size: int
@@ -79,7 +71,6 @@ def _bytes_of(pieces: Iterable[_Piece]) -> int:
     return sum(size for memory, size in sizes.items() if users[memory] == memory.users)
 
 
-# Bytes that rows hold on each device, and the most that they have held since `reset_peak_committed_bytes`.
 _committed: defaultdict[torch.device, int] = defaultdict(int)
 _peak_committed: defaultdict[torch.device, int] = defaultdict(int)
 _counting = threading.Lock()
@@ -144,11 +135,7 @@ def _within_limit(device: torch.device) -> int:
 
 
 def _take_bytes(device: torch.device, wanted: int) -> None:
-    """Take `wanted` of the bytes that are available on `device`.
-
-    Raises:
-        torch.OutOfMemoryError: there are fewer.
-    """
+    """Take `wanted` of the bytes that are available on `device`; with fewer a `torch.OutOfMemoryError` is raised."""
     unasked = _unasked.get(device, 0) - wanted
     if unasked < 0 or wanted > _within_limit(device):
         available = available_bytes(device)
@@ -264,8 +251,7 @@ class RowMemory:
 
     def can_share(self, row: int, source: int, slots: int) -> bool:
         """Whether `row` can have memory of the leading `slots` slots of `source`."""
-        is_possible = self._pages.can_alias and row != source
-        return is_possible and bool(self._shareable(row, source, slots))
+        return self._pages.can_alias and row != source and bool(self._shareable(row, source, slots))
 
     def share(self, row: int, source: int, slots: int) -> bool:
         """Let `row`, which then holds nothing else, have memory of leading slots of `source`, `slots` of them at most.

@@ -11,7 +11,7 @@ import functools
 import importlib
 import mmap
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,30 +49,8 @@ def _checked(driver: Any, result: tuple) -> Any:
     return values[0] if values else None
 
 
-class Pages(Protocol):
-    """A range of addresses on a device, parts of which have memory.
-
-    Attributes:
-        can_alias: whether there is `alias`.
-    """
-
-    can_alias: bool
-
-    def put(self, start: int, size: int) -> None:
-        """Put zeroed memory behind `size` bytes from `start`."""
-
-    def alias(self, start: int, size: int, source: int) -> None:
-        """Put the memory behind `source` behind `size` bytes from `start`, too; it was put there in one piece."""
-
-    def take(self, start: int, size: int) -> None:
-        """Take memory from behind addresses that the device does not use any more."""
-
-    def storage(self, start: int) -> torch.UntypedStorage:
-        """The addresses from `start` on, of which the first have memory; keeps them reserved."""
-
-
 class HostPages:
-    """Anonymous memory of the operating system, which is there when it is written, and is zero.
+    """A range of addresses on a CPU: anonymous memory of the operating system, which is there, as zeros, when written.
 
     It is private to the process, so a child that was forked does not write to its parent's: there is no `alias`.
     """
@@ -88,15 +66,18 @@ class HostPages:
             ) from error
 
     def put(self, start: int, size: int) -> None:
-        pass
+        """Put zeroed memory behind `size` bytes from `start`."""
 
     def alias(self, start: int, size: int, source: int) -> None:
+        """Put the memory behind `source` behind `size` bytes from `start`, too; it was put there in one piece."""
         raise NotImplementedError
 
     def take(self, start: int, size: int) -> None:
+        """Take memory from behind addresses that the device does not use any more."""
         self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def storage(self, start: int) -> torch.UntypedStorage:
+        """The addresses from `start` on, of which the first have memory; keeps them reserved."""
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start).untyped_storage()
 
 
@@ -113,18 +94,23 @@ class _Region:
         }
 
 
+def _allocation_kind(driver: Any, device: torch.device) -> Any:
+    kind = driver.CUmemAllocationProp()
+    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    kind.location.id = device.index
+    return kind
+
+
 class DevicePages:
-    """Virtual memory of a GPU."""
+    """As `HostPages`: virtual memory of a GPU."""
 
     can_alias = True
 
     def __init__(self, size: int, device: torch.device):
         self._driver = driver = importlib.import_module("cuda.bindings.driver")
         self._device = torch.device("cuda", _index(device))
-        self._kind = kind = driver.CUmemAllocationProp()
-        kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        kind.location.id = self._device.index
+        self._kind = kind = _allocation_kind(driver, self._device)
         self._access = access = driver.CUmemAccessDesc()
         access.location = kind.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -175,7 +161,7 @@ def granularity_on(device: torch.device) -> int:
     return mmap.PAGESIZE if device.type == "cpu" else _gpu_granularity(torch.device("cuda", _index(device)))
 
 
-def pages_on(device: torch.device, size: int) -> Pages:
+def pages_on(device: torch.device, size: int) -> HostPages | DevicePages:
     """`size` bytes of addresses of `device`.
 
     Raises:
@@ -187,10 +173,7 @@ def pages_on(device: torch.device, size: int) -> Pages:
 @functools.cache
 def _gpu_granularity(device: torch.device) -> int:
     driver = importlib.import_module("cuda.bindings.driver")
-    kind = driver.CUmemAllocationProp()
-    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    kind.location.id = device.index
+    kind = _allocation_kind(driver, device)
     minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     torch.cuda.init()
     return int(_checked(driver, driver.cuMemGetAllocationGranularity(kind, minimum)))

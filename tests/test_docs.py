@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_specdec.drafters.registry import FAMILIES
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 MOST_LINES = {"README.md": 150, "docs/glossary.md": 25}
@@ -72,3 +74,10 @@ def test_every_module_has_a_place_for_its_tests():
     for module in [*(ROOT / "hf_specdec").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         name = module.relative_to(ROOT).as_posix().removeprefix("hf_specdec/")
         assert "/" not in name or name.partition("/")[0] in folders, f"docs/inside.md has no row for {name}"
+
+
+def test_table_of_families():
+    """Each record has its row in docs/checkpoints.md."""
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    table = page[page.index("| family |") :].split("\n\n")[0].splitlines()
+    assert sorted(table[2:]) == sorted(f"| {family.row} |" for family in FAMILIES)

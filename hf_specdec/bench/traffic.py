@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..drafters import DFlashDrafter, Drafter, DraftModelDrafter, Eagle3Drafter
-from ..drafters.cached import CachedDrafter
-from ..parallel.tensor_parallel import local_shard, tensor_parallel_group
+from ..drafters import Drafter
+from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.linear import local_shard
 from .clock import synchronize
 
 # More than the caches of most devices.
@@ -59,7 +59,7 @@ def round_bytes(
 
     Returns:
         None if the number is not known: of mixture-of-experts models, where it depends on the routing, and of drafters
-        other than EAGLE-3, P-EAGLE, DFlash, DSpark and draft models.
+        that do not say what they read.
     """
     text = target.config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
@@ -69,25 +69,12 @@ def round_bytes(
     total = _model_bytes(target) + (cached if group is None else cached // group.size())
     if drafter is None or num_draft_tokens == 0:
         return total
-    if not isinstance(drafter, CachedDrafter):
+    config, reads = drafter.attention_config, drafter.round_reads(num_draft_tokens)
+    if reads is None or any(getattr(config, name, None) for name in _EXPERTS):
         return None
-    passes = num_draft_tokens - drafter.num_masks(num_draft_tokens)
-    if isinstance(drafter, DraftModelDrafter):
-        config, each = drafter.model.config.get_text_config(), _model_bytes(drafter.model)
-        if any(getattr(config, name, None) for name in _EXPERTS):
-            return None
-    elif isinstance(drafter, (Eagle3Drafter, DFlashDrafter)):
-        config, each = drafter.config, _size([*_read(drafter, _A_PASS), drafter.head_weight])
-    else:
-        return None
-    if isinstance(drafter, DFlashDrafter):
-        passes = 1
-    total += _size(_read(drafter, _A_ROUND)) + num_draft_tokens * _size(_read(drafter, _A_TOKEN))
-    return total + passes * (each + _kv_bytes(config, batch, length, drafter.dtype.itemsize))
-
-
-def _read(drafter: Drafter, names: tuple[str, ...]) -> list[torch.Tensor]:
-    return [parameter for name, parameter in drafter.named_parameters() if name.startswith(names)]
+    passes, weights = reads
+    total += sum(count * _size(tensors) for count, tensors in weights)
+    return total + (passes * _kv_bytes(config, batch, length, drafter.dtype.itemsize) if config is not None else 0)
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

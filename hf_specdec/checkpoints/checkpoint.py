@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypedDict
 
@@ -62,32 +62,29 @@ class Checkpoint:
         folder: that holds the files: the one given, or the Hub cache's snapshot of one commit.
         config: content of `config.json`.
         tensors: the selected tensors of the weight files, by their names in the files, without the scales of quantised
-            ones, which are read with these.
+            ones, which are read with these. None for a drafter that is to have random weights.
     """
 
     name: str
     folder: Path
     config: dict[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor] | None
 
-    def read(self, name: str) -> torch.Tensor:
-        """Load the one tensor called `name` in the files, dequantised if it is quantised."""
-        return self._read_some({name: self.tensors[name]})[name]
-
-    def read_all(self) -> dict[str, torch.Tensor]:
-        """Load all of `tensors`, and no other tensors of their files."""
-        return self._read_some(self.tensors)
-
-    def _read_some(self, tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-        places = {name: tensor.file for name, tensor in tensors.items()}
-        scales = {name: tensor.scale for name, tensor in tensors.items() if tensor.scale is not None}
+    def read(self) -> dict[str, torch.Tensor]:
+        """Load all of `tensors`, and no other tensors of their files; quantised ones are dequantised."""
+        places = {name: tensor.file for name, tensor in self.tensors.items()}
+        scales = {name: tensor.scale for name, tensor in self.tensors.items() if tensor.scale is not None}
         found = read_stored(places | {scale.name: scale.file for scale in scales.values()})
         for name, scale in scales.items():
             found[name] = dequantise(found[name], found.pop(scale.name), scale.block)
         return found
 
+    def only(self, names: Collection[str]) -> Checkpoint:
+        """The checkpoint with the tensors called `names` alone."""
+        return replace(self, tensors={name: self.tensors[name] for name in names})
+
     def config_errors(self) -> AbstractContextManager[None]:
-        """Context for code that depends on the values in `config`; see `config_errors`."""
+        """See the function `config_errors`."""
         return config_errors(self.name)
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
@@ -106,15 +103,9 @@ class Checkpoint:
         mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]] = (),
         errors: Iterable[str] = (),
     ) -> None:
-        """Check that the tensors of the files do not differ from those that config.json asks for.
+        """Raise `ValueError` that names how the files' tensors differ from those that config.json asks for, if they do.
 
-        Args:
-            missing, unexpected: names of tensors.
-            mismatched: name, shape found and shape expected of tensors of another shape.
-            errors: messages of other problems.
-
-        Raises:
-            ValueError: expected no differences; names each of them.
+        Of `mismatched` tensors name, shape found and shape expected; `errors` are messages of other problems.
         """
         shapes = [f"{name} is {list(found)}, expected {list(expected)}" for name, found, expected in sorted(mismatched)]
         found = (
@@ -172,17 +163,8 @@ def quiet_loading() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-# Selects the names of the tensors to read, given config.json and the names of all tensors.
-Selection = Callable[[Mapping[str, Any], Collection[str]], Collection[str]]
-
-
-# Raises an error for a checkpoint that is not supported, given its name and config.json.
-Refuse = Callable[[str, Mapping[str, Any]], None]
-
-
-def all_tensors(config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
-    """The `Selection` of every tensor."""
-    return names
+# Selects the names of the tensors to read, given a checkpoint's name, config.json and the names of all tensors.
+Selection = Callable[[str, Mapping[str, Any], Collection[str]], Collection[str]]
 
 
 def _enumerate(names: Sequence[str]) -> str:
@@ -190,52 +172,77 @@ def _enumerate(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
 
 
+@dataclass(frozen=True)
+class _Files:
+    """The files of a folder, or of a repository on the Hub at one revision."""
+
+    repo: str | Path
+    subfolder: str
+    revision: str | None
+    hub: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.repo}/{self.subfolder}" if self.subfolder else str(self.repo)
+
+    def fetch(self, filename: str) -> Path | None:
+        """Path of the file on this machine; None if the repository has none of that name."""
+        options = {"subfolder": self.subfolder, "revision": self.revision, **self.hub}
+        try:
+            found = cached_file(self.repo, filename, _raise_exceptions_for_missing_entries=False, **options)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # The client's transport errors share no base class across its versions.
+            raise OSError(
+                f"Could not fetch {filename} of {self.repo}: {error}. Try again to resume the download."
+            ) from error
+        return None if found is None else Path(found)
+
+
 def open_checkpoint(
     repo: str | Path,
     subfolder: str = "",
     revision: str | None = None,
-    select: Selection = all_tensors,
-    refuse: Refuse | None = None,
+    select: Selection | None = None,
+    refuse: Callable[[str, Mapping[str, Any]], None] | None = None,
     **hub: Any,
 ) -> Checkpoint:
     """Find the files of a checkpoint, downloading those that are needed, and read the headers of its weight files.
 
     Args:
-        repo: folder, or repository on the Hub.
-        subfolder: folder inside it that holds the checkpoint.
+        repo, subfolder, hub: folder, or repository on the Hub with `HubOptions`.
         revision: branch, tag or commit. All files are taken from the one commit that it stands for.
-        select: which tensors are needed. Shards that hold none of them are not fetched.
-        refuse: called where there is no weight file of a usual name, as families have that are not supported.
-        hub: the other `HubOptions`.
+        select: which tensors are needed; all if None. Shards that hold none of them are not fetched.
+        refuse: called with the checkpoint's name and config.json where there is no weight file of a usual name, as
+            families have that are not supported; raises an error for these.
 
     Raises:
         OSError: expected an existing folder or an accessible repository with a `config.json` and all weight files.
         ValueError: expected valid JSON and weight files, inside of the checkpoint's folder, and no mask embedding.
     """
-    name = _name(repo, subfolder)
     config_file, config = read_config_file(repo, subfolder, revision, **hub)
-    commit = extract_commit_hash(str(config_file), None)
-    if "dflash_config" in config and _fetch(repo, _MASK_FILE, subfolder, commit or revision, hub) is not None:
+    files = _Files(repo, subfolder, extract_commit_hash(str(config_file), None) or revision, hub)
+    if "dflash_config" in config and files.fetch(_MASK_FILE) is not None:
         raise ValueError(
-            f"{name} has an embedding of its mask token of its own ({_MASK_FILE}), which is not supported; expected a "
-            "DFlash drafter that reads the target's."
+            f"{files.name} has an embedding of its mask token of its own ({_MASK_FILE}), which is not supported; "
+            "expected a DFlash drafter that reads the target's."
         )
 
     def selected(names: Collection[str]) -> Collection[str]:
-        with config_errors(name):
-            return select(config, names)
+        with config_errors(files.name):
+            return names if select is None else select(files.name, config, names)
 
     try:
-        files = _fetch_weights(name, repo, subfolder, commit or revision, selected, hub)
+        weights = _fetch_weights(files, selected)
     except FileNotFoundError:
         if refuse is not None:
-            refuse(name, config)
+            refuse(files.name, config)
         raise
-    projection = _fetch(repo, PROJECTION_FILE, subfolder, commit or revision, hub) if has_projection(config) else None
-    tensors = read_headers([*files, *([projection] if projection is not None else [])])
+    projection = files.fetch(PROJECTION_FILE) if has_projection(config) else None
+    tensors = read_headers([*weights, *([projection] if projection is not None else [])])
     kept = set(selected(tensors.keys()))
     tensors = _with_scales({key: tensors[key] for key in tensors if key in kept}, config)
-    return Checkpoint(name, config_file.parent, config, tensors)
+    return Checkpoint(files.name, config_file.parent, config, tensors)
 
 
 def has_projection(config: Mapping[str, Any]) -> bool:
@@ -252,23 +259,23 @@ def read_config_file(
         OSError: expected an existing folder or an accessible repository with a `config.json`.
         ValueError: expected a JSON object whose values pass `check_settings`, not Mistral's own format.
     """
-    name = _name(repo, subfolder)
+    files = _Files(repo, subfolder, revision, hub)
     check_folder(repo)
     if not isinstance(subfolder, str) or not _is_inside(subfolder):
         raise ValueError(f"subfolder is {subfolder!r}; expected a folder inside {repo}.")
-    config_file = _fetch(repo, CONFIG_FILE, subfolder, revision, hub)
-    if config_file is None and _fetch(repo, _MISTRAL_FILE, subfolder, revision, hub) is not None:
+    config_file = files.fetch(CONFIG_FILE)
+    if config_file is None and files.fetch(_MISTRAL_FILE) is not None:
         raise ValueError(
-            f"{name} has no {CONFIG_FILE} but {_MISTRAL_FILE}: it is in Mistral's own format, in which it publishes "
-            "EAGLE-1 drafters; they are not supported. Use an EAGLE-3 drafter for the same target."
+            f"{files.name} has no {CONFIG_FILE} but {_MISTRAL_FILE}: it is in Mistral's own format, in which it "
+            "publishes EAGLE-1 drafters; they are not supported. Use an EAGLE-3 drafter for the same target."
         )
     if config_file is None:
         raise OSError(
-            f"{name} has no {CONFIG_FILE}; expected a folder or a Hub repository that holds a drafter's "
+            f"{files.name} has no {CONFIG_FILE}; expected a folder or a Hub repository that holds a drafter's "
             f"{CONFIG_FILE} and weights. If they are in a subfolder, pass `subfolder=`."
         )
     config = _read_json(config_file)
-    check_settings(config, name)
+    check_settings(config, files.name)
     return config_file, config
 
 
@@ -280,48 +287,20 @@ def check_folder(repo: str | Path) -> None:
         raise FileNotFoundError(f"There is no folder {repo}; expected one, or a repository on the Hub (OWNER/NAME).")
 
 
-def _name(repo: str | Path, subfolder: str) -> str:
-    return f"{repo}/{subfolder}" if subfolder else str(repo)
-
-
 def _is_inside(path: str) -> bool:
     """Whether a relative `path` stays inside of the folder that it is relative to, on any operating system."""
     flavours = (PurePosixPath(path), PureWindowsPath(path))
     return not any(one.is_absolute() or one.drive or one.root or ".." in one.parts for one in flavours)
 
 
-def _fetch(
-    repo: str | Path, filename: str, subfolder: str, revision: str | None, hub: Mapping[str, Any]
-) -> Path | None:
-    """Path of the file on this machine; None if the repository has none of that name."""
-    try:
-        found = cached_file(
-            repo, filename, subfolder=subfolder, revision=revision, _raise_exceptions_for_missing_entries=False, **hub
-        )
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # The client's transport errors share no base class across its versions.
-        raise OSError(f"Could not fetch {filename} of {repo}: {error}. Try again to resume the download.") from error
-    return None if found is None else Path(found)
-
-
-def _fetch_weights(
-    name: str,
-    repo: str | Path,
-    subfolder: str,
-    revision: str | None,
-    select: Callable[[Collection[str]], Collection[str]],
-    hub: Mapping[str, Any],
-) -> list[Path]:
+def _fetch_weights(files: _Files, select: Callable[[Collection[str]], Collection[str]]) -> list[Path]:
     """Paths of the weight files on this machine; of a sharded checkpoint, the shards that hold selected tensors."""
-    for candidate in WEIGHT_FILES:
-        file = _fetch(repo, candidate, subfolder, revision, hub)
-        if file is not None:
-            break
-    else:
-        file = _fetch(repo, NEXTN_FILE, subfolder, revision, hub)
+    names = (*WEIGHT_FILES, NEXTN_FILE)
+    file = next((found for found in map(files.fetch, names) if found is not None), None)
     if file is None:
-        raise FileNotFoundError(f"{name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}.")
+        raise FileNotFoundError(
+            f"{files.name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}."
+        )
     if file.suffix != ".json":
         return [file]
     weight_map = _read_index(file)
@@ -329,15 +308,16 @@ def _fetch_weights(
     selected = select(weight_map.keys()) if weight_map else ()
     if weight_map and not selected:
         return []
-    shards = sorted({weight_map[tensor] for tensor in selected})
-    files = [_fetch(repo, shard, subfolder, revision, hub) for shard in shards]
-    missing = [shard for shard, found in zip(shards, files, strict=True) if found is None]
-    exported = _fetch(repo, NEXTN_FILE, subfolder, revision, hub) if len(missing) == len(shards) > 0 else None
+    shards = {shard: files.fetch(shard) for shard in sorted({weight_map[tensor] for tensor in selected})}
+    missing = [shard for shard, found in shards.items() if found is None]
+    exported = files.fetch(NEXTN_FILE) if len(missing) == len(shards) > 0 else None
     if exported is not None:
         return [exported]
     if missing or not shards:
-        raise OSError(f"{file.name} of {name} lists {len(shards)} shards, of which are missing: {missing or 'all'}.")
-    return files
+        raise OSError(
+            f"{file.name} of {files.name} lists {len(shards)} shards, of which are missing: {missing or 'all'}."
+        )
+    return list(shards.values())
 
 
 def _read_index(file: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Dialects of published checkpoints of EAGLE-3, P-EAGLE and drafters of blocks: whose layout a `config.json` has.
 
-`eagle3.py`, `peagle.py` and `dflash.py` read all of them into one normal form for each family. The rules
+`read_eagle.py` and `read_blocks.py` read all of them into one normal form for each family. The rules
 follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py, peagle.py),
 vllm-project/speculators (models/eagle3, models/peagle), NVIDIA/Model-Optimizer (export/plugins/hf_spec_export.py),
 NVIDIA-NeMo/Automodel (speculative/eagle), z-lab/dflash, deepseek-ai/DeepSpec (modeling/dspark) and vLLM's readers of
@@ -30,26 +30,13 @@ _MODELOPT_KEYS = {
 }
 
 
-def detect_dialect(config: Mapping[str, Any]) -> str:
-    """The publisher whose layout the `config.json` of an EAGLE-3 or P-EAGLE drafter has."""
-    if speculators_type(config) is not None:
-        return SPECULATORS
-    names, nested = architectures(config), eagle_settings(config)
-    if "peagledraftmodel" in names.split():
-        return SPECFORGE
-    if {"qwen3eagle3model", "gemma4eagle3model"} & set(names.split()):
-        return DEEPSPEC
-    if {"llamaeagle3draftmodel", "llamapeagledraftmodel"} & set(names.split()) or "parallel_drafting" in config:
-        return AUTOMODEL
-    if config.get("ptd_token_id") is not None:
-        return AMAZON
-    if _MODELOPT_KEYS & set(nested):
-        return MODELOPT
-    return SPECFORGE if nested or "eagle3" in names else SAFEAILAB
-
-
-# Architectures, in lower case, by which a publisher of drafters of blocks is known.
-_BLOCK_ARCHITECTURES = {
+# Architectures, in lower case, by which a publisher is known.
+_ARCHITECTURES = {
+    "peagledraftmodel": SPECFORGE,
+    "qwen3eagle3model": DEEPSPEC,
+    "gemma4eagle3model": DEEPSPEC,
+    "llamaeagle3draftmodel": AUTOMODEL,
+    "llamapeagledraftmodel": AUTOMODEL,
     "museglimmerassistantmodel": TRANSFORMERS,
     "qwen3dsparkmodel": DEEPSPEC,
     "dsparkdraftmodel": SPECFORGE,
@@ -57,16 +44,31 @@ _BLOCK_ARCHITECTURES = {
 }
 
 
-def detect_block_dialect(config: Mapping[str, Any]) -> str:
-    """The publisher whose layout the `config.json` of a DFlash or DSpark drafter has.
-
-    SpecForge exports DFlash as z-lab does.
-    """
+def _known_publisher(config: Mapping[str, Any]) -> str | None:
     if speculators_type(config) is not None:
         return SPECULATORS
-    for name in architectures(config).split():
-        if name in _BLOCK_ARCHITECTURES:
-            return _BLOCK_ARCHITECTURES[name]
+    return next((_ARCHITECTURES[name] for name in architectures(config).split() if name in _ARCHITECTURES), None)
+
+
+def detect_dialect(config: Mapping[str, Any]) -> str:
+    """The publisher whose layout the `config.json` of an EAGLE-3 or P-EAGLE drafter has."""
+    known, nested = _known_publisher(config), eagle_settings(config)
+    if known is not None:
+        return known
+    if "parallel_drafting" in config:
+        return AUTOMODEL
+    if config.get("ptd_token_id") is not None:
+        return AMAZON
+    if _MODELOPT_KEYS & set(nested):
+        return MODELOPT
+    return SPECFORGE if nested or "eagle3" in architectures(config) else SAFEAILAB
+
+
+def detect_block_dialect(config: Mapping[str, Any]) -> str:
+    """As `detect_dialect`, of a drafter of blocks; SpecForge exports DFlash as z-lab does."""
+    known = _known_publisher(config)
+    if known is not None:
+        return known
     if config.get("model_type") == "muse_glimmer_assistant":
         return TRANSFORMERS
     stated = block_settings(config)

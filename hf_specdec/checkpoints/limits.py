@@ -50,10 +50,7 @@ _EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 
 
 def check_settings(config: Mapping[str, Any], name: str) -> None:
-    """Check each value of the `config.json` of `name` on its own.
-
-    The reader of the checkpoint checks whether values agree with each other; the configuration's class, whether numbers
-    are numbers.
+    """Check each value of the `config.json` of `name` on its own; readers and configurations check more.
 
     Raises:
         ValueError: expected a value of another type or within a bound; names the key, its value and the bound.

@@ -42,33 +42,21 @@ class MtpLayout(NamedTuple):
         where: where the modules are, for messages.
         pattern: of the names; group `index` is a module's number and `part` the name inside the module. A tensor
             without an index is shared by all modules.
-        example: format string with `{index}`: the name of a tensor that every module has.
         is_appended: whether modules are numbered as layers after the target's last.
     """
 
     where: str
     pattern: re.Pattern[str]
-    example: str
     is_appended: bool = False
 
 
 APPENDED = MtpLayout(
     "layers after the last of num_hidden_layers",
     re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?:transformer\.)?(?P<part>.+)"),
-    "model.layers.{index}.eh_proj.weight",
     is_appended=True,
 )
-MTP_LAYERS = MtpLayout(
-    "mtp_layers",
-    re.compile(r"(?:model\.)?mtp_layers\.(?P<index>\d+)\.(?P<part>.+)"),
-    "model.mtp_layers.{index}.input_proj.weight",
-)
-QWEN = MtpLayout(
-    "mtp",
-    re.compile(r"mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<part>.+)"),
-    "mtp.layers.{index}.input_layernorm.weight",
-)
-
+MTP_LAYERS = MtpLayout("mtp_layers", re.compile(r"(?:model\.)?mtp_layers\.(?P<index>\d+)\.(?P<part>.+)"))
+QWEN = MtpLayout("mtp", re.compile(r"mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<part>.+)"))
 
 # Name of one expert's tensor, where experts are not stacked in one tensor.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(.+)$")
@@ -78,13 +66,8 @@ _MODULE_NAME = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 
 class MtpFamily(NamedTuple):
-    """How a family publishes and runs its modules.
-
-    Attributes:
-        title: the family's name.
-        layout: names of its tensors.
-        block: transformers' model type of the decoder layers.
-        hidden_first, norm_offset, norm_output, own_head: fields of `MtpConfig`.
+    """How a family publishes and runs its modules: `block` is transformers' model type of the decoder layers, the last
+    four are fields of `MtpConfig`.
     """
 
     title: str
@@ -129,7 +112,8 @@ def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 def module_names(config: Mapping[str, Any], names: Collection[str]) -> set[str]:
     """Those of the tensor `names` that belong to MTP modules, of any family."""
-    return {tensor.published for tensor in module_tensors(config, names)} | set(mtp_names(names))
+    certain = {name for name in names if _MODULE_NAME.match(name)}
+    return certain | {tensor.published for tensor in module_tensors(config, names)}
 
 
 def has_shape_of(config: Mapping[str, Any], target: PreTrainedConfig) -> bool:
@@ -151,11 +135,6 @@ def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
     kinds = {kind for _, _, kind in experts}
     names = (f"{layer}.experts.{number}.{kind}" for layer in layers for number in numbers for kind in kinds)
     return [name for name in names if name not in known]
-
-
-def mtp_names(names: Collection[str]) -> list[str]:
-    """Those of the tensor `names` that only MTP modules have, whatever the model is."""
-    return [name for name in names if _MODULE_NAME.match(name)]
 
 
 def is_speculators_mtp(config: Mapping[str, Any]) -> bool:
@@ -199,13 +178,7 @@ def find_family(config: Mapping[str, Any]) -> MtpFamily | None:
 
 
 class ModuleTensor(NamedTuple):
-    """A tensor of an MTP module.
-
-    Attributes:
-        published: its name in the files.
-        index: of the module, from 0; None for a tensor that all modules share.
-        part: its name within the module, as published.
-    """
+    """A tensor of module `index`, from 0, None if all modules share it: its name in the files and within the module."""
 
     published: str
     index: int | None
@@ -227,34 +200,18 @@ class ModuleTensor(NamedTuple):
         return name if name in ("lm_head", "embed_tokens") else None
 
 
-def own_copies(family: MtpFamily, overrides: Mapping[str, Any]) -> set[str]:
-    """Which of `"lm_head"` and `"embed_tokens"` each module has of its own, instead of the target's.
-
-    Args:
-        family: of the modules; decides on the head where `overrides` do not.
-        overrides: see `Overrides`; `share_head` and `share_embedding` are used.
-    """
-    share_head, share_embedding = overrides.get("share_head"), overrides.get("share_embedding")
-    own_head = family.own_head if share_head is None else not share_head
-    return {name for name, own in (("lm_head", own_head), ("embed_tokens", share_embedding is False)) if own}
+def own_copies(family: MtpFamily, given: Mapping[str, Any]) -> set[str]:
+    """Which of `"lm_head"` and `"embed_tokens"` each module has of its own: by the `Overrides` given, or its family."""
+    own_head = not given["share_head"] if "share_head" in given else family.own_head
+    own = {"lm_head": own_head, "embed_tokens": given.get("share_embedding") is False}
+    return {name for name, is_own in own.items() if is_own}
 
 
-def needed_tensors(
-    config: Mapping[str, Any], names: Collection[str], overrides: Mapping[str, Any]
-) -> list[ModuleTensor]:
-    """`module_tensors` without copies in whose place the target's tensors are used."""
-    family = find_family(config)
-    if family is None:
-        return []
-    used = {None} | own_copies(family, overrides)
-    return [tensor for tensor in module_tensors(config, names) if tensor.copied_from in used]
-
-
-def implied_names(config: Mapping[str, Any]) -> list[str]:
-    """The name of one tensor of each module that config.json, of a supported family, states."""
-    layout, (_, count) = find_family(config).layout, stated_count(config) or (None, 1)
-    first = text_settings(config)["num_hidden_layers"] if layout.is_appended else 0
-    return [layout.example.format(index=first + index) for index in range(count)]
+def needed_tensors(config: Mapping[str, Any], names: Collection[str], given: Mapping[str, Any]) -> list[ModuleTensor]:
+    """`module_tensors` without copies in whose place the target's tensors are used; see `own_copies`."""
+    found = module_tensors(config, names)
+    used = {None} | own_copies(find_family(config), given) if found else ()
+    return [tensor for tensor in found if tensor.copied_from in used]
 
 
 def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[ModuleTensor]:

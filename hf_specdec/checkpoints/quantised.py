@@ -28,12 +28,8 @@ _PARTS = re.compile(
 
 
 class Scale(NamedTuple):
-    """The tensor by which a quantised weight is multiplied.
-
-    Attributes:
-        name: of the tensor.
-        file: that holds it.
-        block: rows and columns that an entry of it is for; None if its shape broadcasts to that of the weight.
+    """The tensor by which a quantised weight is multiplied; `block` is the rows and columns that an entry of it is for,
+    None if its shape broadcasts to that of the weight.
     """
 
     name: str
@@ -47,12 +43,8 @@ def is_unused(name: str) -> bool:
 
 
 def find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | None) -> Scale | None:
-    """The scale of the weight called `name`; None if the weight is not quantised in a form that `dequantise` reads.
-
-    Args:
-        name: of one of `tensors`.
-        tensors: `StoredTensor`s by name.
-        block: size of the blocks by config.json, see `stated_block`.
+    """The scale of the weight called `name` of `tensors`, the `StoredTensor`s by name; None if the weight is not
+    quantised in a form that `dequantise` reads. `block` is what `stated_block` returns.
     """
     weight = tensors[name]
     scale_name = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in tensors), None)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import DEFAULT_ROPE_THETA
-from .decisions import Decisions
 from .dialects import SPECULATORS
+from .interpretation import Decisions
 
 
 def rope_by_layer_type(rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -16,13 +16,8 @@ def rope_by_layer_type(rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def read_rope(layer: Mapping[str, Any], dialect: str, name: str, decisions: Decisions) -> dict[str, Any]:
-    """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta`.
-
-    Args:
-        layer: the part of config.json that describes the draft layers.
-        dialect: from `detect_dialect`.
-        name: of the checkpoint.
-        decisions: where `rope_theta` is decided, and which parameters apply where they are given by type of layer.
+    """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta` of `layer`, the part of
+    the config.json of the checkpoint `name` that describes its draft layers.
 
     Raises:
         ValueError: expected at most one set of RoPE parameters, as an object.

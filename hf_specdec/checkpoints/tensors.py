@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -45,9 +46,9 @@ KEY_MAPPING = {
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*|confidence_(head\.)?proj\.(weight|bias)")
 
 
-def rename(name: str) -> str:
-    """The name that a tensor has in the normal form."""
-    for pattern, replacement in KEY_MAPPING.items():
+def rename(name: str, mapping: Mapping[str, str] = KEY_MAPPING) -> str:
+    """The name that a tensor has in the normal form, by a `mapping` of patterns."""
+    for pattern, replacement in mapping.items():
         name = re.sub(pattern, replacement, name)
     return name
 
@@ -76,12 +77,12 @@ def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: Draft
     """
     with checkpoint.config_errors(), torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}
-    stored = {rename(name): tensor.shape for name, tensor in checkpoint.tensors.items()}
+    names = [rename(name, family.key_mapping) for name in checkpoint.tensors]
+    stored = dict(zip(names, (tensor.shape for tensor in checkpoint.tensors.values()), strict=True))
     check_not_quantised(stored.keys() - expected.keys(), checkpoint.name)
     if len(stored) < len(checkpoint.tensors):
-        raise ValueError(
-            f"{checkpoint.name} has several tensors that are {_repeated(checkpoint)} by their names; expected one."
-        )
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{checkpoint.name} has several tensors that are {repeated} by their names; expected one.")
     checkpoint.check_differences(
         missing=expected.keys() - stored.keys(),
         unexpected=[name for name in stored.keys() - expected.keys() if not _is_ignored(name, config)],
@@ -91,12 +92,6 @@ def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: Draft
     )
     if "d2t" in stored:
         _check_draft_vocabulary(checkpoint, config)
-
-
-def _repeated(checkpoint: Checkpoint) -> str:
-    """A name in the normal form that more than one of the tensors has."""
-    names = [rename(name) for name in checkpoint.tensors]
-    return next(name for name in names if names.count(name) > 1)
 
 
 def _is_ignored(name: str, config: DrafterConfig) -> bool:
@@ -109,7 +104,8 @@ def _is_ignored(name: str, config: DrafterConfig) -> bool:
 
 def _check_draft_vocabulary(checkpoint: Checkpoint, config: DrafterConfig) -> None:
     """`d2t` holds offsets: token t of the draft vocabulary is token t + d2t[t] of the target's."""
-    table = next(checkpoint.read(name) for name in checkpoint.tensors if rename(name) == "d2t").to(torch.int64)
+    (name,) = (name for name in checkpoint.tensors if rename(name) == "d2t")
+    table = checkpoint.only([name]).read()[name].to(torch.int64)
     own = torch.arange(len(table))
     if config.draft_vocab_size == config.vocab_size:
         if bool(table.any()) and not torch.equal(table, own):

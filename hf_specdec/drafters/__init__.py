@@ -8,11 +8,10 @@ from .dflash2 import DFlash2Drafter
 from .domino import DominoDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
-from .eagle3 import Eagle3Drafter
+from .eagle3 import Eagle3Drafter, PEagleDrafter
 from .mtp import MtpDrafter
 from .none import NoDrafter
 from .pard2 import Pard2Drafter
-from .peagle import PEagleDrafter
 from .registry import register_drafter
 
 __all__ = [

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.tensors import check_tensors, rename
+from ..checkpoints.tensors import KEY_MAPPING, check_tensors, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
-from ..patching.cache import LayerKind
 from ..patching.hidden_states import find_decoder_layers
+from ..patching.layer_kinds import LayerKinds
 from ..state import DecodeState, Shape
 from .shared_weights import SharedWeight
 
 logger = logging.getLogger(__name__)
 
+# How many passes a round makes, and the weights that it reads, each with how often.
+Reads = tuple[int, list[tuple[int, Iterable[torch.Tensor]]]]
+
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
 ALL = "all"
-# Of `Drafter.compile_rounds`.
 # The fewest tokens that drafting attends to: more than a round reads again or drafts.
 LEAST_WINDOW = 64
 
@@ -58,12 +60,23 @@ class Drafter(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
+    # Patterns in the names of published tensors, and what takes their place in the names of the drafter's own.
+    key_mapping = KEY_MAPPING
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
-    # Whether its calls are not a user's but check that an engine is equivalent to transformers on the target.
-    is_equivalence_check = False
-    # Whether such calls let the target itself run the prompts, see `engine.first_pass`.
-    prompts_by_target = False
+    # The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number.
+    most_draft_tokens: int | None = None
+    # Whether it reads the target's last hidden state, after the final norm, instead of auxiliary ones.
+    reads_last_hidden_state = False
+    # Whether it reads keys and values of the target, which the static engine alone has in slots.
+    reads_target_cache = False
+    # Whether it reads the target's embeddings of images in prompts, from `DecodeState.records`; else tokens only. As in
+    # vLLM, where MTP modules get an image's embeddings, and EAGLE-3 drafters the token that stands for it.
+    reads_embeddings = False
+    # Whether `prefill` may be called with prompts of several rows packed in one, see `as_one_row`.
+    packs_prompts = False
+    # Sizes and layer types of the layers whose keys and values each pass of a round reads; None for none.
+    attention_config: PreTrainedConfig | None = None
 
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
     unread_attributes = frozenset(
@@ -93,7 +106,7 @@ class Drafter(PreTrainedModel):
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
-        self.compile_rounds: bool | str = True
+        self.compile_rounds: bool = True
         self.batch_invariant = False
         self.draft_window_size: int | None = None
 
@@ -115,10 +128,7 @@ class Drafter(PreTrainedModel):
 
     @num_assistant_tokens.setter
     def num_assistant_tokens(self, value: int | str) -> None:
-        value = check_num_or_auto(value)
-        if value == AUTO and not self.varies_num_draft_tokens:
-            raise ValueError(self._why_not_auto())
-        self._asked_num_assistant_tokens = value
+        self._asked_num_assistant_tokens = self.num_draft_tokens(check_num_or_auto(value))
 
     @property
     def num_own_draft_tokens(self) -> int:
@@ -127,37 +137,27 @@ class Drafter(PreTrainedModel):
         return self.config.num_assistant_tokens if asked in (None, AUTO) else asked
 
     @property
-    def most_draft_tokens(self) -> int | None:
-        """The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number."""
-        return None
-
-    @property
     def aux_hidden_state_layer_ids(self) -> list[int]:
         """Layer ids of the auxiliary hidden states that the drafter reads (see `AuxHiddenStateRecorder`), ascending."""
         return []
 
     @property
-    def reads_last_hidden_state(self) -> bool:
-        """Whether the drafter reads the target's last hidden state, after the final norm, instead of auxiliary ones."""
-        return False
-
-    @property
-    def reads_target_cache(self) -> bool:
-        """Whether the drafter reads keys and values of the target, which the static engine alone has in slots."""
-        return False
-
-    @property
-    def reads_embeddings(self) -> bool:
-        """Whether it reads the target's embeddings of images in prompts, from `DecodeState.records`; else tokens only.
-
-        As in vLLM, where MTP modules get an image's embeddings, and EAGLE-3 drafters the token that stands for it.
-        """
-        return False
-
-    @property
     def sharing_modules(self) -> list[nn.Module]:
         """The modules that may have an `embed_tokens` and an `lm_head` of their own instead of the target's."""
         return [self]
+
+    @property
+    def title(self) -> str:
+        """The drafter in messages."""
+        return f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+
+    def round_reads(self, num_draft_tokens: int) -> Reads | None:
+        """How many passes a round of so many drafts makes, and the weights that it reads, each with how often.
+
+        `hf-specdec bench` compares them with a GPU's bandwidth. Embeddings do not count, since few rows of them are
+        read. None if they are not known.
+        """
+        return None
 
     @property
     def is_bound(self) -> bool:
@@ -174,19 +174,34 @@ class Drafter(PreTrainedModel):
         check_tensors(checkpoint, cls, config)
 
     @classmethod
-    def load_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig, **options: Any) -> Drafter:
+    def tensor_names(cls, checkpoint: Checkpoint, config: DrafterConfig) -> dict[str, str]:
+        """For each of the drafter's tensors that the files hold, its name there."""
+        return {rename(name, cls.key_mapping): name for name in checkpoint.tensors}
+
+    @classmethod
+    def load_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        config: DrafterConfig,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        **options: Any,
+    ) -> Drafter:
         """A drafter with the checkpoint's weights.
 
         Args:
             checkpoint: one that passed `check_checkpoint`.
             config: its configuration in normal form.
-            options: `dtype`, `device_map`, `use_safetensors` of `PreTrainedModel.from_pretrained`.
+            weights: tensors by their names in the files; those of the files if None.
+            options: `dtype`, `device_map` of `PreTrainedModel.from_pretrained`.
 
         Raises:
             ValueError: expected every weight to be loaded, and every tensor of the files to be used.
         """
-        options.pop("use_safetensors", None)
-        state = {rename(name): tensor for name, tensor in checkpoint.read_all().items()}
+        weights, state, used = checkpoint.read() if weights is None else weights, {}, set()
+        for name, published in cls.tensor_names(checkpoint, config).items():
+            # Tensors that are saved must not share memory.
+            state[name] = weights[published].clone() if published in used else weights[published]
+            used.add(published)
         with quiet_loading():
             drafter, info = cls.from_pretrained(
                 None, config=config, state_dict=state, output_loading_info=True, **options
@@ -200,7 +215,7 @@ class Drafter(PreTrainedModel):
         draft_probs: bool | str | None = None,
         engine: str | None = None,
         verification: str | None = None,
-        compile_rounds: bool | str | None = None,
+        compile_rounds: bool | None = None,
         batch_invariant: bool | None = None,
         draft_window_size: int | str | None = None,
     ) -> Drafter:
@@ -231,26 +246,19 @@ class Drafter(PreTrainedModel):
         """
         if num_assistant_tokens is not None:
             self.num_assistant_tokens = num_assistant_tokens
-        if draft_probs is not None:
-            if draft_probs not in (True, False, "auto"):
-                raise ValueError(f'draft_probs is {draft_probs!r}; expected True, False or "auto".')
-            self.draft_probs = draft_probs
-        if engine is not None:
-            if engine not in ENGINES:
-                raise ValueError(f"engine is {engine!r}; expected one of {', '.join(map(repr, ENGINES))}.")
-            self.engine = engine
-        if verification is not None:
-            if verification not in VERIFICATIONS:
-                raise ValueError(f'verification is {verification!r}; expected "token" or "block".')
-            self.verification = verification
-        if compile_rounds is not None:
-            if not isinstance(compile_rounds, bool):
-                raise ValueError(f"compile_rounds is {compile_rounds!r}; expected True or False.")
-            self.compile_rounds = compile_rounds
-        if batch_invariant is not None:
-            if not isinstance(batch_invariant, bool):
-                raise ValueError(f"batch_invariant is {batch_invariant!r}; expected True or False.")
-            self.batch_invariant = batch_invariant
+        for name, value, allowed in (
+            ("draft_probs", draft_probs, (True, False, AUTO)),
+            ("engine", engine, ENGINES),
+            ("verification", verification, VERIFICATIONS),
+            ("compile_rounds", compile_rounds, (True, False)),
+            ("batch_invariant", batch_invariant, (True, False)),
+        ):
+            if value is None:
+                continue
+            if not any(type(value) is type(one) and value == one for one in allowed):
+                *others, last = [f'"{one}"' if isinstance(one, str) else str(one) for one in allowed]
+                raise ValueError(f"{name} is {value!r}; expected {', '.join(others)} or {last}.")
+            setattr(self, name, value)
         if draft_window_size is not None:
             self.draft_window_size = self._checked_window(draft_window_size)
         return self
@@ -291,14 +299,11 @@ class Drafter(PreTrainedModel):
             return AUTO if is_free else self.num_assistant_tokens
         requested = check_num_or_auto(requested)
         if requested == AUTO and not self.varies_num_draft_tokens:
-            raise ValueError(self._why_not_auto())
+            raise ValueError(
+                f'num_assistant_tokens is "auto", but {type(self).__name__} drafts the same number of tokens in all '
+                "rounds of a call; expected a number, or a family that sets varies_num_draft_tokens."
+            )
         return requested
-
-    def _why_not_auto(self) -> str:
-        return (
-            f'num_assistant_tokens is "auto", but {type(self).__name__} drafts the same number of tokens in all rounds '
-            "of a call; expected a number, or a family that sets varies_num_draft_tokens."
-        )
 
     def bind(self, target: PreTrainedModel) -> None:
         """Bind the drafter to `target`: check that it fits, share the target's embedding and head where it has none.
@@ -370,7 +375,7 @@ class Drafter(PreTrainedModel):
         """
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
 
-    def new_state(self, shape: Shape, layers: Sequence[LayerKind], device: torch.device) -> DecodeState:
+    def new_state(self, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
         """Buffers of a generation, with the drafter's memory; arguments as of `DecodeState.allocate`."""
         state = DecodeState.allocate(shape, layers, device)
         state.memory = self.new_memory(state)
@@ -403,11 +408,6 @@ class Drafter(PreTrainedModel):
         largest K. What is kept at a slot may depend on later tokens; hidden states of the last ones are needed after a
         prefill. None if nothing can be reused."""
         return 1 if type(self).new_memory is Drafter.new_memory else None
-
-    @property
-    def packs_prompts(self) -> bool:
-        """Whether `prefill` may be called with prompts of several rows packed in one, see `as_one_row`."""
-        return False
 
     def as_one_row(self, memory: Any, batch: int) -> Any:
         """`memory` of `batch` rows as that of `DecodeState.as_one_row`; called with `packs_prompts` only."""

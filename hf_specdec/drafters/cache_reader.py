@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.draft_model import auto_class
+from ..checkpoints.read_models import auto_class
 from ..config import CacheReaderConfig
 from ..host.modeling import sliding_window_bidirectional_overlay
 from ..kernels.types import Proposal, VerificationResult
@@ -23,10 +23,10 @@ from ..patching.mask_rules import MaskRule
 from ..patching.support import cache_layers
 from ..state import DecodeState
 from .cached import CachedDrafter
+from .draft_model import WITHOUT_WEIGHTS, load_language_model
 from .none import no_drafts
-from .registry import register_drafter
 from .shared_weights import SharedWeight, score
-from .target_checks import check_sizes, generating_model
+from .target_checks import generating_model
 
 _building = threading.RLock()
 
@@ -66,7 +66,7 @@ def _layers_read(target: PreTrainedModel, kinds: Sequence[str], name: str) -> di
     """
     text = target.config.get_text_config()
     types = getattr(text, "layer_types", None) or []
-    storing = [index for index, kind in enumerate(cache_layers(target)[: len(types)]) if kind.has_keys]
+    storing = [index for index, kind in enumerate(cache_layers(target).layers[: len(types)]) if kind.stores_keys]
     found = {types[index]: index for index in storing}
     missing = sorted(set(kinds) - found.keys())
     if missing:
@@ -78,7 +78,6 @@ def _layers_read(target: PreTrainedModel, kinds: Sequence[str], name: str) -> di
     return {kind: found[kind] for kind in kinds}
 
 
-@register_drafter
 class CacheReaderDrafter(CachedDrafter):
     """An assistant of Gemma 4 (`Gemma4AssistantForCausalLM` and its like): layers with queries only.
 
@@ -96,6 +95,9 @@ class CacheReaderDrafter(CachedDrafter):
     """
 
     config_class = CacheReaderConfig
+    num_cached_layers = 0
+    reads_last_hidden_state = True
+    reads_target_cache = True
 
     def __init__(self, config: CacheReaderConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
@@ -104,6 +106,7 @@ class CacheReaderDrafter(CachedDrafter):
             with sharing_all_layers(own):
                 model = auto_class(own).from_config(own)
         self.model = model
+        config.model = config.model or model.config.to_dict()
         text = model.config.get_text_config()
         # The mask of transformers, in which the newest token is at the distance 0 from the last key.
         sees = sliding_window_bidirectional_overlay(text.sliding_window)
@@ -117,46 +120,21 @@ class CacheReaderDrafter(CachedDrafter):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: CacheReaderConfig) -> None:
-        """As of every family. transformers loads the model on the meta device, since it maps names of tensors."""
         with quiet_loading(), sharing_all_layers(config.model_config):
-            _, info = auto_class(config.model_config).from_pretrained(
-                checkpoint.folder,
-                device_map="meta",
-                use_safetensors=checkpoint.uses_safetensors,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-        checkpoint.check_loaded(info)
+            load_language_model(checkpoint, config, **WITHOUT_WEIGHTS)
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: CacheReaderConfig, **options: Any) -> CacheReaderDrafter:
         with sharing_all_layers(config.model_config):
-            model, info = auto_class(config.model_config).from_pretrained(
-                checkpoint.folder, output_loading_info=True, trust_remote_code=False, **options
-            )
-        checkpoint.check_loaded(info)
-        return cls(config, model)
-
-    @property
-    def num_cached_layers(self) -> int:
-        return 0
-
-    @property
-    def reads_last_hidden_state(self) -> bool:
-        return True
-
-    @property
-    def reads_target_cache(self) -> bool:
-        return True
+            return cls(config, load_language_model(checkpoint, config, **options))
 
     @torch.inference_mode(False)  # it keeps tensors that it creates
     @torch.no_grad()
     def bind(self, target: PreTrainedModel) -> None:
         own, text = self.model.config, self.model.config.get_text_config()
-        name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        name = self.title
         target = generating_model(target)
-        check_sizes(own.backbone_hidden_size, text.vocab_size, target.config, name)
+        self.config.check_fit(target.config, 0, name)
         if tensor_parallel_group(target) is not None:
             raise ValueError(
                 f"{name} reads the target's keys and values, of which every process of a tensor parallel target holds "

@@ -11,7 +11,9 @@ from .. import ops
 from ..config import DrafterConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
-from ..patching.cache import LayerKind, RaggedCache, attention_layers, only_keys
+from ..patching.cache import RaggedCache
+from ..patching.key_layers import attention_layers
+from ..patching.layer_kinds import LayerKinds, Use
 from ..patching.packed_cache import PackedCache
 from ..state import DecodeState
 from .base import Drafter
@@ -42,7 +44,8 @@ class DraftMemory:
         self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:
         """Copy what another generation keeps of rows; arguments as of `DecodeState.copy_rows`."""
-        self.cache.copy_rows(rows, source.cache, slots, source_rows)
+        for cache, other in zip(self.caches, source.caches, strict=True):
+            cache.copy_rows(rows, other, slots, source_rows)
 
 
 class CachedDrafter(Drafter):
@@ -78,7 +81,7 @@ class CachedDrafter(Drafter):
         raise NotImplementedError(f"{type(self).__name__} does not implement num_cached_layers.")
 
     @property
-    def cached_layers(self) -> tuple[LayerKind, ...]:
+    def cached_layers(self) -> LayerKinds:
         """What each layer of the cache stores: keys and values, unless a family overrides this."""
         return attention_layers(self.num_cached_layers)
 
@@ -89,6 +92,10 @@ class CachedDrafter(Drafter):
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
         return max(num_draft_tokens - 1, 0) if self.config.parallel_drafting else 0
+
+    def num_passes(self, num_draft_tokens: int) -> int:
+        """Passes of the layers in a round of `num_draft_tokens`."""
+        return num_draft_tokens - self.num_masks(num_draft_tokens)
 
     def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
         """Position ids `[B, n]` int64 of `slots`."""
@@ -186,7 +193,7 @@ class CachedDrafter(Drafter):
 
     @property
     def packs_prompts(self) -> bool:
-        return only_keys(self.cached_layers)
+        return self.cached_layers.why_not(Use.PACKING) is None
 
     def as_one_row(self, memory: DraftMemory, batch: int) -> DraftMemory:
         return replace(memory, cache=PackedCache(memory.cache, batch))
@@ -199,22 +206,25 @@ class CachedDrafter(Drafter):
         hidden = self.combine_hidden_states(aux_hidden_states)
         self.extend_cache(state, tokens, positions, self.position_ids(state, positions), hidden, num_logits=0)
 
+    def prepare_inputs(
+        self,
+        state: DecodeState,
+        inputs: DraftInputs,
+        committed: torch.Tensor,
+        limits: torch.Tensor,
+        num_masks: int,
+    ) -> None:
+        """`ops.prepare_inputs` with what the state and the family give."""
+        mask_token = self.config.mask_token_id or 0
+        given = (state.tokens, state.lengths, committed, limits, state.finished, inputs)
+        ops.prepare_inputs(*given, num_masks=num_masks, mask_token=mask_token, shift=self.shift)
+
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
         num_masks = self.num_masks(state.num_draft_tokens)
         inputs = state.memory.inputs.first(result.tokens.shape[1] + num_masks)
-        ops.prepare_inputs(
-            state.tokens,
-            state.lengths,
-            result.committed,
-            state.limits,
-            state.finished,
-            inputs,
-            num_masks=num_masks,
-            mask_token=self.config.mask_token_id or 0,
-            shift=self.shift,
-        )
+        self.prepare_inputs(state, inputs, result.committed, state.limits, num_masks)
         hidden = self.gather_hidden_states(self.combine_hidden_states(aux_hidden_states), inputs.sources)
         num_logits = 1 + num_masks if state.num_draft_tokens > 0 else 0
         positions = inputs.positions

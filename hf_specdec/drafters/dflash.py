@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import ops
 from ..config import AUTO, DFlashConfig
 from ..host.modeling import LlamaRMSNorm
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.attention import cached_attend
 from ..state import DecodeState
 from .draft_layers import DraftLayersDrafter
-from .layers import Attend, BlockDecoderLayer, rotary_embedding
+from .layers import Attend, BlockDecoderLayer
 from .none import no_drafts
-from .registry import register_drafter
 
 
-@register_drafter
 class DFlashDrafter(DraftLayersDrafter):
     """DFlash drafter.
 
@@ -45,26 +41,11 @@ class DFlashDrafter(DraftLayersDrafter):
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
         width = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.fc = nn.Linear(config.aux_hidden_size, width, bias=config.fc_bias)
         self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList([BlockDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
-        self.rotary_emb = rotary_embedding(config)
-        # Token t of the draft vocabulary is token t + d2t[t] of the target's.
-        if config.draft_vocab_size < config.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        else:
-            self.d2t = None
-        self._layer_ids = config.aux_hidden_state_layer_ids
-        self.post_init()
-
-    def configure(self, num_assistant_tokens: int | str | None = None, *settings: Any, **others: Any) -> DFlashDrafter:
-        """See `Drafter.configure`; K is at most `config.depth`."""
-        if num_assistant_tokens is not None:
-            self.num_draft_tokens(num_assistant_tokens)
-        return super().configure(num_assistant_tokens, *settings, **others)
+        self._add_head()
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """See `Drafter.num_draft_tokens`; K is at most `config.depth`."""
@@ -82,6 +63,9 @@ class DFlashDrafter(DraftLayersDrafter):
     def num_masks(self, num_draft_tokens: int) -> int:
         """Tokens of the block, which follow the context in the first pass of a round; the first one is the anchor."""
         return num_draft_tokens if self.config.anchor_first else num_draft_tokens + 1
+
+    def num_passes(self, num_draft_tokens: int) -> int:
+        return 1
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         embeds = super().embed(tokens)
@@ -140,17 +124,7 @@ class DFlashDrafter(DraftLayersDrafter):
         inputs = state.memory.inputs.first(num_context + num_tokens)
         # A column with slot p is taken to draft the token at p + 2, but drafts that at p + 1, or at p.
         reach = 1 if self.config.anchor_first else 2
-        ops.prepare_inputs(
-            state.tokens,
-            state.lengths,
-            result.committed,
-            state.limits + reach,
-            state.finished,
-            inputs,
-            num_masks=num_tokens,
-            mask_token=self.config.mask_token_id,
-            shift=self.shift,
-        )
+        self.prepare_inputs(state, inputs, result.committed, state.limits + reach, num_tokens)
         combined = self.combine_hidden_states(aux_hidden_states)
         context = self.gather_hidden_states(combined, inputs.sources[:, :num_context])
         positions = inputs.positions + state.position_offsets[:, None]
@@ -254,6 +228,48 @@ class DFlashDrafter(DraftLayersDrafter):
         kinds = {"full_attention": last, "sliding_attention": windowed}
         layers = zip(self.config.causal, self.config.layer_types, strict=True)
         return [None if is_causal else kinds[kind] for is_causal, kind in layers]
+
+
+class WalkingDrafter(DFlashDrafter):
+    """A DFlash drafter with a small step for each draft token, left to right, which a family implements in `walk`.
+
+    A draft token is drawn from its own logits given the ones before it, so that the distributions that verification
+    reads are those that the tokens were drawn from.
+    """
+
+    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Choose the draft tokens of blocks, in order.
+
+        Args:
+            anchors: `[..., 1]` int64, the tokens before the first ones.
+            normed: `[..., n, H]`, inputs of the head, see `num_read`.
+            choose: returns the tokens `[..., 1]` of the target for logits `[..., 1, V_d]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement walk().")
+
+    def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} does not implement head_inputs(), which training needs.")
+
+    def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
+        drafts: list[Proposal] = []
+
+        def draw(logits: torch.Tensor) -> torch.Tensor:
+            drafts.append(self.draw(state, logits, first=len(drafts)))
+            return drafts[-1].tokens
+
+        self.walk(anchors, normed, draw)
+        return drafts
+
+    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
+        steps: list[torch.Tensor] = []
+
+        def most_likely(logits: torch.Tensor) -> torch.Tensor:
+            steps.append(logits.squeeze(-2))
+            best = logits.argmax(-1)
+            return best if self.target_ids is None else self.target_ids[best]
+
+        self.walk(anchors[..., None], normed, most_likely)
+        return steps
 
 
 class _BlocksAttention:

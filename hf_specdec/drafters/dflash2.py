@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..config import DFlash2Config
-from .registry import register_drafter
-from .walking import WalkingDrafter
+from .base import Reads
+from .dflash import WalkingDrafter
 
 
 class CandidateSelector(nn.Module):
@@ -45,7 +45,6 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-@register_drafter
 class DFlash2Drafter(WalkingDrafter):
     """DFlash-2 drafter: one pass over a block as DFlash's, then a walk over candidates, left to right.
 
@@ -59,6 +58,11 @@ class DFlash2Drafter(WalkingDrafter):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
         self.post_init()
+
+    def round_reads(self, num_draft_tokens: int) -> Reads:
+        passes, reads = super().round_reads(num_draft_tokens)
+        # Of the codebooks few rows are read.
+        return passes, [*reads, (1, self.candidate_selector.hidden_projection.parameters())]
 
     def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
         logits, last = _widened(self.logits(normed)), anchors

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..config import DominoConfig
 from ..patching.linear import linear
-from .registry import register_drafter
-from .walking import WalkingDrafter
+from .base import Reads
+from .dflash import WalkingDrafter
 
 
 class PrefixGRU(nn.Module):
@@ -39,7 +39,6 @@ class PrefixGRU(nn.Module):
         return (1 - update) * new + update * state
 
 
-@register_drafter
 class DominoDrafter(WalkingDrafter):
     """Domino drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
 
@@ -60,6 +59,11 @@ class DominoDrafter(WalkingDrafter):
             nn.Linear(config.emb_dim, config.draft_vocab_size, bias=False),
         )
         self.post_init()
+
+    def round_reads(self, num_draft_tokens: int) -> Reads:
+        passes, reads = super().round_reads(num_draft_tokens)
+        steps = [*self.prefix_gru.parameters(), *self.embed_proj.parameters()]
+        return passes, [*reads, (num_draft_tokens, steps)]
 
     def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
         logits, last, state = self.logits(normed), anchors, None

@@ -4,51 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import layer_ops
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DraftLayersConfig
 from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
+from .base import Reads
 from .cached import CachedDrafter
 from .layers import rotary_embedding
 from .shared_weights import SharedWeight, embed, score
-from .target_checks import check_sizes, generating_model
-
-
-def check_fit(config: DraftLayersConfig, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
-    """Check that a drafter called `name` fits a target with `num_layers` layers.
-
-    Returns:
-        layer ids of the auxiliary hidden states that it reads, ascending.
-
-    Raises:
-        ValueError: expected a target of the hidden size, vocabulary size and layers that the drafter was made for.
-    """
-    check_sizes(config.target_hidden_size, config.vocab_size, target, name)
-    target_name = target.name_or_path or target.model_type
-    if not config.use_aux_hidden_state:
-        return []
-    layer_ids = config.aux_hidden_state_layer_ids or config.default_layer_ids(num_layers)
-    if layer_ids[-1] > num_layers or layer_ids[0] < 0:
-        raise ValueError(
-            f"{name} reads the auxiliary hidden states {layer_ids}, but {target_name} has {num_layers} layers, so ids "
-            f"0 to {num_layers}: it is a drafter for another model, or `aux_hidden_state_layer_ids=` must be given."
-        )
-    if len(layer_ids) != config.num_aux_hidden_states:
-        raise ValueError(
-            f"{name} reads {config.num_aux_hidden_states} auxiliary hidden states, but the rule for {num_layers} "
-            f"layers gives the ids {layer_ids}; pass `aux_hidden_state_layer_ids=` with {config.num_aux_hidden_states} "
-            "different ones."
-        )
-    return layer_ids
+from .target_checks import generating_model
 
 
 class DraftLayersDrafter(CachedDrafter):
     """What EAGLE-3 and DFlash share: layers, auxiliary hidden states, and an embedding and a head that may be shared.
 
-    A family makes `layers`, `embed_tokens` and `lm_head` (None for the target's), `d2t` (None for the target's
-    vocabulary) and sets `_layer_ids`.
+    A family makes `layers`, and then calls `_add_head`.
     """
 
     config_class = DraftLayersConfig
@@ -60,6 +32,16 @@ class DraftLayersDrafter(CachedDrafter):
         super().__init__(config)
         # `[H]` hidden state of columns without one of the target: mask tokens. None for zeros, as they are inert.
         self.register_buffer("mask_state", None, persistent=False)
+        self._layer_ids = config.aux_hidden_state_layer_ids
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+
+    def _add_head(self) -> None:
+        config, size = self.config, self.config.draft_vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, size, bias=False) if config.own_head else None
+        self.rotary_emb = rotary_embedding(config)
+        # Token t of the draft vocabulary is token t + d2t[t] of the target's.
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64) if size < config.vocab_size else None)
+        self.post_init()
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftLayersConfig) -> None:
@@ -89,9 +71,9 @@ class DraftLayersDrafter(CachedDrafter):
 
     @torch.inference_mode(False)  # it keeps tensors that it creates
     def bind(self, target: PreTrainedModel) -> None:
-        config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        config, name = self.config, self.title
         target = generating_model(target)
-        layer_ids = check_fit(config, target.config, len(decoder_layers(target)), name)
+        layer_ids = config.check_fit(target.config, len(decoder_layers(target)), name)
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         shared = {}
         if self.embed_tokens is None:
@@ -128,6 +110,17 @@ class DraftLayersDrafter(CachedDrafter):
     @property
     def num_cached_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def attention_config(self) -> DraftLayersConfig:
+        return self.config
+
+    def round_reads(self, num_draft_tokens: int) -> Reads:
+        inputs = [getattr(self, name, None) for name in ("fc", "input_norm", "fc_norm", "hidden_norm")]
+        once = [one for module in inputs if module is not None for one in module.parameters()]
+        each = [*self.layers.parameters(), *self.norm.parameters(), self.head_weight]
+        passes = self.num_passes(num_draft_tokens)
+        return passes, [(1, once), (passes, each)]
 
     def gather_hidden_states(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         return layer_ops.gather_rows(hidden, sources, self.mask_state)

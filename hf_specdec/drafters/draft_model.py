@@ -3,88 +3,80 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.draft_model import auto_class
 from ..checkpoints.mtp_layouts import module_names
+from ..checkpoints.read_models import auto_class
 from ..config import DraftModelConfig
 from ..patching.attention import set_ragged_attention
-from ..patching.cache import LayerKind
 from ..patching.hidden_states import decoder_of
 from ..patching.implementations import registered_attention
-from ..patching.length_rope import mark_long
+from ..patching.layer_kinds import LayerKinds, Use
 from ..patching.masked_attention import why_not_masked
-from ..patching.packing import packs_prompts, reuses_prefixes
 from ..patching.support import (
     cache_layers,
     cache_name,
-    has_recurrent_layers,
-    length_limits,
     num_positions,
+    position_markers,
     uses_attention_interface,
     why_not_supported,
+    why_not_used,
 )
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
+from .base import Reads
 from .cached import CachedDrafter
-from .registry import register_drafter
 from .target_checks import generating_model
 
-# Models of one family may pad the same vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that
-# differ by this much or more belong to different tokenizers.
-MAX_PADDING = 1024
 # Largest difference of logits of a draft model whose attention takes a mask; rounding in any precision is below.
 DIFFERENCE_LIMIT = 0.25
 
 
-def check_vocabulary(own: int, target: PreTrainedConfig, name: str) -> int:
-    """Check that a draft model called `name` with `own` tokens has the vocabulary of `target`.
-
-    Returns:
-        the number of tokens that both have.
+def load_language_model(
+    checkpoint: Checkpoint, config: DraftModelConfig, ignored: Collection[str] = (), **options: Any
+) -> PreTrainedModel:
+    """The language model of a checkpoint; options as of `PreTrainedModel.from_pretrained`.
 
     Raises:
-        ValueError: expected sizes that differ by padding only.
+        ValueError: expected all its tensors and no others but the `ignored` ones, and those of MTP modules, which a
+            draft model does not use.
     """
-    size = target.get_text_config().vocab_size
-    if abs(size - own) >= MAX_PADDING:
-        raise ValueError(
-            f"{name} has a vocabulary of {own} tokens, but {target.name_or_path or target.model_type} has {size}; "
-            f"expected sizes that differ by padding only (less than {MAX_PADDING}): it was made for another "
-            "tokenizer."
-        )
-    return min(size, own)
-
-
-def _check_loaded(checkpoint: Checkpoint, info: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
-    """`Checkpoint.check_loaded`, without the `ignored` tensors and MTP modules', which a draft model does not use."""
+    model, info = auto_class(config.model_config).from_pretrained(
+        checkpoint.folder,
+        use_safetensors=checkpoint.uses_safetensors,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **options,
+    )
     unexpected = set(info["unexpected_keys"])
     ignored = module_names(checkpoint.config, unexpected) | set(ignored)
     checkpoint.check_loaded({**info, "unexpected_keys": unexpected - ignored})
+    return model
+
+
+# Options by which transformers loads a model without its weights, since it alone maps names of tensors.
+WITHOUT_WEIGHTS = {"device_map": "meta", "ignore_mismatched_sizes": True}
 
 
 def _check_supported(model: PreTrainedModel, name: str) -> None:
-    """Raise `ValueError` unless the model called `name` can run on a `RaggedCache`."""
+    """Raise `ValueError` unless the model of the drafter called `name`, if it is, can run on a `RaggedCache`."""
     obstacle = why_not_supported(model, role="the draft model")
     if obstacle is None and not uses_attention_interface(model) and model.device.type != "meta":
         obstacle = why_not_masked(model, DIFFERENCE_LIMIT)
     if obstacle is not None:
+        kind = type(model).__name__
         raise ValueError(
-            f"{name} cannot draft here, where drafters run on a static cache: {obstacle}. Load it with "
-            "AutoModelForCausalLM and pass that as assistant_model; transformers supports it itself."
+            f"{f'{name} ({kind})' if name else kind} cannot draft here, where drafters run on a static cache: "
+            f"{obstacle}. Load it with AutoModelForCausalLM and pass that as assistant_model; transformers supports it "
+            "itself."
         )
 
 
-def _name_of(checkpoint: Checkpoint, model: PreTrainedModel) -> str:
-    return f"{checkpoint.name} ({type(model).__name__})"
-
-
-@register_drafter
 class DraftModelDrafter(CachedDrafter):
     """An `AutoModelForCausalLM` checkpoint that drafts from tokens alone.
 
@@ -106,17 +98,19 @@ class DraftModelDrafter(CachedDrafter):
         if model is None:
             own = config.model_config
             model = auto_class(own).from_config(own)
-        _check_supported(model, type(model).__name__)
+        _check_supported(model, config.name_or_path)
         set_ragged_attention(model)
         self.model = model
+        config.model = config.model or model.config.to_dict()
         self._num_embeddings = model.config.get_text_config().vocab_size
         self._num_positions = num_positions(model)
-        self._longest_short = length_limits(model).long
+        self._position_markers = position_markers(model)
         self._cache_name = cache_name(model)
-        self._packs_prompts = model.device.type != "meta" and packs_prompts(model)
+        self._packs_prompts = model.device.type != "meta" and why_not_used(model, Use.PACKING) is None
 
     def prefix_margin(self, num_draft_tokens: int) -> int | None:
-        return 0 if reuses_prefixes(self.model) else None  # a slot depends on the tokens up to its own
+        is_reused = why_not_used(self.model, Use.PREFIX_REUSE) is None
+        return 0 if is_reused else None  # a slot depends on the tokens up to its own
 
     @property
     def packs_prompts(self) -> bool:
@@ -124,42 +118,38 @@ class DraftModelDrafter(CachedDrafter):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig) -> None:
-        """As of every family. transformers loads the model on the meta device, since it maps names of tensors."""
         with quiet_loading():
-            model, info = auto_class(config.model_config).from_pretrained(
-                checkpoint.folder,
-                device_map="meta",
-                use_safetensors=checkpoint.uses_safetensors,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-        _check_supported(model, _name_of(checkpoint, model))
-        _check_loaded(checkpoint, info, cls.own_tensors)
+            model = load_language_model(checkpoint, config, cls.own_tensors, **WITHOUT_WEIGHTS)
+        _check_supported(model, checkpoint.name)
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig, **options: Any) -> DraftModelDrafter:
-        model, info = auto_class(config.model_config).from_pretrained(
-            checkpoint.folder, output_loading_info=True, trust_remote_code=False, **options
-        )
-        _check_loaded(checkpoint, info, cls.own_tensors)
-        _check_supported(model, _name_of(checkpoint, model))
-        return cls(config, model)
+        return cls(config, load_language_model(checkpoint, config, cls.own_tensors, **options))
 
     @property
     def num_cached_layers(self) -> int:
         return len(self.cached_layers)
 
     @property
-    def cached_layers(self) -> tuple[LayerKind, ...]:
+    def cached_layers(self) -> LayerKinds:
         return cache_layers(self.model)
 
+    @property
+    def attention_config(self) -> PreTrainedConfig:
+        return self.model.config.get_text_config()
+
+    def round_reads(self, num_draft_tokens: int) -> Reads:
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        decoder = [one for one in self.model.get_decoder().parameters() if one is not embedding]
+        passes = self.num_passes(num_draft_tokens)
+        return passes, [(passes, [*decoder, head])]
+
     def bind(self, target: PreTrainedModel) -> None:
-        name = f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        name = self.title
         target = generating_model(target)
-        shared = check_vocabulary(self._num_embeddings, target.config, name)
+        DraftModelConfig.check_fit(self.config, target.config, 0, name)  # PARD-2 has checked its layers before
         self.config.vocab_size = target.config.get_text_config().vocab_size
-        self.config.draft_vocab_size = shared
+        self.config.draft_vocab_size = min(self.config.vocab_size, self._num_embeddings)
         self._record_binding(target)
 
     def model_inputs(self, tokens: torch.Tensor, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -183,8 +173,8 @@ class DraftModelDrafter(CachedDrafter):
         cache.advance(slots, state.live)
         if self._num_positions is not None:  # the target may support more positions; draft tokens beyond are worse
             positions = positions.clamp(max=self._num_positions - 1)
-        if self._longest_short is not None:
-            positions = mark_long(positions, self._longest_short, state.prompt_lengths, state.ahead)
+        for mark in self._position_markers:
+            positions = mark(positions, state.prompt_lengths, state.prompt_length_gap)
         logits = self.model(
             # The target may have tokens that this model cannot embed; which one stands in for them does not matter.
             **self.model_inputs(tokens.clamp(max=self._num_embeddings - 1), hidden),
@@ -227,11 +217,8 @@ class DraftModelDrafter(CachedDrafter):
         rows: Sequence[int] | None = None,
         first: int = 0,
     ) -> list[torch.Tensor]:
-        if num_steps > 1 and has_recurrent_layers(self.model):
-            raise ValueError(
-                f"{type(self.model).__name__} cannot be trained in {num_steps} steps: it has recurrent layers, whose "
-                "states do not follow the steps before; expected num_steps=1, or a draft model of attention layers."
-            )
+        if num_steps > 1 and (reason := self.cached_layers.why_not(Use.UNROLLED_STEPS)) is not None:
+            raise ValueError(f"{type(self.model).__name__} cannot be trained in {num_steps} steps: it has {reason}.")
         attend, decoder = UnrolledAttention(), decoder_of(self.model)
         hidden = self.unrolled_hidden_states(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from ..config import DSparkConfig
-from .dflash import DFlashDrafter
-from .registry import register_drafter
-from .walking import WalkingDrafter
+from .base import Reads
+from .dflash import DFlashDrafter, WalkingDrafter
 
 
 class MarkovHead(nn.Module):
@@ -67,7 +66,6 @@ class MarkovHead(nn.Module):
         return output.tanh(), keep * memory + (1 - keep) * new.tanh()
 
 
-@register_drafter
 class DSparkDrafter(WalkingDrafter):
     """DSpark drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
 
@@ -91,6 +89,11 @@ class DSparkDrafter(WalkingDrafter):
         if self.num_read(1) == 1:
             return normed, None
         return normed[..., 1:, :], self.markov_head.features(anchors, normed[..., :1, :], None)[1]
+
+    def round_reads(self, num_draft_tokens: int) -> Reads:
+        passes, reads = super().round_reads(num_draft_tokens)
+        parts = self.markov_head.named_parameters()
+        return passes, [*reads, (num_draft_tokens, [one for name, one in parts if not name.startswith("markov_w1")])]
 
     def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
         normed, memory = self._of_drafts(anchors, normed)

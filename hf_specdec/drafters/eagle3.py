@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv 2503.01840): one or more decoder layers that read auxiliary hidden states of the target."""
+"""EAGLE-3 (arXiv 2503.01840): decoder layers that read auxiliary hidden states of the target; P-EAGLE (2602.01469)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from ..config import Eagle3Config
+from ..config import Eagle3Config, PEagleConfig
 from ..host.modeling import LlamaRMSNorm
 from ..patching.attention import cached_attend
 from ..state import DecodeState
 from ..training.unrolled import UnrolledAttention, shift_left
 from .draft_layers import DraftLayersDrafter
-from .layers import Attend, DraftDecoderLayer, rotary_embedding
-from .registry import register_drafter
+from .layers import Attend, DraftDecoderLayer
 
 
-@register_drafter
 class Eagle3Drafter(DraftLayersDrafter):
     """EAGLE-3 drafter.
 
@@ -34,7 +33,6 @@ class Eagle3Drafter(DraftLayersDrafter):
         super().__init__(config)
         width, aux_size = config.hidden_size, config.target_hidden_size
         count = config.num_aux_hidden_states if config.use_aux_hidden_state else 0
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.input_norm = LlamaRMSNorm(count * aux_size, config.rms_norm_eps) if config.norm_before_fc else None
         self.fc_norm = (
             nn.ModuleList([LlamaRMSNorm(aux_size, config.rms_norm_eps) for _ in range(count)])
@@ -44,15 +42,7 @@ class Eagle3Drafter(DraftLayersDrafter):
         self.fc = nn.Linear(count * aux_size, width, bias=config.fc_bias) if config.use_aux_hidden_state else None
         self.layers = nn.ModuleList([DraftDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps) if config.final_norm else nn.Identity()
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
-        self.rotary_emb = rotary_embedding(config)
-        # Token t of the draft vocabulary is token t + d2t[t] of the target's.
-        if config.draft_vocab_size < config.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        else:
-            self.d2t = None
-        self._layer_ids = config.aux_hidden_state_layer_ids
-        self.post_init()
+        self._add_head()
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to `[..., H]`."""
@@ -154,3 +144,39 @@ class Eagle3Drafter(DraftLayersDrafter):
             feedback: `[B, S, H]`, its feedback, as `run` returns it.
         """
         return shift_left(tokens), feedback
+
+
+class PEagleDrafter(Eagle3Drafter):
+    """P-EAGLE drafter: EAGLE-3 that drafts all K tokens in one pass.
+
+    The first pass of a round is EAGLE-3's, with K - 1 more slots that have no token and no hidden states of the target
+    yet: they embed the mask token and read a learned hidden state, `mask_hidden`, which passes through `fc` as
+    auxiliary hidden states do. With `config.parallel_drafting` False the same weights draft token by token, as EAGLE-3
+    does.
+    """
+
+    config_class = PEagleConfig
+
+    def __init__(self, config: PEagleConfig):
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.zeros(config.mask_hidden_shape))
+
+    def bind(self, target: PreTrainedModel) -> None:
+        super().bind(target)
+        with torch.inference_mode(False), torch.no_grad():
+            self.mask_state = self.project_mask()
+
+    def project_mask(self) -> torch.Tensor:
+        """`mask_hidden` as the layers read it, `[H]`."""
+        return self.combine_hidden_states(self.mask_hidden.view(-1))
+
+    def next_unroll_inputs(
+        self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.config.parallel_drafting:
+            return super().next_unroll_inputs(step, tokens, hidden, feedback)
+        if step > 0:  # These are mask tokens already.
+            return tokens, hidden
+        # Compiled layers compute wrong gradients of inputs that overlap in memory (seen with torch 2.13).
+        mask_state = self.project_mask().expand_as(feedback).contiguous()
+        return torch.full_like(tokens, self.config.mask_token_id), mask_state

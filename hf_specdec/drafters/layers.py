@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Config
-from ..host.modeling import ACT2FN, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from ..host.modeling import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 from ..layer_ops import RotaryKind
 from ..patching.deferred import residual_stream, rotated
 from ..patching.layer_choice import uses_layer_kernels
@@ -97,20 +97,6 @@ class DraftAttention(nn.Module):
         return states.view(*states.shape[:2], -1, self.head_dim)
 
 
-class DraftMLP(nn.Module):
-    """Gated MLP, as Llama's."""
-
-    def __init__(self, config: DraftLayersConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
 class DraftDecoderLayer(nn.Module):
     """Decoder layer of an EAGLE-3 drafter.
 
@@ -127,7 +113,7 @@ class DraftDecoderLayer(nn.Module):
             self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.self_attn = DraftAttention(config, layer_idx, input_size=2 * width if self.is_first else width)
         self.post_attention_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
-        self.mlp = DraftMLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(
         self,
@@ -170,7 +156,7 @@ class BlockDecoderLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.self_attn = DraftAttention(config, layer_idx, input_size=width, output_bias=config.output_bias)
         self.post_attention_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
-        self.mlp = DraftMLP(config)
+        self.mlp = LlamaMLP(config)
         is_convolved = isinstance(config, DFlash2Config)
         self.attention_conv = DynamicConvolution(config) if is_convolved else None
         self.mlp_conv = DynamicConvolution(config) if is_convolved else None

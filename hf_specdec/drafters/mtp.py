@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .. import ops
-from ..checkpoints.checkpoint import Checkpoint, quiet_loading
+from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..checkpoints.quantised import check_not_quantised
 from ..config import MtpConfig
@@ -29,9 +28,8 @@ from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .cached import CachedDrafter, DraftMemory
 from .mtp_layers import MtpFrame, build_decoder
 from .none import no_drafts
-from .registry import register_drafter
 from .shared_weights import SharedWeight, embed, score
-from .target_checks import check_sizes, generating_model
+from .target_checks import generating_model
 
 
 @dataclass
@@ -58,8 +56,6 @@ class MtpMemory(DraftMemory):
         self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:
         super().copy_rows(rows, source, slots, source_rows)
-        for cache, other in zip(self.later_caches, source.later_caches, strict=True):
-            cache.copy_rows(rows, other, slots, source_rows)
         taken = slice(len(rows)) if source_rows is None else source_rows
         self.hidden[rows] = source.hidden[taken]
         self.num_seen[rows] = source.num_seen[taken]
@@ -82,7 +78,6 @@ class MtpMemory(DraftMemory):
         self.hidden.copy_(all_hidden.gather(1, columns[..., None].expand(-1, -1, all_hidden.shape[2])))
 
 
-@register_drafter
 class MtpDrafter(CachedDrafter):
     """MTP modules of a target.
 
@@ -111,6 +106,9 @@ class MtpDrafter(CachedDrafter):
 
     config_class = MtpConfig
     shift = 1
+    reads_last_hidden_state = True
+    reads_embeddings = True
+    packs_prompts = False  # hidden states of the last tokens are kept row by row
 
     def __init__(self, config: MtpConfig):
         super().__init__(config)
@@ -129,49 +127,21 @@ class MtpDrafter(CachedDrafter):
         check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
         experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
         checkpoint.check_differences(missing=experts)
-        weights = {
-            name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta")
-            for name, tensor in checkpoint.tensors.items()
-        }
-        with checkpoint.config_errors():
-            _, info = cls._load(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
-        checkpoint.check_loaded(info)
+        with checkpoint.config_errors(), torch.device("meta"):
+            weights = {name: torch.empty(one.shape, dtype=torch.bfloat16) for name, one in checkpoint.tensors.items()}
+            cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
 
     @classmethod
-    def load_checkpoint(cls, checkpoint: Checkpoint, config: MtpConfig, **options: Any) -> MtpDrafter:
+    def tensor_names(cls, checkpoint: Checkpoint, config: MtpConfig) -> dict[str, str]:
         if _is_normal_form(checkpoint):
-            return super().load_checkpoint(checkpoint, config, **options)
-        options.pop("use_safetensors", None)
-        drafter, info = cls._load(checkpoint, config, checkpoint.read_all(), **options)
-        checkpoint.check_loaded(info)
-        return drafter
-
-    @classmethod
-    def _load(
-        cls, checkpoint: Checkpoint, config: MtpConfig, weights: Mapping[str, torch.Tensor], **options: Any
-    ) -> tuple[MtpDrafter, Mapping[str, Any]]:
-        """A drafter with `weights` under their published names, and transformers' loading info."""
+            return super().tensor_names(checkpoint, config)
         shared = {"share_head": not config.own_head, "share_embedding": not config.own_embedding}
-        # Each module gets a copy of tensors that all modules share, since saved tensors must not share memory.
-        state = {
-            name: weights[tensor.published] if tensor.index is not None else weights[tensor.published].clone()
-            for tensor in needed_tensors(checkpoint.config, weights, shared)
-            for name in tensor.names(config.num_modules)
-        }
-        with quiet_loading():
-            return cls.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **options)
+        tensors = needed_tensors(checkpoint.config, checkpoint.tensors, shared)
+        return {name: tensor.published for tensor in tensors for name in tensor.names(config.num_modules)}
 
     @property
     def sharing_modules(self) -> list[nn.Module]:
         return list(self.frames)
-
-    @property
-    def reads_last_hidden_state(self) -> bool:
-        return True
-
-    @property
-    def reads_embeddings(self) -> bool:
-        return True
 
     @property
     def num_cached_layers(self) -> int:
@@ -187,9 +157,9 @@ class MtpDrafter(CachedDrafter):
 
     @torch.inference_mode(False)  # it keeps gathered and dequantised weights
     def bind(self, target: PreTrainedModel) -> None:
-        config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        config, name = self.config, self.title
         target = generating_model(target)
-        check_sizes(config.hidden_size, config.vocab_size, target.config, name)
+        config.check_fit(target.config, 0, name)
         shared = {}
         if not config.own_embedding:
             shared["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
@@ -205,10 +175,6 @@ class MtpDrafter(CachedDrafter):
     def prefix_margin(self, num_draft_tokens: int) -> int | None:
         # Step k reads k + 1 tokens ahead; the first round reads the hidden states at the last K + 1 slots.
         return num_draft_tokens
-
-    @property
-    def packs_prompts(self) -> bool:
-        return False  # hidden states of the last tokens are kept row by row
 
     def new_memory(self, state: DecodeState) -> MtpMemory:
         memory = super().new_memory(state)
@@ -300,24 +266,23 @@ class MtpDrafter(CachedDrafter):
             return
         inputs = torch.zeros(1, NUM_PROBE_TOKENS, self.config.hidden_size, device=self.device, dtype=self.dtype)
         positions = torch.arange(NUM_PROBE_TOKENS, device=self.device)[None]
+
+        def unfit(why: str) -> ValueError:
+            return ValueError(
+                f"{name} has layers of model_type {self.decoder.config.model_type!r}, which cannot be those of MTP "
+                f"modules: {why}. Use a drafter of another family."
+            )
+
         for index in range(self.config.num_modules):
             try:
-                mask = positions[:, None, :, None]
-                found = self._run_layer(index, inputs, positions, attention_mask=mask)
+                found = self._run_layer(index, inputs, positions, attention_mask=positions[:, None, :, None])
             except RuntimeError:  # of an operation that rounds run in another form, such as experts' products
                 continue
             except Exception as error:  # a layer may raise anything about what it is given
-                raise ValueError(
-                    f"{name} has layers of model_type {self.decoder.config.model_type!r}, which cannot be those of MTP "
-                    f"modules: they fail on a few tokens ({type(error).__name__}: {first_line(error)}). Use a drafter "
-                    "of another family."
-                ) from error
+                raise unfit(f"they fail on a few tokens ({type(error).__name__}: {first_line(error)})") from error
             if not isinstance(found, torch.Tensor) or found.shape != inputs.shape:
-                raise ValueError(
-                    f"{name} has layers of model_type {self.decoder.config.model_type!r}, which cannot be those of MTP "
-                    f"modules: over {NUM_PROBE_TOKENS} tokens they return no hidden states of shape "
-                    f"{list(inputs.shape)}. Use a drafter of another family."
-                )
+                shape = list(inputs.shape)
+                raise unfit(f"over {NUM_PROBE_TOKENS} tokens they return no hidden states of shape {shape}")
 
     def _rotary(self, index: int, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of module `index` for positions, `[B, n]` or with M-RoPE `[sections, B, n]`."""
@@ -346,8 +311,8 @@ class MtpDrafter(CachedDrafter):
             return self._shared_weights["head"].weight
         if len(self.frames) > 1:
             raise ValueError(
-                f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'}) cannot be trained here: each of its "
-                f"{len(self.frames)} modules has a head of its own; expected own_head = False, or a single module."
+                f"{self.title} cannot be trained here: each of its {len(self.frames)} modules has a head of its own; "
+                "expected own_head = False, or a single module."
             )
         return self.frames[0].lm_head.weight
 
@@ -422,17 +387,7 @@ class MtpDrafter(CachedDrafter):
         memory = state.memory
         memory.append(aux_hidden_states, result.committed, state.lengths - 1)
         inputs = memory.inputs if self._chains_modules else memory.inputs.first(result.tokens.shape[1])
-        ops.prepare_inputs(
-            state.tokens,
-            state.lengths,
-            memory.num_columns,
-            state.limits,
-            state.finished,
-            inputs,
-            num_masks=0,
-            mask_token=0,
-            shift=self.shift,
-        )
+        self.prepare_inputs(state, inputs, memory.num_columns, state.limits, num_masks=0)
         drafts = self._draft_by_modules(state, inputs) if self._chains_modules else self._draft_by_target(state, inputs)
         return self.join(state, drafts) if drafts else no_drafts(state)
 

@@ -13,7 +13,8 @@ from transformers import MODEL_MAPPING, AutoConfig, PreTrainedModel
 from ..config import MtpConfig
 from ..host.modeling import LlamaRMSNorm, Qwen3NextRMSNorm, step3p7_text_model
 from ..patching.attention import ATTENTION_NAME
-from ..patching.support import has_indexers, has_recurrent_layers
+from ..patching.layer_kinds import Use, first_reason, plug_ins
+from ..patching.support import configured_layers
 
 
 def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
@@ -22,38 +23,30 @@ def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
     Raises:
         ValueError: expected the configuration of a model of transformers that computes the RoPE of its layers.
     """
+
+    def unfit(why: str) -> ValueError:
+        model_type = settings.get("model_type")
+        return ValueError(f"Layers of model_type {model_type!r} cannot be those of MTP modules: {why}")
+
     try:
         block = AutoConfig.for_model(**settings)
     except Exception as error:  # a configuration may raise anything
-        raise ValueError(
-            f"Layers of model_type {settings.get('model_type')!r} cannot be those of MTP modules: there is no "
-            f"configuration of one layer for each ({type(error).__name__}: {' '.join(str(error).split())})."
-        ) from error
+        found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise unfit(f"there is no configuration of one layer for each ({found}).") from error
     if type(block) in MODEL_MAPPING:
         decoder_class = MODEL_MAPPING[type(block)]
     elif block.model_type == "step3p5":  # Only the model with a vision tower around it is in the mapping.
         decoder_class = step3p7_text_model()
     else:
-        raise ValueError(
-            f"transformers {transformers.__version__} has no decoder layers of model_type {block.model_type!r}."
-        )
+        raise unfit(f"transformers {transformers.__version__} has no decoder layers of that model_type.")
     decoder = decoder_class(block)
     if getattr(decoder, "rotary_emb", None) is None or not hasattr(decoder, "layers"):
-        raise ValueError(
-            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: {decoder_class.__name__} has "
-            "no rotary_emb, or no layers; expected one that embeds positions for all its layers."
-        )
-    if has_recurrent_layers(decoder):
-        raise ValueError(
-            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have recurrent states, "
-            "but modules run positions more than once; expected layers of attention."
-        )
-    if has_indexers(decoder):
-        raise ValueError(
-            f"Layers of model_type {block.model_type!r} cannot be those of MTP modules: they have indexers, which "
-            "choose tokens by a mask that modules are not given; expected layers of attention to all tokens, or to "
-            "windows of them. Use a drafter of another family."
-        )
+        name = decoder_class.__name__
+        raise unfit(f"{name} has no rotary_emb, or no layers; expected one that embeds positions for all its layers.")
+    use = Use.REPEATED_POSITIONS
+    reason = first_reason(part.why_not_used(decoder, use) for part in plug_ins())
+    if reason is not None or (reason := configured_layers(decoder).why_not(use)) is not None:
+        raise unfit(f"they have {reason}.")
     decoder.embed_tokens = decoder.norm = None
     decoder.set_attn_implementation(ATTENTION_NAME)
     return decoder

@@ -22,6 +22,8 @@ class NoDrafter(Drafter):
         batch_invariant: see `Drafter.configure`.
     """
 
+    packs_prompts = True
+
     def __init__(self, target: PreTrainedModel, batch_invariant: bool = False):
         super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
         self.configure(draft_probs=False, engine="static", batch_invariant=batch_invariant)
@@ -30,10 +32,6 @@ class NoDrafter(Drafter):
     @property
     def device(self) -> torch.device:
         return self._device
-
-    @property
-    def packs_prompts(self) -> bool:
-        return True
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int:
         return 0

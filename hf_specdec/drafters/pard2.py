@@ -8,35 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..checkpoints.checkpoint import PROJECTION_FILE, Checkpoint
 from ..config import Pard2Config
 from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
 from ..state import DecodeState
+from .base import Reads
 from .draft_model import DraftModelDrafter
-from .registry import register_drafter
 
 
-def check_hidden_states(config: Pard2Config, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
-    """Check that a drafter called `name` can read the hidden states of a target with `num_layers` layers.
-
-    Returns:
-        the indices of those that it reads, 0 to `num_layers`, in the order in which it reads them.
-
-    Raises:
-        ValueError: expected a target of the hidden size and layers that the drafter was made for.
-    """
-    width, target_name = target.get_text_config().hidden_size, target.name_or_path or target.model_type
-    if width != config.target_hidden_size:
-        raise ValueError(
-            f"{name} was made for a target with hidden_size {config.target_hidden_size}, but {target_name} has "
-            f"hidden_size {width}: it is a drafter for another model."
-        )
-    return config.layer_ids(num_layers, name)
-
-
-@register_drafter
 class Pard2Drafter(DraftModelDrafter):
     """PARD-2 drafter: a causal language model with mask tokens, which reads tokens and hidden states of the target.
 
@@ -46,6 +27,7 @@ class Pard2Drafter(DraftModelDrafter):
     """
 
     config_class = Pard2Config
+    packs_prompts = False  # a slot has the hidden state of the position before it, in the row
     own_tensors = frozenset({"target_proj.weight", "target_proj.bias"})
 
     def __init__(self, config: Pard2Config, model: PreTrainedModel | None = None):
@@ -60,7 +42,7 @@ class Pard2Drafter(DraftModelDrafter):
             dtype=self.model.dtype,
         )
         self._layer_ids: list[int] = []
-        self._reads_last = False
+        self.reads_last_hidden_state = False
         # For each hidden state that `target_proj` reads, its place among those of ascending layers.
         self._order: list[int] = []
 
@@ -81,28 +63,28 @@ class Pard2Drafter(DraftModelDrafter):
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: Pard2Config, **options: Any) -> Pard2Drafter:
         drafter = super().load_checkpoint(checkpoint, config, **options)
-        with torch.no_grad():
-            for name, parameter in drafter.target_proj.named_parameters():
-                parameter.copy_(checkpoint.read(f"target_proj.{name}"))
+        prefix, module = "target_proj.", drafter.target_proj
+        weights = checkpoint.only([f"{prefix}{name}" for name in module.state_dict()]).read()
+        module.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
         return drafter
 
     @property
     def aux_hidden_state_layer_ids(self) -> list[int]:
         return list(self._layer_ids)
 
-    @property
-    def reads_last_hidden_state(self) -> bool:
-        return self._reads_last
+    def round_reads(self, num_draft_tokens: int) -> Reads:
+        passes, reads = super().round_reads(num_draft_tokens)
+        return passes, [*reads, (1, self.target_proj.parameters())]
 
     def bind(self, target: PreTrainedModel) -> None:
-        config, name = self.config, f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
+        config, name = self.config, self.title
         num_layers = len(decoder_layers(target))
-        ids = check_hidden_states(config, target.config, num_layers, name)
+        ids = config.check_fit(target.config, num_layers, name)
         ascending = sorted(ids)
         layer_ids, reads_last = [one for one in ascending if one < num_layers], num_layers in ids
         check_aux_hidden_states(target, layer_ids, reads_last, config.target_hidden_size, name)
         super().bind(target)
-        self._layer_ids, self._reads_last = layer_ids, reads_last
+        self._layer_ids, self.reads_last_hidden_state = layer_ids, reads_last
         self._order = [ascending.index(one) for one in ids]
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
@@ -128,10 +110,6 @@ class Pard2Drafter(DraftModelDrafter):
         # A prefill from position p on writes the slots after p: slot p itself has to be one of the beginning.
         margin = super().prefix_margin(num_draft_tokens)
         return None if margin is None else margin + 1
-
-    @property
-    def packs_prompts(self) -> bool:
-        return False  # a slot has the hidden state of the position before it, in the row
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         # Hidden states at position p go with the token at p + 1, which the first round reads if it is the newest one.

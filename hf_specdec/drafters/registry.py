@@ -1,34 +1,240 @@
-"""The registered drafter classes, by the model type of their configurations."""
+"""The families of drafters: one record for each, in one list."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..checkpoints.checkpoint import Checkpoint, Selection
+from ..checkpoints.detection import (
+    Published,
+    check_not_refused,
+    is_block_drafter,
+    is_cache_reader,
+    is_dflash2,
+    is_domino,
+    is_dspark,
+    is_eagle3,
+    is_language_model,
+    is_mtp,
+    is_pard2,
+    is_peagle,
+)
+from ..checkpoints.interpretation import Decisions, without_none
+from ..checkpoints.mtp_layouts import needed_tensors
+from ..checkpoints.read_blocks import DFlash2Reader, DFlashReader, DominoReader, DSparkReader
+from ..checkpoints.read_eagle import Eagle3Reader, PEagleReader
+from ..checkpoints.read_models import read_cache_reader, read_draft_model, read_pard2
+from ..checkpoints.read_mtp import read_mtp
 from ..config import DrafterConfig
 from .base import Drafter
+from .cache_reader import CacheReaderDrafter
+from .dflash import DFlashDrafter
+from .dflash2 import DFlash2Drafter
+from .domino import DominoDrafter
+from .draft_model import DraftModelDrafter
+from .dspark import DSparkDrafter
+from .eagle3 import Eagle3Drafter, PEagleDrafter
+from .mtp import MtpDrafter
+from .pard2 import Pard2Drafter
 
-_FAMILIES: dict[str, type[Drafter]] = {}
+
+def _all_tensors(found: Published) -> Collection[str]:
+    return found.tensors
 
 
-def register_drafter(cls: type[Drafter]) -> type[Drafter]:
+def _module_tensors(found: Published) -> Collection[str]:
+    return [tensor.published for tensor in needed_tensors(found.config, found.tensors, found.given)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of drafters.
+
+    Attributes:
+        drafter: the class that runs it. Its `config_class` is the normal form of a checkpoint, which `save_pretrained`
+            writes, and says what the family is called, which keywords it has, what it fits, and what
+            `hf-specdec inspect` shows of it.
+        detect: whether a published checkpoint is of the family; None for one that is published in normal form only.
+            Families are tried in the order of the list.
+        read: reads its config.json (and the shapes of its tensors; `Checkpoint.tensors` is None where a drafter with
+            random weights is made, as by `hf-specdec bench`) into the normal form, given the target's text
+            configuration, or None, and the caller's `Decisions`.
+        row: of the table in docs/checkpoints.md: the family, publishers' forms, what it reads, its draft pass.
+        select: which of a checkpoint's tensors are needed.
+    """
+
+    drafter: type[Drafter]
+    detect: Callable[[Published], bool] | None = None
+    read: Callable[[Checkpoint, PreTrainedConfig | None, Decisions], DrafterConfig] | None = None
+    row: str = ""
+    select: Callable[[Published], Collection[str]] = _all_tensors
+
+
+FAMILIES = [
+    Family(
+        Pard2Drafter,
+        is_pard2,
+        read_pard2,
+        "PARD-2 | AMD's | tokens and hidden states of any layers, the last one's after the final norm | "
+        "one pass, K - 1 mask tokens",
+    ),
+    Family(
+        DominoDrafter,
+        is_domino,
+        DominoReader.read,
+        "Domino | SpecForge, NVIDIA ModelOpt | auxiliary hidden states | one pass over a block, then K steps of a GRU",
+    ),
+    Family(
+        DFlash2Drafter,
+        is_dflash2,
+        DFlash2Reader.read,
+        "DFlash-2 | z-lab, speculators | auxiliary hidden states | "
+        "one pass over a block, then K steps over 16 candidates each",
+    ),
+    Family(
+        DSparkDrafter,
+        is_dspark,
+        DSparkReader.read,
+        "DSpark | DeepSpec, SpecForge, speculators, NVIDIA ModelOpt | auxiliary hidden states | "
+        "one pass over a block, then K steps of a Markov head",
+    ),
+    Family(
+        DFlashDrafter,
+        is_block_drafter,
+        DFlashReader.read,
+        "DFlash | z-lab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec, transformers (Muse Glimmer's assistant) | "
+        "auxiliary hidden states | one pass over a block",
+    ),
+    Family(
+        CacheReaderDrafter,
+        is_cache_reader,
+        read_cache_reader,
+        "Gemma 4 assistant | Google (`google/gemma-4-*-it-assistant`), transformers | "
+        "last hidden state, keys and values | K steps of layers without keys of their own",
+    ),
+    Family(
+        PEagleDrafter,
+        is_peagle,
+        PEagleReader.read,
+        "P-EAGLE | Amazon, SpecForge, speculators, NeMo Automodel | auxiliary hidden states | "
+        "one pass, K - 1 mask tokens",
+    ),
+    Family(
+        Eagle3Drafter,
+        is_eagle3,
+        Eagle3Reader.read,
+        "EAGLE-3 | SafeAILab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec | auxiliary hidden states | "
+        "K steps of one layer or more",
+    ),
+    Family(
+        MtpDrafter,
+        is_mtp,
+        read_mtp,
+        "MTP modules | DeepSeek-V3, GLM-4.5, Step-3.5, MiMo-7B, Qwen3-Next, Qwen3.5, speculators | "
+        "last hidden state | K steps, module k drafts token k",
+        select=_module_tensors,
+    ),
+    Family(
+        DraftModelDrafter,
+        is_language_model,
+        read_draft_model,
+        "draft model, PARD | any `AutoModelForCausalLM` with the target's vocabulary; AMD's PARD | tokens | "
+        "K steps; PARD: one pass, K - 1 mask tokens",
+    ),
+]
+_registered: list[Family] = []  # the ones of others, which are tried first
+
+
+def register_drafter(
+    cls: type[Drafter] | None = None,
+    *,
+    detect: Callable[[Published], bool] | None = None,
+    read: Callable[[Checkpoint, PreTrainedConfig | None, Decisions], DrafterConfig] | None = None,
+) -> Any:
     """Class decorator: register a `Drafter` subclass for `AutoDrafter`, under the `model_type` of its config class.
+
+    `@register_drafter` is enough for checkpoints that `save_pretrained` wrote. With `detect` and `read` (see `Family`)
+    published ones are loaded, too; such a family is looked for before those of this package.
 
     Raises:
         TypeError: expected a `Drafter` subclass with a `DrafterConfig` subclass as `config_class`.
-        ValueError: expected a model type that no other class is registered for.
+        ValueError: expected a model type that no other class is registered for, and `detect` and `read` together.
     """
+    if (detect is None) != (read is None):
+        raise ValueError("register_drafter was given one of detect and read; expected both, or none.")
+    if cls is None:
+        return lambda one: _register(Family(one, detect, read))
+    return _register(Family(cls, detect, read))
+
+
+def _register(family: Family) -> type[Drafter]:
+    cls = family.drafter
     config_class = getattr(cls, "config_class", None)
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
         raise TypeError(f"register_drafter got {cls!r}; expected a subclass of hf_specdec.Drafter.")
     if not (isinstance(config_class, type) and issubclass(config_class, DrafterConfig)):
         raise TypeError(f"{cls.__name__}.config_class is {config_class!r}; expected a subclass of DrafterConfig.")
-    taken = _FAMILIES.get(config_class.model_type)
-    if taken is not None and taken is not cls:
+    taken = registered_drafters().get(config_class.model_type)
+    if taken not in (None, cls):
         raise ValueError(
             f"The model type {config_class.model_type!r} of {cls.__name__} is already registered for {taken.__name__}."
         )
-    _FAMILIES[config_class.model_type] = cls
+    if taken is None:
+        _registered.append(family)
     return cls
 
 
 def registered_drafters() -> dict[str, type[Drafter]]:
     """Registered drafter classes by the `model_type` of their configs."""
-    return dict(_FAMILIES)
+    return {family.drafter.config_class.model_type: family.drafter for family in (*FAMILIES, *_registered)}
+
+
+def find_family(found: Published) -> Family:
+    """The family of a published checkpoint.
+
+    Raises:
+        ValueError: expected a supported family; names the family found, or what was looked for.
+    """
+    model_type = found.config.get("model_type") or ""
+    for family in _registered:
+        if family.detect is not None and family.detect(found):
+            return family
+    if model_type.startswith(DrafterConfig.model_type):
+        raise ValueError(
+            f"{found.name} is of the family {model_type!r}, which is not registered: it was saved by a newer "
+            "hf_specdec, or its class was not passed to register_drafter."
+        )
+    check_not_refused(found)
+    for family in FAMILIES:
+        if family.detect(found):
+            return family
+    raise ValueError(
+        f"{found.name} is a checkpoint of no known drafter dialect. Looked in config.json for a model_type of "
+        "hf_specdec, speculators_model_type (speculators), eagle_config (NVIDIA ModelOpt, SpecForge), an Eagle3 "
+        "architecture (SpecForge), draft_vocab_size (SafeAILab), ptd_token_id (Amazon), dflash_config or block_size "
+        "(DFlash and DSpark), num_nextn_predict_layers and its like (MTP), a ForCausalLM architecture (draft models, "
+        f"PARD); found model_type {found.config.get('model_type')!r}, architectures "
+        f"{found.config.get('architectures')!r} and the keys {sorted(found.config)}."
+    )
+
+
+def needed_by(target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> Selection:
+    """Selects the tensors that a drafter needs, given the target's configuration and `Overrides`."""
+    text = None if target is None else target.get_text_config()
+
+    def select(name: str, config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
+        if config.get("model_type") in registered_drafters():
+            return names
+        found = Published(name, config, names, text, without_none(overrides))
+        return find_family(found).select(found)
+
+    return select
+
+
+def refuse(name: str, config: Mapping[str, Any]) -> None:
+    """`check_not_refused` of a checkpoint without weights."""
+    check_not_refused(Published(name, config))

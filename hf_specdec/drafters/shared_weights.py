@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 from .. import layer_ops
 from ..checkpoints.tensors import is_plain, plain_weight
-from ..optimizer_steps import last_step
-from ..parallel.tensor_parallel import local_shard
 from ..patching.layer_choice import uses_layer_kernels
-from ..patching.linear import linear
+from ..patching.linear import linear, local_shard
+from ..patching.signature import last_step
 
 # Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
 _NUM_SAMPLES = 32
@@ -27,37 +26,29 @@ def readable_weight(module: nn.Module | None, what: str, width: int, name: str) 
     """
     weight = getattr(module, "weight", None)
     if weight is None or not weight.is_floating_point():
-        raise ValueError(
-            f"{name} has no {what} of its own and must share the target's, but the target's is "
-            f"{type(module).__name__}; expected a module with a floating-point `weight`."
+        reason = f"the target's is {type(module).__name__}; expected a module with a floating-point `weight`."
+    elif weight.device.type == "meta":
+        reason = "that is offloaded and not in memory; keep it on a device (`device_map`), or use another drafter."
+    elif weight.dim() != 2:
+        reason = (
+            f"that has shape {list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, "
+            "FSDP): load all of the target in every process, or use a drafter that has its own."
         )
-    if weight.device.type == "meta":
-        raise ValueError(
-            f"{name} has no {what} of its own and must share the target's, but that is offloaded and not in "
-            f"memory; keep it on a device (`device_map`), or use a drafter that has its own."
-        )
-    if weight.dim() != 2:
-        raise ValueError(
-            f"{name} has no {what} of its own and must share the target's, but that has shape "
-            f"{list(weight.shape)}; expected [vocabulary, width]. It is sharded (DeepSpeed stage 3, FSDP): load "
-            "all of the target in every process, or use a drafter that has its own."
-        )
-    if weight.shape[1] != width:
-        raise ValueError(
-            f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
-            f"{width}, so it cannot be shared."
-        )
-    return plain_weight(weight)
+    elif weight.shape[1] != width:
+        reason = f"that is {weight.shape[1]} wide where the drafter needs {width}."
+    else:
+        return plain_weight(weight)
+    raise ValueError(f"{name} has no {what} of its own and must share the target's, but {reason}")
 
 
 class SharedWeight:
-    """The embedding or head of a target, used by a drafter that has none.
+    """The embedding or head of a target, used by a drafter that has none; see `readable_weight` for errors.
 
     Args:
         module: the target's.
         what: `"embedding"` or `"head"`.
-        width, name: as of `readable_weight`, whose errors are raised.
-        rows: `[n]` int64, the rows that the drafter needs; all if None.
+        width, name: of the drafter.
+        rows: `[n]` int64, the rows that it needs; all if None.
 
     Attributes:
         weight: `[V or n, width]`. The target's own parameter if all rows are needed and it is plain (see `is_plain`),
@@ -100,10 +91,9 @@ class SharedWeight:
     def _is_stale(self, source: torch.Tensor) -> bool:
         """Whether `source` was written to since it was copied."""
         version = _version(source)
-        if version is None or version != self._version:
-            return True
-        if not is_plain(source):  # Gathering or dequantising it in every call would cost too much.
-            return False
+        if version is None or version != self._version or not is_plain(source):
+            # Gathering or dequantising a weight in every call, to compare it, would cost too much.
+            return version is None or version != self._version
         step = max(len(self._rows) // _NUM_SAMPLES, 1)
         return not torch.equal(self.weight[::step], source.detach()[self._rows[::step]])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 # Names that do not stand for a `generate()`.
 _NO_GENERATION = {"return_dict_in_generate", "can_generate"}
@@ -40,22 +40,3 @@ def generating_model(target: PreTrainedModel) -> PreTrainedModel:
     parts = ((name, part) for name, part in target.named_children() if name in names)
     is_inside = (part for _, part in parts if isinstance(part, PreTrainedModel) and isinstance(part, GenerationMixin))
     return next(is_inside, target)
-
-
-def check_sizes(hidden_size: int, vocab_size: int, target: PreTrainedConfig, name: str) -> None:
-    """Check that a drafter called `name` was made for the hidden size and the vocabulary size of `target`.
-
-    Raises:
-        ValueError: expected a target with `hidden_size` and `vocab_size`.
-    """
-    text, target_name = target.get_text_config(), target.name_or_path or target.model_type
-    if text.hidden_size != hidden_size:
-        raise ValueError(
-            f"{name} was made for a target with hidden_size {hidden_size}, but {target_name} has "
-            f"hidden_size {text.hidden_size}: it is a drafter for another model."
-        )
-    if text.vocab_size != vocab_size:
-        raise ValueError(
-            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
-            f"{text.vocab_size}: it is a drafter for another model."
-        )

@@ -10,8 +10,12 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
+from transformers import PreTrainedModel
+
+from ..parallel.tensor_parallel import from_first_rank
 
 # The numbers of drafts that rounds are tried with.
 CANDIDATES = (0, 1, 2, 3, 5, 7)
@@ -44,9 +48,13 @@ _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
 _BUDGET, _ROUNDS_BETWEEN = 0.01, 32
 
 
-def no_memory(num_drafts: int) -> str:
+# Rounds after which the processes that run one model together agree on times, by a broadcast that waits for the GPU.
+ROUNDS_TO_AGREE = 8
+
+
+def no_memory(num_drafts: int) -> torch.OutOfMemoryError:
     """The error of rounds of so many drafts that cannot be run."""
-    return f"There is no memory for rounds of {num_drafts} drafts."
+    return torch.OutOfMemoryError(f"There is no memory for rounds of {num_drafts} drafts.")
 
 
 def first_drafts(asked: int, rows: int) -> int:
@@ -56,11 +64,7 @@ def first_drafts(asked: int, rows: int) -> int:
 
 
 class Acceptance:
-    """The share of drafts accepted at each position, of those that were reached: all before them were accepted.
-
-    Args:
-        num_positions: the largest K.
-    """
+    """The share of drafts accepted at each position, of those that were reached: all before them were accepted."""
 
     def __init__(self, num_positions: int):
         self._tried, self._accepted = [0.0] * num_positions, [0.0] * num_positions
@@ -85,9 +89,6 @@ class Acceptance:
 
 class RoundTimes:
     """How long rounds of each K take, on buffers of one shape; kept from one call to the next.
-
-    Args:
-        rows: of the buffers.
 
     Attributes:
         total: milliseconds of all rounds.
@@ -124,17 +125,30 @@ class RoundTimes:
         return max(_OPTIMISM * (first + slope * (num_drafts - known[0])), _CONSTANT_SHARE * first)
 
 
+class FixedDrafts:
+    """The same number of drafts, K = `current`, in every round; `times` are those of the rounds. See `AutoDrafts`."""
+
+    def __init__(self, current: int, times: RoundTimes):
+        self.current, self._times = current, times
+
+    def next(self, tokens_left: Callable[[], float]) -> int:
+        return self.current
+
+    def refuse(self, num_drafts: int) -> None:
+        raise no_memory(num_drafts)
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        self._times.add(num_drafts, milliseconds, is_typical)
+
+
 class AutoDrafts:
-    """Chooses K of every round, see `rounds.NumDrafts`.
+    """Chooses K of every round.
 
     Processes that run one model together choose the same if they are told the same times.
 
     Args:
-        most: the largest K.
         first: K of the first rounds, where nothing is known.
-        acceptance: of the call.
         times: of rounds on the buffers of the call.
-        tokens_left: tells how many tokens a row may still generate, as far as it matters for what is worth trying.
         price: milliseconds that it takes to be able to run rounds of a K.
     """
 
@@ -144,13 +158,12 @@ class AutoDrafts:
         first: int,
         acceptance: Acceptance,
         times: RoundTimes,
-        tokens_left: Callable[[], float],
         price: Callable[[int], float] = lambda num_drafts: 0.0,
     ):
         self._candidates = [one for one in CANDIDATES if one <= most]
         self._current = max(one for one in self._candidates if one <= max(first, 0))
         self._acceptance, self._times = acceptance, times
-        self._tokens_left, self._price = tokens_left, price
+        self._price = price
         self._plan: deque[int] = deque()
         # Candidates that were tried, until their times arrive.
         self._waiting: set[int] = set()
@@ -163,11 +176,13 @@ class AutoDrafts:
         """K of the rounds in which none is tried."""
         return self._current
 
-    def next(self) -> int:
-        """K of the next round."""
+    def next(self, tokens_left: Callable[[], float]) -> int:
+        """K of the next round; `tokens_left` tells how many tokens a row may still generate, which counts for what is
+        worth trying.
+        """
         if not self._plan:
             self._choose()
-            self._plan.extend(self._tries())
+            self._plan.extend(self._tries(tokens_left))
         if self._plan:
             self._since_try = 0
             return self._plan.popleft()
@@ -175,20 +190,20 @@ class AutoDrafts:
         return self._current
 
     def refuse(self, num_drafts: int) -> None:
-        """Take `num_drafts` from the candidates.
+        """Take `num_drafts` from the candidates, since there is no memory for its rounds.
 
         Raises:
             torch.OutOfMemoryError: there is no other.
         """
         if self._candidates == [num_drafts]:
-            raise torch.OutOfMemoryError(no_memory(num_drafts))
+            raise no_memory(num_drafts)
         self._candidates.remove(num_drafts)
         self._plan.clear()
         if self._current == num_drafts:
             self._current = min(self._candidates, key=lambda one: abs(one - num_drafts))
 
     def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
-        """Take the time of a round."""
+        """Take the time of a round, which `is_typical` if it followed one of the same K at once."""
         self._times.add(num_drafts, milliseconds, is_typical)
         self._elapsed += milliseconds
         if is_typical:
@@ -206,7 +221,7 @@ class AutoDrafts:
         if self._current not in self._times or self._rate(best) > (1 + _HYSTERESIS) * self._rate(self._current):
             self._current = best
 
-    def _tries(self) -> Sequence[int]:
+    def _tries(self, tokens_left: Callable[[], float]) -> Sequence[int]:
         """Rounds of a K that is worth trying, if there is one."""
         if self._current not in self._times:
             return ()
@@ -216,7 +231,7 @@ class AutoDrafts:
         if found is not None:
             share = 1 - rate / max(self._rate(found), rate)
             # What it may gain in the time that is left, or, if more calls follow, that has passed.
-            gain = share * max(self._tokens_left() / rate, self._times.total)
+            gain = share * max(tokens_left() / rate, self._times.total)
             cost = self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate)
             if share > _HYSTERESIS and _CONFIDENCE * gain > cost:
                 self._waiting.add(found)
@@ -241,3 +256,32 @@ class AutoDrafts:
         """Milliseconds that a round of `num_drafts` is expected to cost more than the same tokens at `rate`."""
         tokens = self._acceptance.expected_tokens(num_drafts)
         return max(self._times.milliseconds(num_drafts) - tokens / rate, 0.0)
+
+
+class SharedClock:
+    """Choices of K by processes that run one model together: those that the first one's times give.
+
+    Args:
+        drafts: chooses, on every process; see it for the methods.
+    """
+
+    def __init__(self, drafts: AutoDrafts, model: PreTrainedModel):
+        self._drafts, self._model = drafts, model
+        self.next, self.refuse = drafts.next, drafts.refuse
+        self._rounds: list[tuple[int, float, bool]] = []
+
+    @property
+    def current(self) -> int:
+        return self._drafts.current
+
+    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
+        self._rounds.append((num_drafts, milliseconds, is_typical))
+        if len(self._rounds) == ROUNDS_TO_AGREE:
+            times = from_first_rank(torch.tensor([one[1:] for one in self._rounds], dtype=torch.float32), self._model)
+            for (count, *_), (shared, typical) in zip(self._rounds, times.tolist(), strict=True):
+                self._drafts.ran(count, shared, bool(typical))
+            self._rounds.clear()
+
+
+# What decides how many drafts (K) each round has.
+Drafts: TypeAlias = FixedDrafts | AutoDrafts | SharedClock

@@ -16,11 +16,10 @@ from ..errors import first_line
 from ..kernels.types import Proposal, VerificationResult
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
-from ..patching.hidden_states import ModuleTree
+from ..patching.signature import Signature
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .cuda_graphs import Capture
-from .fingerprint import behaviour_of
 from .prefill import prefill_chunk
 from .rounds import catch_up, draft_and_forward, run_round, verify_and_commit
 from .sessions import Session
@@ -34,22 +33,11 @@ _T = TypeVar("_T")
 class CapturedRound:
     """`run_round` as one CUDA graph; as two, where logits processors read the text on the host in between.
 
-    Args:
-        capture: makes graphs.
-        state, target, drafter, process: of `run_round`.
-
     Attributes:
         execution: how rounds are run, for `SpeculationStats.execution`.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        state: DecodeState,
-        target: Target,
-        drafter: Drafter,
-        process: BlockProcessor,
-    ):
+    def __init__(self, capture: Capture, state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor):
         self._state = state
         # What a graph returns is never freed, so scores and logits are not returned. The result is a plain tuple:
         # torch 2.11 cannot compile functions that return named tuples.
@@ -58,7 +46,12 @@ class CapturedRound:
                 self._round = capture(lambda: tuple(run_round(state, target, drafter, process)[0]))
             else:
                 self._round = None
-                self._draft_and_forward = capture(lambda: _plain(draft_and_forward(state, target, drafter)))
+
+                def first_half() -> tuple:
+                    proposal, *others = draft_and_forward(state, target, drafter)
+                    return tuple(proposal), *others
+
+                self._draft_and_forward = capture(first_half)
                 proposal, _, logits, aux_hidden_states = self._draft_and_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
                 self._verify_and_commit = capture(
@@ -75,18 +68,10 @@ class CapturedRound:
         return VerificationResult(*self._verify_and_commit()), None, None
 
 
-def _plain(results: tuple[Proposal, torch.Tensor, torch.Tensor, torch.Tensor | None]) -> tuple:
-    proposal, *others = results
-    return tuple(proposal), *others
-
-
 def why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
     """The reason why the rounds of a call run eagerly, so that its buffers need not be kept; None if they are captured.
 
-    Args:
-        model: the target.
-        has_hooks: whether its modules or the drafter's have forward hooks, which a replayed graph would not call.
-        kept: names of what the caller gets of every step, such as scores.
+    A replayed graph would not call forward hooks, nor give what is `kept` of every step for the caller, such as scores.
     """
     if not policy_of(model.device).cuda_graphs:
         return f"there are no CUDA graphs on a device of type {model.device.type}"
@@ -145,9 +130,9 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, columns:
 def _if_possible(what: str, target: Target, drafter: Drafter, capture: Callable[[], _T]) -> _T | None:
     try:
         with capturable_experts(target.model, drafter):
-            before = behaviour_of(ModuleTree.of(target.model, drafter))
+            before = Signature(target.model, drafter).behaviour
             captured = capture()
-            if behaviour_of(ModuleTree.of(target.model, drafter)) != before:
+            if Signature(target.model, drafter).behaviour != before:
                 raise RuntimeError("its forward pass changes attributes of modules, which a replay would not do")
             return captured
     except torch.OutOfMemoryError:

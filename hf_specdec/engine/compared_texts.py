@@ -1,65 +1,60 @@
-"""Texts of a few tokens that are compared: what is generated with drafts that are known, and how far logits differ."""
+"""Texts of a few tokens by plain `generate()`, how far the logits of two texts differ, and what is known of that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from ..config import DrafterConfig
-from ..drafters.base import Drafter
+from .. import ops
+from ..errors import first_line
 from ..host.generation import GenerationMixin, default_settings
-from ..kernels.types import Proposal, VerificationResult
-from ..state import DecodeState
+from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts
+from ..patching.module_hooks import without_hooks
+from ..patching.signature import keep, looked_at_once, signature_of
+from ..patching.support import configured_layers
+from .first_pass import kept_rope_deltas
 
-NUM_DRAFT_TOKENS = 3
-# Of five drafts the second and the fifth are wrong: rounds accept none, some and all of them.
-WRONG_DRAFTS, PERIOD = (1, 4), 5
+# Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
+# every round, which takes more.
+NUM_NEW_TOKENS = {"static": 5, "stock": 8}
 
 # Largest difference of logits, relative to their spread: rounding errors are below, the effect of a wrong mask is
 # above. In reduced precision ten times the target's own difference between batch sizes is allowed, but at most the
 # third number.
 EXACT_LIMIT, ROUNDED_LIMIT, LARGEST_LIMIT = 1e-3, 0.05, 0.25
 
+Inputs = dict[str, torch.Tensor]
 
-class ScriptedDrafter(Drafter):
-    """Drafts the known continuations of the prompts, with wrong tokens at known positions.
 
-    Args:
-        target: to bind to.
-        engine: to run.
-        answers: `[B, n]` int64, the continuations.
-        lengths: tokens of each prompt.
+class PlainFails(Exception):
+    """Plain `generate()` raised an error, in which case nothing is kept: the next time it may not."""
 
-    Attributes:
-        packs_prompts: whether prompts are packed where the target allows it.
+    def __init__(self, what: str, error: Exception):
+        super().__init__(f"{what} ({type(error).__name__}: {first_line(error)})")
+
+
+def outcome_of(
+    model: PreTrainedModel, key: Hashable, find: Callable[[], str | None], references: bool = True
+) -> str | None:
+    """What `find` finds out about `model`, once for a class and configuration, dtypes and kind of device, and how
+    inputs are prepared; by the `references` of operations. Or how plain `generate()` fails.
     """
-
-    config_class = DrafterConfig
-    is_equivalence_check = True
-    packs_prompts = False
-
-    def __init__(self, target: PreTrainedModel, engine: str, answers: torch.Tensor, lengths: Sequence[int]):
-        super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
-        self.configure(num_assistant_tokens=NUM_DRAFT_TOKENS, draft_probs=False, engine=engine)
-        columns = torch.arange(answers.shape[1], device=answers.device)
-        is_wrong = torch.isin(columns % PERIOD, torch.tensor(WRONG_DRAFTS, device=answers.device))
-        self._answers = torch.where(is_wrong, (answers + 1) % self.config.vocab_size, answers)
-        self._lengths = torch.tensor(lengths, device=answers.device)
-        self._target_config = target.config
-
-    @property
-    def device(self) -> torch.device:
-        return self._answers.device
-
-    def propose(
-        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
-    ) -> Proposal:
-        steps = torch.arange(state.num_draft_tokens, device=self.device)
-        at = (state.lengths.to(self.device) - self._lengths)[:, None] + steps
-        return Proposal(self._answers.gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
+    prepare = model.prepare_inputs_for_generation
+    by = getattr(prepare, "__func__", prepare)
+    facts, key = signature_of(model).facts, (key, by, model.dtype, autocast_dtype(model), model.device.type)
+    if key in facts:
+        return facts[key]
+    try:
+        used = ops.references() if references else nullcontext()
+        # What runs here is not kept for the rest of the call.
+        with torch.no_grad(), used, kept_rope_deltas(model), looked_at_once():
+            return keep(facts, key, find())
+    except PlainFails as error:
+        return str(error)
 
 
 def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
@@ -84,25 +79,18 @@ def is_exact_arithmetic(model: PreTrainedModel, logits: torch.Tensor) -> bool:
     return model.dtype == torch.float32 and not (model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32)
 
 
-def limit_of(alone: Generated, batch: Generated, is_exact: bool) -> float:
-    """The largest difference that is rounding, where `alone` is the first row of `batch`, which has no padding."""
-    noise = difference_of(alone, Generated(batch.tokens[:1], batch.logits[:, :1]), is_exact)
-    return max(EXACT_LIMIT if is_exact else ROUNDED_LIMIT, min(10 * noise, LARGEST_LIMIT))
-
-
 class Generated(NamedTuple):
     """New tokens `[B, n]` int64 and the logits `[n, B, V]` that they were chosen from."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
 
+    def row(self, number: int) -> Generated:
+        """A row as a batch of its own."""
+        return Generated(self.tokens[number : number + 1], self.logits[:, number : number + 1])
 
-def put_together(*rows: Generated) -> Generated:
-    """`rows` as one batch."""
-    return Generated(torch.cat([row.tokens for row in rows]), torch.cat([row.logits for row in rows], dim=1))
 
-
-def generate_greedily(model: PreTrainedModel, inputs: dict[str, torch.Tensor], count: int, **options: Any) -> Generated:
+def generate_greedily(model: PreTrainedModel, inputs: dict[str, Any], count: int, **options: Any) -> Generated:
     """`count` greedy tokens of `model`, whatever its own generation settings are."""
     names = [name for name in vars(model.generation_config) if not name.startswith("_")]
     names = [name for name in names if "assistant" not in name and "lookbehind" not in name]
@@ -121,6 +109,26 @@ def generate_greedily(model: PreTrainedModel, inputs: dict[str, torch.Tensor], c
     settings.pop("transformers_version", None)
     out = GenerationMixin.generate(model, **inputs, **settings, **options)
     return Generated(out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits))
+
+
+def plain_texts(model: PreTrainedModel, count: int, *inputs: Inputs) -> list[Generated]:
+    """What plain `generate()` generates after each of `inputs`.
+
+    Raises:
+        PlainFails: it raises an error.
+    """
+    try:
+        return [generate_greedily(model, one, count) for one in inputs]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model may raise anything
+        raise PlainFails("plain generate() fails on a few tokens", error) from error
+
+
+def limit_of(alone: Generated, batch: Generated, is_exact: bool) -> float:
+    """The largest difference that is rounding, where `alone` is the first row of `batch`, which has no padding."""
+    noise = difference_of(alone, batch.row(0), is_exact)
+    return max(EXACT_LIMIT if is_exact else ROUNDED_LIMIT, min(10 * noise, LARGEST_LIMIT))
 
 
 def difference_of(generated: Generated, expected: Generated, is_exact: bool) -> float:
@@ -144,3 +152,67 @@ def difference_of(generated: Generated, expected: Generated, is_exact: bool) -> 
     ordered = shares.sort().values
     larger = float(ordered[len(ordered) // 2])
     return larger if larger > LARGEST_LIMIT else float(shares.median())
+
+
+def few_tokens(model: PreTrainedModel, is_padded: bool = True) -> tuple[Inputs, Inputs, Inputs]:
+    """Prompts longer than any window of tokens of which `model` keeps keys: a batch, of which the last row is padded or
+    all are as short; its first row; its last row without padding.
+    """
+    batch = ordinary_prompts(model, [configured_layers(model).longest_window + length for length in PROMPT_LENGTHS])
+    is_token = batch["attention_mask"][-1].bool()
+    if not is_padded:
+        batch, is_token = {name: tensor[:, is_token] for name, tensor in batch.items()}, is_token[is_token]
+    first, last = (
+        {name: tensor[:1] for name, tensor in batch.items()},
+        {name: tensor[-1:, is_token] for name, tensor in batch.items()},
+    )
+    return batch, first, last
+
+
+def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str | None:
+    """The reason why plain `generate()` of a row in a batch differs from that of the row alone; None if it does not.
+
+    The first call for a class and configuration runs the model on a few tokens.
+
+    Args:
+        model: the target.
+        is_padded: whether the row is padded in the batch.
+    """
+
+    def find() -> str | None:
+        checked = without_hooks(model)
+        batch, first, last = plain_texts(checked, NUM_NEW_TOKENS["stock"], *few_tokens(checked, is_padded))
+        is_exact = is_exact_arithmetic(checked, batch.logits)
+        difference = difference_of(last, batch.row(len(batch.tokens) - 1), is_exact)
+        if difference <= limit_of(first, batch, is_exact):
+            return None
+        alone = (
+            "the padding of a row changes its logits" if is_padded else "a row has other logits in a batch than alone"
+        )
+        return f"{alone} in plain generate(), of a few tokens by {difference:.2g}"
+
+    return outcome_of(model, ("separate rows", is_padded), find, references=False)
+
+
+def why_not_padded_rows(model: PreTrainedModel) -> str | None:
+    """The reason why plain `generate()` of a padded batch differs from that of its rows, each with its padding; None if
+    it does not.
+
+    A row without padding has no mask alone, but one in a padded batch, which a class may treat differently.
+    """
+
+    def find() -> str | None:
+        checked = without_hooks(model)
+        padded, *_ = few_tokens(checked, True)
+        rows = [{name: tensor[row : row + 1] for name, tensor in padded.items()} for row in range(len(PROMPT_LENGTHS))]
+        equal, first, _ = few_tokens(checked, False)
+        batch, unpadded, alone, *apart = plain_texts(checked, NUM_NEW_TOKENS["stock"], padded, equal, first, *rows)
+        is_exact = is_exact_arithmetic(checked, batch.logits)
+        pairs = [(text, batch.row(row)) for row, text in enumerate(apart)]
+        difference = max(difference_of(text, together, is_exact) for text, together in pairs)
+        if difference <= limit_of(alone, unpadded, is_exact):
+            return None
+        what = "a row has other logits in a padded batch than alone"
+        return f"{what} in plain generate(), of a few tokens by {difference:.2g}"
+
+    return outcome_of(model, "padded rows", find, references=False)

@@ -36,11 +36,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Fence:
-    """A point in the work of a device for which other streams can wait: a CUDA event; on a CPU nothing.
-
-    Args:
-        device: whose work it is.
-    """
+    """A point in the work of `device` for which other streams can wait: a CUDA event; on a CPU nothing."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -63,11 +59,7 @@ class Fence:
 
 
 class RoundClock:
-    """Points in time of the work of a device: CUDA events, which are read later; elsewhere the host's clock.
-
-    Args:
-        device: whose work it is.
-    """
+    """Points in time of the work of `device`: CUDA events, which are read later; elsewhere the host's clock."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -85,26 +77,14 @@ class RoundClock:
         return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
-class _Streams:
-    """The streams of a device for warm-up runs and for captures.
+@functools.cache
+def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, threading.Lock]:
+    """The streams of a GPU for warm-up runs and for captures, and a lock to be held during a capture.
 
     One of each: cuBLAS keeps a workspace for every stream that it ever ran on, and torch has a pool of 32 streams. The
     default capture stream of `torch.cuda.graph` belongs to the device of the first capture.
-
-    Args:
-        device: index of a GPU.
-
-    Attributes:
-        warm_up, capture: the streams.
-        lock: held during a capture, when no other thread may use its stream.
     """
-
-    def __init__(self, device: int):
-        self.warm_up, self.capture = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.lock = threading.Lock()
-
-
-_streams = functools.cache(_Streams)
+    return torch.cuda.Stream(device), torch.cuda.Stream(device), threading.Lock()
 
 
 @dataclass
@@ -128,22 +108,18 @@ class CudaGraph:
     times before it is captured, so that kernels are built and libraries allocate their workspaces; the caller makes
     sure that these runs have no effect.
 
-    Args:
-        function: to capture.
-        memory: pool that it shares with other graphs; one of its own if None.
-
     Attributes:
         result: what the function returned when it was captured; every replay overwrites its tensors.
     """
 
-    def __init__(self, function: Callable[[], Any], memory: GraphPool | None = None):
-        memory = memory or GraphPool()
-        streams, current = _streams(torch.cuda.current_device()), torch.cuda.current_stream()
-        streams.warm_up.wait_stream(current)
-        with torch.cuda.stream(streams.warm_up):
+    def __init__(self, function: Callable[[], Any], memory: GraphPool):
+        warm_up, capture, lock = _streams(torch.cuda.current_device())
+        current = torch.cuda.current_stream()
+        warm_up.wait_stream(current)
+        with torch.cuda.stream(warm_up):
             for _ in range(WARM_UPS):
                 function()
-        current.wait_stream(streams.warm_up)
+        current.wait_stream(warm_up)
         self._graph = torch.cuda.CUDAGraph()
         # torch counts the pool of a failed capture as in use for good: the next capture starts a new one.
         owner, memory.owner = memory.owner, None
@@ -151,9 +127,9 @@ class CudaGraph:
         # Other threads may allocate and synchronise during the capture. After a failed capture torch would leave its
         # stream current.
         with (
-            streams.lock,
+            lock,
             torch.cuda.stream(current),
-            torch.cuda.graph(self._graph, pool=pool, stream=streams.capture, capture_error_mode="thread_local"),
+            torch.cuda.graph(self._graph, pool=pool, stream=capture, capture_error_mode="thread_local"),
         ):
             self.result = function()
         memory.owner = self._graph
@@ -176,12 +152,9 @@ def start_compiler(device: torch.device) -> None:
 
 
 def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = False) -> Callable[[], Any]:
-    """`function` as one graph of `torch.compile`; it is compiled when it first runs.
+    """`function` as one graph of `torch.compile` with a `backend`; it is compiled when it first runs.
 
-    Args:
-        function: to compile.
-        backend: of `torch.compile`.
-        same_everywhere: whether the ranks of a split target must compile to the same kernels.
+    The ranks of a split target must compile to the same kernels: `same_everywhere`.
     """
     compiler = torch._dynamo.lookup_backend(backend)
     if backend == "inductor":
@@ -214,13 +187,7 @@ def without_autocast_cache() -> Iterator[None]:
 
 
 class Capture:
-    """Compiles functions, if wanted and possible, and captures them as CUDA graphs.
-
-    Args:
-        device: that they run on.
-        memory: pool of the graphs.
-        is_compiled: whether to compile the functions.
-        same_everywhere: whether the ranks of a split target must compile to the same kernels.
+    """Compiles functions, if wanted and possible, and captures them as CUDA graphs of one pool.
 
     Attributes:
         has_compiled: whether every function so far was compiled.
@@ -235,18 +202,15 @@ class Capture:
     def __call__(self, function: Callable[[], Any]) -> Any:
         """`function` as a graph; calling it replays it, and every replay overwrites its `result`."""
         with on_device(self._device), without_autocast_cache():
-            return self._graph_of(function)
-
-    def _graph_of(self, function: Callable[[], Any]) -> Any:
-        if self._backend is not None:
-            try:
-                return CudaGraph(compiled(function, self._backend, self._same_everywhere), self._memory)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # compilers raise anything; an error of the function is raised again below
-                self._backend, self.has_compiled = None, False
-                logger.warning(
-                    f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
-                    "captured without being compiled. compile=False avoids the attempt."
-                )
-        return CudaGraph(function, self._memory)
+            if self._backend is not None:
+                try:
+                    return CudaGraph(compiled(function, self._backend, self._same_everywhere), self._memory)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # compilers raise anything; an error of the function is raised again below
+                    self._backend, self.has_compiled = None, False
+                    logger.warning(
+                        f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
+                        "captured without being compiled. compile=False avoids the attempt."
+                    )
+            return CudaGraph(function, self._memory)

@@ -10,6 +10,7 @@ each row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -23,13 +24,13 @@ from ..errors import first_line
 from ..host.caches import CACHE_NAMES
 from ..host.generation import ModelOutput, inputs_after
 from ..host.modeling import ROPE_DELTAS
-from ..patching.cache import LayerKind, RaggedCache, RaggedLayer, RaggedRecurrentLayer
+from ..patching.cache import RaggedCache
 from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
+from ..patching.layer_kinds import LayerKind, LayerKinds, LayerMemory, Use, patches_of
 from ..patching.mask_rules import ordinary_prompts
-from ..patching.patch import caller, current_engine, engine
-from ..patching.recurrent_functions import recurrent_functions
-from ..patching.recurrent_layers import RecurrentLayer
-from ..patching.support import cache_layers, cache_name, cached_by_settings, has_recurrent_layers
+from ..patching.patch import current_engine, engine, user_code
+from ..patching.signature import fact
+from ..patching.support import cache_layers, cache_name, configured_layers
 from ..state import DecodeState
 from .kv_transfer import read_cache, run_as_given, stores_keys
 from .prompts import Prompts
@@ -82,6 +83,58 @@ def _is_input(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
 
 
+def ordinary_offsets(prompts: Prompts, model_kwargs: Mapping[str, Any]) -> list[int] | None:
+    """For each row position ids minus positions, if they differ by one number for all tokens; None otherwise.
+
+    `position_ids` are `[B, P]`, or with M-RoPE `[sections, B, P]`. They are numbers of the tokens of each row, unless
+    a text continues a cache that holds images.
+    """
+    given = model_kwargs.get("position_ids")
+    if given is None:
+        return [0] * len(prompts.padding)
+    if given.dim() not in (2, 3) or given.shape[-1] != prompts.width:
+        return None
+    given, columns = given.cpu(), torch.arange(prompts.width)
+    if not any(prompts.padding) and torch.equal(given, columns.expand_as(given)):  # the usual case
+        return [0] * len(prompts.padding)
+    given = given.expand(*given.shape[:-2], len(prompts.padding), -1)
+    positions = columns - torch.tensor(prompts.padding)[:, None]
+    last = given.reshape(-1, *given.shape[-2:])[-1, :, -1:]
+    offsets = last - positions[:, -1:]
+    is_run = (positions >= 0) & (columns >= prompts.cached)
+    return offsets[:, 0].tolist() if bool(((given == positions + offsets) | ~is_run).all()) else None
+
+
+def for_static_engine(
+    request: Request, model_kwargs: Mapping[str, Any], by_target: bool = False
+) -> tuple[Request, Mapping[str, Any]] | str:
+    """`request` as the static engine is to run it, and where the target itself is to run the prompts what it is given
+    with the first new token; or the reason why it cannot.
+
+    Args:
+        model_kwargs: inputs of the model as prepared by `generate()`.
+        by_target: whether the target is to run the prompts in any case.
+    """
+    model, prompts = request.model, request.prompts
+    besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
+    by_target = by_target or bool(besides) or offsets is None
+    kinds = configured_layers(model)
+    if (by_target or any(offsets)) and (obstacle := kinds.why_not(Use.OTHER_INPUTS)) is not None:
+        return f"it has {obstacle}"
+    if not by_target:
+        return replace(request, position_offsets=offsets), {}
+    what = ", ".join(sorted(besides)) or "position_ids of its own"
+    if prompts.cached and (obstacle := kinds.why_not(Use.OTHER_INPUTS_CONTINUED)) is not None:
+        return f"the call has {what}, and continues a cache with {obstacle}"
+    if request.config.prefill_chunk_size is not None:
+        return f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
+    following = inputs_after_prompts(model, prompts, model_kwargs)
+    offsets = following if isinstance(following, str) else position_offsets(prompts, following)
+    if isinstance(offsets, str):
+        return offsets
+    return replace(request, position_offsets=offsets, inputs=model_kwargs), following
+
+
 def inputs_after_prompts(
     model: PreTrainedModel, prompts: Prompts, model_kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | str:
@@ -90,8 +143,6 @@ def inputs_after_prompts(
     Nothing is run.
 
     Args:
-        model: the target.
-        prompts: of the call.
         model_kwargs: inputs of the model as prepared by `generate()`.
     """
     given = {name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES}
@@ -110,12 +161,7 @@ def inputs_after_prompts(
 
 
 def position_offsets(prompts: Prompts, following: Mapping[str, Any]) -> list[int] | str:
-    """For each row the difference of position ids and positions after the prompt, or why it is not a number.
-
-    Args:
-        prompts: of the call.
-        following: from `inputs_after_prompts`.
-    """
+    """For each row the difference of position ids and positions after the prompt, or why it is not a number."""
     if following.get("position_ids") is None:
         return [0] * len(prompts.lengths)
     position_ids = _sections(following["position_ids"])[..., -1]
@@ -151,12 +197,9 @@ class _ByColumn:
         return self.keys.shape[2] if self.is_initialized else 0
 
 
-class _ColumnLayer(_ByColumn, RaggedLayer):
-    """A layer with keys and values."""
-
-
-class _ColumnRecurrentLayer(_ByColumn, RaggedRecurrentLayer):
-    """A layer with keys and values as well as recurrent states."""
+@functools.cache
+def _by_column(layer_class: type[LayerMemory]) -> type[LayerMemory]:
+    return type(f"Column{layer_class.__name__}", (_ByColumn, layer_class), {})
 
 
 class _ColumnCache(RaggedCache):
@@ -164,24 +207,30 @@ class _ColumnCache(RaggedCache):
 
     is_by_slot = False
 
-    def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
-        if not kind.has_keys:
-            return super()._new_layer(kind)
-        return _ColumnRecurrentLayer(self, kind.num_states) if kind.num_states else _ColumnLayer(self)
+    def _new_layer(self, kind: LayerKind) -> LayerMemory:
+        return (_by_column(kind.layer_class) if kind.stores_keys else kind.layer_class)(self, kind)
 
 
 def _column_cache(
     model: PreTrainedModel, lengths: torch.Tensor, positions: torch.Tensor, slots: int, num_draft_tokens: int
 ) -> _ColumnCache:
     """A cache for one pass over prompts of `lengths` `[B]` int64, whose columns are at `positions` `[B, n]`."""
-    kinds = [kind._replace(takes_mask=False) for kind in cache_layers(model)]
-    cache = _ColumnCache(kinds, slots, None, lengths, num_draft_tokens)
+    cache = _ColumnCache(LayerKinds(cache_layers(model).layers), slots, None, lengths, num_draft_tokens)
     cache.restart()
     cache.advance(positions, slots)
     return cache
 
 
-@cached_by_settings
+@contextmanager
+def _on_column_cache(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which layers of `model` run on a `_ColumnCache`."""
+    with ExitStack() as stack:
+        for patch in patches_of(dict.fromkeys(map(type, cache_layers(model))), model):
+            stack.enter_context(patch)
+        yield
+
+
+@fact
 def bounds_steps(model: PreTrainedModel) -> bool:
     """Whether recurrent layers of `model` bound the time steps of several tokens at once, and not those of single ones.
 
@@ -190,7 +239,7 @@ def bounds_steps(model: PreTrainedModel) -> bool:
     inputs = ordinary_prompts(model, [3])
     positions = torch.arange(3, device=model.device)[None]
     cache = _column_cache(model, torch.tensor([3], device=model.device), positions, 4, 1)
-    with torch.no_grad(), engine(), recurrent_functions(model):
+    with torch.no_grad(), engine(), _on_column_cache(model):
         model(**inputs, use_cache=True, **{cache_name(model): cache})
     return cache.bounds_steps
 
@@ -223,7 +272,7 @@ class FirstPass:
 
     Args:
         request: of the call, with `inputs`.
-        keeps_hidden_states: whether the caller gets the hidden states of the prompt.
+        keeps_hidden_states: whether the user gets the hidden states of the prompt.
     """
 
     def __init__(self, request: Request, keeps_hidden_states: bool):
@@ -247,22 +296,22 @@ class FirstPass:
         self._positions = torch.where(columns < 0, slots - 1, columns).to(model.device)
         cache = self._new_cache(slots, num_draft_tokens)
         with ExitStack() as stack:
-            # It is the caller's pass: in inference mode if the caller is. What is recorded is that of this pass only.
-            stack.enter_context(caller())
+            # It is the user's pass: in inference mode if the user is. What is recorded is that of this pass only.
+            stack.enter_context(user_code())
             stack.enter_context(engine())
             recorder = stack.enter_context(
                 AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
             )
             inputs = stack.enter_context(_InputRecorder(model.get_decoder()))
             if isinstance(cache, RaggedCache):
-                stack.enter_context(recurrent_functions(model))
+                stack.enter_context(_on_column_cache(model))
             given = request.inputs
             if recorder.misses_positions:  # a list of places leaves no token out
                 given = {**given, "logits_to_keep": torch.tensor([-1], device=model.device)}
             try:
                 out = run_as_given(model, prompts.input_ids, request.config, given, cache)
             except BaseException:
-                if prompts.cached:  # the caller's cache, which has got longer in some layers
+                if prompts.cached:  # the user's cache, which has got longer in some layers
                     with suppress(Exception):
                         cache.crop(prompts.cached)
                 raise
@@ -283,7 +332,7 @@ class FirstPass:
         model, prompts = self._request.model, self._request.prompts
         if prompts.cached:
             return self._request.cache
-        if not has_recurrent_layers(model):
+        if not configured_layers(model).keeps_states:
             return DynamicCache(config=model.config.get_text_config(decoder=True))
         lengths = torch.tensor(prompts.lengths, device=model.device)
         return _column_cache(model, lengths, self._positions, slots, num_draft_tokens)
@@ -291,7 +340,7 @@ class FirstPass:
     def bring(self, state: DecodeState, kept: HiddenStates | None) -> None:
         """Copy keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`.
 
-        The copies that are not the caller's cache are freed.
+        The copies that are not the user's cache are freed.
         """
         prompts, batch = self._request.prompts, len(state.lengths)
         whole = replace(prompts, cached=prompts.width)
@@ -332,7 +381,7 @@ class FirstPass:
         return torch.where(slots < self._state.dummy_slot, found, 0)
 
     def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """See `state.PromptRecords`."""
+        """What the decoder was given in the place of embeddings of the tokens at `slots`, `[B, n, H]`, if recorded."""
         return None if self._embeddings is None else self._at(self._embeddings, slots)
 
     def _at(self, recorded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

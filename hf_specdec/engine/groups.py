@@ -1,4 +1,9 @@
-"""Prefill of requests in padded groups: for prompts that cannot be packed, such as those of recurrent layers."""
+"""Groups of requests, which are prefilled in sessions of their own and copied to the rows in which rounds run.
+
+Prompts that cannot be packed, such as those of recurrent layers, are prefilled so where rounds of others go on. Equal
+prompts are prefilled once: what target and drafter keep of a whole prompt, recurrent states included, is the same for
+all rows that have it.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +11,30 @@ from collections.abc import Callable, Sequence
 
 from ..row_buffers import upload
 from ..state import DecodeState
-from . import request_rows
-from .lazy_target import LazyTarget
+from .buckets import next_power_of_two
+from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
-from .prefix_reuse import Prefix, copy_prefixes, copy_texts, wave_after
+from .prefix_cache import Prefix, copy_prefixes, copy_texts, spans_after
 from .request import Request
 from .row_request import RowRequest
 from .sessions import settled_on_error
 
+# Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
+GROUP_SIZES = (1, 8, 32)
 
-class PaddedGroups:
-    """Sessions in which groups of requests are prefilled, before they are copied to where rounds run.
+# Most tokens of a group, padding included; a longer prompt is a group by itself.
+MOST_GROUP_TOKENS = 16384
+
+
+class Groups:
+    """Sessions in which groups of requests are prefilled.
 
     Args:
-        request: the call.
-        target: of the call.
+        is_continuous: whether there are many groups, of different sizes.
     """
 
-    def __init__(self, request: Request, target: LazyTarget):
-        self._request, self._target = request, target
+    def __init__(self, request: Request, target: HostedTarget, is_continuous: bool):
+        self._request, self._target, self._is_continuous = request, target, is_continuous
         self._leases: dict[int, SessionLease] = {}
         # Where a group is being prefilled, and what is left to do then.
         self._running: SessionLease | None = None
@@ -32,53 +42,56 @@ class PaddedGroups:
 
     def size(self, count: int) -> int:
         """Rows of the session in which `count` requests are prefilled: a few sizes, where sessions are kept."""
-        return next(size for size in request_rows.GROUP_SIZES if size >= count) if self._target.is_captured else count
+        if not self._target.is_captured:
+            return count
+        if not self._is_continuous:
+            return next_power_of_two(count)
+        return next(size for size in GROUP_SIZES if size >= count)
+
+    def fits(self, count: int, longest: int) -> bool:
+        """Whether `count` requests, of texts of up to `longest` tokens, may be prefilled together."""
+        return count == 1 or (count <= GROUP_SIZES[-1] and longest * self.size(count) <= MOST_GROUP_TOKENS)
 
     def open(self, requests: Sequence[RowRequest]) -> None:
         """Open the session of the largest group of `requests`, of which some wait."""
-        count = min(max(len(requests), 1), request_rows.GROUP_SIZES[-1])
+        count = min(max(len(requests), 1), GROUP_SIZES[-1])
         longest = max((one.num_prefilled for one in requests), default=1)
-        self._lease(count, min(longest, request_rows.MOST_GROUP_TOKENS // self.size(count)))
+        self._lease(count, min(longest, MOST_GROUP_TOKENS // self.size(count)))
 
     def prefill(
         self,
         state: DecodeState,
         prefixes: Sequence[Prefix],
         margin: int,
-        group: list[RowRequest],
+        group: Sequence[RowRequest],
         fill: Callable[[Sequence[RowRequest], DecodeState, Sequence[int]], None],
     ) -> None:
         """Begin to prefill `group`; `prefill_next` goes on, and copies it into rows of `state`.
 
         Args:
-            state: where rounds run.
             prefixes: the row of each request in it, and what it reuses of other rows there or of the group.
-            margin: see `Drafter.prefix_margin`.
-            group: of requests.
             fill: puts requests into rows of a state.
         """
-        drafter, run = self._request.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
-        requests = [group[place] for place in run]
-        own = [prefixes[place]._replace(row=row) for row, place in enumerate(run)]
+        drafter, runs = self._request.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
+        requests = [group[place] for place in runs]
+        own = [prefixes[place]._replace(row=row) for row, place in enumerate(runs)]
         longest = max(one.num_prefilled for one in requests)
-        self._running = lease = self._lease(len(run), longest)
+        self._running = lease = self._lease(len(runs), longest)
         source = lease.session.state
         with settled_on_error(lease.session):
             source.clear()
             source.set_temperature(self._request.temperature)
-            fill(requests, source, range(len(run)))
-            source.cached[: len(run)] = upload([one.length for one in own], source.cached)
-            source.live = longest
-            wave = wave_after(own, [one.num_prefilled for one in requests])
-            if lease.prefill.lacks([wave]):
-                lease.prefill.capture([wave])
-            lease.prefill.start(wave, lambda: copy_prefixes(source, drafter, own, margin, state))
+            fill(requests, source, range(len(runs)))
+            source.cached[: len(runs)] = upload([one.length for one in own], source.cached)
+            spans = spans_after(own, [one.num_prefilled for one in requests])
+            lease.prefill.capture(spans)
+            lease.prefill.start(spans, lambda: copy_prefixes(source, drafter, own, margin, state))
 
         def finish() -> None:
-            at = {prefixes[place].row: row for row, place in enumerate(run)}
+            at = {prefixes[place].row: row for row, place in enumerate(runs)}
             rows = [(one.row, at[one.source if one.is_whole else one.row]) for one in prefixes]
             copy_texts(state, drafter, rows, source, longest)
-            if len(run) < len(group):
+            if len(runs) < len(group):
                 fill(group, state, [one.row for one in prefixes])  # what they do not have in common
 
         self._finish = finish
@@ -98,7 +111,7 @@ class PaddedGroups:
         lease = self._leases.get(size)
         if lease is None or lease.shape.slots <= longest:
             shape = shape_of(self._request, size, longest, is_captured)
-            lease = SessionLease(self._target, shape, self._request.config.prefill_chunk_size, is_continuous=True)
+            lease = SessionLease(self._request, self._target, shape, is_continuous=self._is_continuous)
             with settled_on_error(lease.take()):
                 lease.allocate()
             if not is_captured:
@@ -110,5 +123,7 @@ class PaddedGroups:
 
     def keep(self) -> None:
         """Leave the sessions for other calls."""
+        self._running = None
         for lease in self._leases.values():
             lease.keep()
+        self._leases.clear()

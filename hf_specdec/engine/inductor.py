@@ -67,8 +67,7 @@ def options(same_everywhere: bool) -> dict[str, Any]:
     1 % of a round, but with torch 2.11 the drafts of a compiled copy of Qwen3-Next are wrong with it (2.2 tokens
     accepted instead of 6) and right without. Dependent launch takes 6 % off a step of an 8B model (one H200).
 
-    Args:
-        same_everywhere: whether the ranks of a split target must compile to the same kernels.
+    The ranks of a split target must compile to the same kernels: `same_everywhere`.
     """
     chosen: dict[str, Any] = {
         "comprehensive_padding": False,

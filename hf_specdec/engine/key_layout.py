@@ -17,7 +17,7 @@ from ..virtual_memory import RowMemory, aligned
 
 
 class _Part(NamedTuple):
-    """Keys or values of a layer: where they are in the bytes of a token, and what they are."""
+    """A `slot_buffers` entry of a layer, such as its keys: where it is in the bytes of a token, and what it is."""
 
     offset: int
     heads: int
@@ -30,16 +30,16 @@ class KeyLayout(NamedTuple):
 
     Attributes:
         token_bytes: of all layers together.
-        layers: keys and values of each layer of each cache; None for layers without.
+        layers: the buffers of each layer of each cache.
     """
 
     token_bytes: int
-    layers: Sequence[Sequence[tuple[_Part, _Part] | None]]
+    layers: Sequence[Sequence[Sequence[_Part]]]
 
     @classmethod
     def of(cls, caches: Sequence[RaggedCache]) -> KeyLayout:
         """The layout of what `caches`, through which target and drafter have run, have allocated."""
-        size, layers = 0, []
+        size = 0
 
         def part(buffer: torch.Tensor) -> _Part:
             nonlocal size
@@ -48,18 +48,15 @@ class KeyLayout(NamedTuple):
             size += aligned(heads * dim * buffer.dtype.itemsize)
             return placed
 
-        for cache in caches:
-            keyed = [getattr(layer, "keys", None) is not None for layer in cache.layers]
-            pairs = zip(cache.layers, keyed, strict=True)
-            layers.append([(part(layer.keys), part(layer.values)) if has_keys else None for layer, has_keys in pairs])
+        layers = [[[part(buffer) for buffer in layer.slot_buffers] for layer in cache.layers] for cache in caches]
         return cls(size, layers)
 
     def place(self, caches: Sequence[RaggedCache], memory: RowMemory) -> None:
-        """Let the layers of `caches` have their keys and values in `memory`."""
+        """Let the layers of `caches` have their buffers in `memory`."""
         for cache, layers in zip(caches, self.layers, strict=True):
             cache.row_memory = memory
             for layer, parts in zip(cache.layers, layers, strict=True):
-                if parts is not None:
+                if parts:
                     layer.place(*(memory.view(one.offset, one.dtype, one.heads, one.dim) for one in parts))
 
 

@@ -1,4 +1,4 @@
-"""Copies between the caller's caches and the engine's: before a call that continues one, and after it."""
+"""Copies between caches of user code and the engine's: before a call that continues one, and after it."""
 
 from __future__ import annotations
 
@@ -11,64 +11,30 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from ..host.caches import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from ..host.caches import CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
-from ..patching.cache import LayerKind, RaggedCache, RaggedLayer
-from ..patching.recurrent_layers import RecurrentLayer
-from ..patching.running_layer import forgets_states
-from ..patching.support import cache_name
+from ..patching.cache import RaggedCache
+from ..patching.key_layers import Keys
+from ..patching.layer_kinds import LayerKinds
+from ..patching.support import cache_name, parts
 from .last_states import replay_states
 from .prompts import Prompts
 from .request import Request
 
-# Layers of a cache that are stored column by column, and recurrent states. Exact types: a subclass may store them in
-# another form.
-_READABLE = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
-)
-# Layers that compute without memory, or read the keys and values of another one.
-_EMPTY = LayerKind(has_keys=False)
 
-
-def why_not_readable(cache: Cache, kinds: Sequence[LayerKind]) -> str | None:
+def why_not_readable(cache: Cache, kinds: LayerKinds) -> str | None:
     """The reason why a filled `cache` cannot be copied into a `RaggedCache` of layers of `kinds`; None if it can."""
     # A cache made without a configuration has no layers after the last one with keys.
-    storing = [layer for layer, kind in zip(cache.layers, kinds, strict=False) if kind != _EMPTY]
-    others = sorted({type(layer).__name__ for layer in storing if type(layer) not in _READABLE})
+    storing = [(layer, kind) for layer, kind in zip(cache.layers, kinds, strict=False) if not kind.is_empty]
+    others = sorted({type(layer).__name__ for layer, kind in storing if type(layer) not in kind.sources})
     if others:
         return f"the call continues a cache with layers of type {', '.join(others)}"
     # Whether states are there is seen when they are read: of a layer without keys it is not known that it has any.
-    keyed = [layer for layer in storing if isinstance(layer, CacheLayerMixin)]
-    filled, expected = sum(layer.is_initialized for layer in keyed), sum(kind.has_keys for kind in kinds)
+    keyed = [layer for layer, _ in storing if isinstance(layer, CacheLayerMixin)]
+    filled, expected = sum(layer.is_initialized for layer in keyed), sum(kind.stores_keys for kind in kinds)
     if filled != expected or len(cache.layers) > len(kinds):
         return f"the call continues a cache in which {filled} of {expected} layers are filled"
     return None
-
-
-def _held(layer: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Keys and values `[B, kv_heads, n, head_dim]` that a layer of a cache holds, and the column of the first."""
-    length = int(layer.get_seq_length())
-    count = min(length, layer.keys.shape[2])
-    return layer.keys[:, :, :count], layer.values[:, :, :count], length - count
 
 
 def stores_keys(cache: Cache) -> bool:
@@ -79,72 +45,31 @@ def stores_keys(cache: Cache) -> bool:
 def holds_all_keys(cache: Cache, columns: int) -> bool:
     """Whether layers of `cache` hold the keys of all of `columns` columns, not of a window, and nothing else."""
     filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
     return len(filled) == len(cache.layers) and all(
-        type(layer) in kinds and layer.keys.shape[2] >= columns for layer in filled
+        type(layer) in Keys.sources and layer.keys.shape[2] >= columns for layer in filled
     )
 
 
 def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, device: torch.device) -> None:
     """Copy what `cache` holds of `prompts` into `ragged`, whose buffers have `batch` rows and are on `device`.
 
-    Where there are recurrent states, `cache` is another `RaggedCache`, with a row for each prompt, or a first pass has
-    allocated the layers of `ragged`.
+    Where there are states, `cache` is another `RaggedCache`, with a row for each prompt, or a first pass has allocated
+    the layers of `ragged`.
 
     Raises:
-        ValueError: `cache` lacks recurrent states of the target, or has them in other shapes.
+        ValueError: `cache` lacks states of the target, or has them in other shapes.
     """
-    if isinstance(cache, RaggedCache) and ragged.recurrence is not None:
-        ragged.copy_states(torch.arange(len(prompts.padding), device=device), cache)
-    elif ragged.recurrence is not None:
-        _read_states(cache, ragged, prompts, device)
-    rows_by_padding: dict[int, list[int]] = {}
-    for row, pad in enumerate(prompts.padding):
-        rows_by_padding.setdefault(pad, []).append(row)
-    for layer, ours in zip(cache.layers, ragged.layers, strict=False):
-        if getattr(layer, "keys", None) is None:  # a layer without keys, or one that no attention uses
-            continue
-        keys, values, first = _held(layer)
-        if not ours.is_initialized:
-            ours.allocate(keys.to(device), values.to(device), batch)
-        for pad, rows in rows_by_padding.items():
-            begin, end = max(first, pad), prompts.cached
-            if begin < end:
-                held, slots = slice(begin - first, end - first), slice(begin - pad, end - pad)
-                for theirs, buffer in ((keys, ours.keys), (values, ours.values)):
-                    buffer[rows, slots] = theirs[rows, :, held].transpose(1, 2).to(buffer)
-                ours.read_indexer(layer, rows, slice(begin, end), slots)
-
-
-def _read_states(cache: Cache, ragged: RaggedCache, prompts: Prompts, device: torch.device) -> None:
+    is_ragged = isinstance(cache, RaggedCache)
+    if is_ragged:
+        ragged.copy_rows(torch.arange(len(prompts.padding), device=device), cache, 0)
     ends = torch.tensor(prompts.cached_lengths, device=device)
     for layer, ours in zip(cache.layers, ragged.layers, strict=False):
-        if isinstance(ours, RecurrentLayer):
+        ours.read_slots(layer, prompts.padding, prompts.cached, batch, device)
+        if not is_ragged:
             ours.read_states(layer, ends)
-    # A single column is run by the functions for one token.
-    ragged.recurrence.resume(ends, is_step=prompts.width - prompts.cached == 1)
-
-
-def _write_states(cache: Cache, ragged: RaggedCache, ends: torch.Tensor) -> None:
-    """Let `cache` hold the recurrent states of `ragged`, of the positions `ends` `[B]` int64."""
-    pairs = zip(cache.layers, ragged.layers, strict=False)
-    written = [(theirs, *ours.written_states(ends)) for theirs, ours in pairs if isinstance(ours, RecurrentLayer)]
-    for layer, states, inputs in written:
-        for index, held in states.items():
-            if not layer.is_recurrent_states_initialized[index]:
-                layer.lazy_initialization(recurrent_states=held, state_idx=index)
-        for index, held in inputs.items():
-            if not layer.is_conv_states_initialized[index]:
-                layer.lazy_initialization(conv_states=held, state_idx=index, conv_kernel_size=held.shape[-1])
-    # Nothing is allocated from here on.
-    for layer, states, inputs in written:
-        for index, held in states.items():
-            layer.recurrent_states[index].copy_(held)
-        for index, held in inputs.items():
-            # In place, as graphs may read them there; a layer that records its past holds more.
-            is_same = layer.conv_states[index].shape == held.shape
-            layer.conv_states[index] = layer.conv_states[index].copy_(held) if is_same else held
-            layer.has_previous_state[index] = True
+    if ragged.recurrence is not None and not is_ragged:
+        # A single column is run by the functions for one token.
+        ragged.recurrence.resume(ends, is_step=prompts.width - prompts.cached == 1)
 
 
 @contextmanager
@@ -171,14 +96,7 @@ def run_as_given(
     inputs: Mapping[str, Any],
     cache: Cache,
 ) -> ModelOutput:
-    """Run `model` over prompts as plain `generate()` does.
-
-    Args:
-        model: the target.
-        input_ids: `[B, P]` int64.
-        config, inputs: of the call, as prepared by `generate()`.
-        cache: to fill.
-    """
+    """Run `model` over prompts `[B, P]` int64 as plain `generate()` does, which has prepared `config` and `inputs`."""
     return prefill(model, input_ids, config, dict(inputs) | {cache_name(model): cache})
 
 
@@ -231,10 +149,12 @@ class FinishedCall:
         if ragged.recurrence is not None and not (self.columns == self._most and replay_states(ragged, ends)):
             return
         with _unchanged_on_error(cache):
-            if ragged.has_keys:
-                self._write_keys(cache)
-            if ragged.recurrence is not None:
-                _write_states(cache, ragged, torch.tensor(ends, device=self.sequences.device))
+            if ragged.kinds.stores_keys:
+                self._write_slots(cache)
+            ends = torch.tensor(ends, device=self.sequences.device)
+            pairs = zip(cache.layers, ragged.layers, strict=False)
+            for write in [ours.write_states(layer, ends) for layer, ours in pairs]:
+                write()  # nothing is allocated from here on
         self.is_written = True
 
     @property
@@ -242,20 +162,16 @@ class FinishedCall:
         """Columns that plain `generate()` has run: all but the last of the text."""
         return self.prompts.hidden + self.sequences.shape[1] - 1
 
-    def _write_keys(self, cache: Cache) -> None:
+    def _write_slots(self, cache: Cache) -> None:
         device = self.sequences.device
         padding = torch.tensor(self.prompts.padding, device="cpu")[:, None]
         columns = torch.arange(int(cache.get_seq_length()), self.columns, device="cpu")
         if not len(columns):
             return
-        rows = torch.arange(len(padding), device=device)[:, None]
         # Keys and values of padding are never read.
         slots = (columns - padding).clamp(min=0).to(device)
         for index, layer in enumerate(self.ragged.layers):
-            if not isinstance(layer, RaggedLayer) or not layer.is_initialized:  # a layer that no attention uses
-                continue
-            keys, values = (buffer[rows, slots].transpose(1, 2) for buffer in (layer.keys, layer.values))
-            cache.update(keys, values, index)
+            layer.write_slots(cache, index, slots)
 
     def complete(self, cache: Cache) -> None:
         """Run the target over the remaining columns, except the last, as plain `generate()` has done.
@@ -266,7 +182,7 @@ class FinishedCall:
         if self.is_written and self.columns == self._most:
             return
         has_keys = stores_keys(cache)
-        # A cache of the caller's with recurrent states only is none that a call fills.
+        # A cache with recurrent states only is none that a call fills.
         held = int(cache.get_seq_length()) if has_keys else 0
         if self.run_prompts is not None and not held:
             with torch.no_grad():
@@ -298,7 +214,7 @@ class FinishedCall:
         one, and if the target would forget what the cache holds all that follow this.
         """
         together = width
-        if held and forgets_states(self.model):
+        if held and any(part.forgets_states(self.model) for part in parts(self.model)):
             together = held
         elif self.bounds_steps:
             together = min(max(held, self.prompts.width), width)

@@ -33,7 +33,7 @@ def replay_states(cache: RaggedCache, ends: Sequence[int]) -> bool:
         return False
     if bases == list(ends):
         return True
-    if not all(layer.can_replay for layer in cache.recurrent_layers):
+    if not all(layer.can_replay for layer in cache.layers):
         return False
     cache.replay(upload(ends, cache.recurrence.base))
     return True
@@ -46,7 +46,6 @@ def run_to_ends(
 
     Args:
         state: of the texts, in its first rows; no round follows.
-        target: to run.
         texts: at least `[ends[row]]` int64 tokens of each, read from the position of its state on.
         ends: of each row, none before the position of its state.
         chunk_size: most columns of a pass.

@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
-from transformers import PreTrainedModel
 
+from ..kernels.types import VerificationResult
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
-from .auto_drafts import Acceptance, AutoDrafts, first_drafts
+from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from .buckets import next_power_of_two, slots_for, useful_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .cuda_graphs import start_compiler
-from .lazy_target import LazyTarget
-from .prefix_reuse import PrefillWave
+from .hosted_target import HostedTarget
 from .request import Request
-from .rounds import FixedDrafts, NumDrafts, Stage, catch_up, run_round
+from .rounds import catch_up, run_round
 from .row_memory import place_in_memory, span_for, spanning
 from .session_prefill import SessionPrefill
 from .sessions import Session, SessionKey, sessions_of
-
-# Rounds after which the processes that run one model together agree on times, by a broadcast that waits for the GPU.
-ROUNDS_TO_AGREE = 8
 
 
 def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> Shape:
     """The shape of buffers for `request`.
 
     Args:
-        request: to run.
-        batch: rows.
         longest: most tokens of a row.
         is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
     """
-    ends = request.eos_token_ids
     slots, positions = slots_for(longest, is_captured), stated_positions(request.model)
     if positions is not None and not uses_attention_interface(request.model):
         # Attention of its own may have tables of as many keys; it is given all slots but the dummy slot.
@@ -49,7 +41,7 @@ def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> S
         num_draft_tokens=useful_drafts(request.num_draft_tokens, request.max_new_tokens, is_captured),
         is_sampling=request.temperature is not None,
         draft_probs=request.draft_probs,
-        num_ends=next_power_of_two(max(0 if ends is None else ends.numel(), 8)),
+        num_ends=next_power_of_two(max(len(request.ends), 8)),
         verification=request.drafter.verification,
     )
 
@@ -61,46 +53,11 @@ def first_k(request: Request, shape: Shape) -> int:
     return first_drafts(min(request.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
 
 
-class SharedClock:
-    """Choices of K by processes that run one model together: those that the first one's times give.
-
-    Args:
-        drafts: chooses, on every process.
-        model: the target.
-    """
-
-    def __init__(self, drafts: NumDrafts, model: PreTrainedModel):
-        self._drafts, self._model = drafts, model
-        self._rounds: list[tuple[int, float, bool]] = []
-
-    @property
-    def current(self) -> int:
-        return self._drafts.current
-
-    def next(self) -> int:
-        return self._drafts.next()
-
-    def refuse(self, num_drafts: int) -> None:
-        self._drafts.refuse(num_drafts)
-
-    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
-        self._rounds.append((num_drafts, milliseconds, is_typical))
-        if len(self._rounds) == ROUNDS_TO_AGREE:
-            times = torch.tensor([one[1:] for one in self._rounds], dtype=torch.float32)
-            for (count, *_), (shared, typical) in zip(
-                self._rounds, from_first_rank(times, self._model).tolist(), strict=True
-            ):
-                self._drafts.ran(count, shared, bool(typical))
-            self._rounds.clear()
-
-
 class SessionLease:
     """A session that a call uses: one that earlier calls have left, or a new one.
 
     Args:
-        target: of the call.
-        shape: of the session's buffers.
-        chunk_size: see `SessionPrefill`.
+        process: of its rounds; None where only prompts are prefilled.
         is_continuous: see `SessionPrefill`.
         grows: whether the session has its keys and values in a `RowMemory`.
 
@@ -111,15 +68,15 @@ class SessionLease:
 
     def __init__(
         self,
-        target: LazyTarget,
+        request: Request,
+        target: HostedTarget,
         shape: Shape,
-        chunk_size: int | None = None,
+        process: BlockProcessor | None = None,
         is_continuous: bool = False,
         grows: bool = False,
     ):
-        self._target = target
-        self.shape, self._grows = shape, grows
-        self._chunk_size, self._is_continuous = chunk_size, is_continuous
+        self._request, self._target, self._process = request, target, process
+        self.shape, self._grows, self._is_continuous = shape, grows, is_continuous
         self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
         self.prefill: SessionPrefill | None = None
@@ -144,94 +101,76 @@ class SessionLease:
             session = Session(state)
         session.acquire()
         self.session = session
-        self.prefill = SessionPrefill(session, target, self._chunk_size, self._is_continuous)
+        chunk_size = self._request.config.prefill_chunk_size
+        self.prefill = SessionPrefill(session, target, chunk_size, self._is_continuous)
         return session
 
-    def drop(self) -> None:
-        """Forget the session, so that its memory is freed."""
-        self.session = self.prefill = None
-
     def _key(self) -> SessionKey:
-        return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.fingerprint)
+        return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.hosting)
 
-    def _round_key(self, process: BlockProcessor, num_drafts: int) -> tuple[Hashable, int, int]:
-        """What the next round of `num_drafts` drafts with `process` is captured under, see `Session.rounds`.
+    def _round_key(self, num_drafts: int) -> tuple[Hashable, int, int]:
+        """What the next round of `num_drafts` drafts is captured under, see `Session.rounds`.
 
         Where rounds for longer texts are captured, and none for those that there are, those do.
         """
-        state, rounds = self.session.state, self.session.rounds
+        state, rounds, key = self.session.state, self.session.rounds, self._process.key
         if not self._grows:
-            return process.key, num_drafts, state.slots
+            return key, num_drafts, state.slots
         span = least = span_for(state.live, state.slots)
-        while (process.key, num_drafts, span) not in rounds and span < state.slots:
+        while (key, num_drafts, span) not in rounds and span < state.slots:
             span = span_for(span, state.slots)
-        is_captured = (process.key, num_drafts, span) in rounds
-        return process.key, num_drafts, span if is_captured else least
+        return key, num_drafts, span if (key, num_drafts, span) in rounds else least
 
-    def lacks_round(self, process: BlockProcessor, num_drafts: int) -> bool:
-        """Whether rounds of `num_drafts` drafts with `process` are to be captured and have not been."""
-        return self._target.is_captured and self._round_key(process, num_drafts) not in self.session.rounds
+    def lacks_round(self, num_drafts: int) -> bool:
+        """Whether rounds of `num_drafts` drafts are to be captured and have not been."""
+        return self._target.is_captured and self._round_key(num_drafts) not in self.session.rounds
 
     def start_compiler(self) -> None:
         """Start what compiles rounds, where they are compiled, beside the prefill that comes first."""
         if self._target.drafter.compiles_rounds:
             start_compiler(self._target.model.device)
 
-    def capture_round(self, process: BlockProcessor, num_drafts: int) -> None:
+    def capture_round(self, num_drafts: int) -> None:
         session, start = self.session, time.perf_counter()
         session.state.num_draft_tokens = num_drafts
-        key = self._round_key(process, num_drafts)
+        key = self._round_key(num_drafts)
         with spanning(session.state, key[-1]):
-            captured = capture_round(session, self._target(), self._target.drafter, process)
+            captured = capture_round(session, self._target(), self._target.drafter, self._process)
         session.rounds.add(key, captured)
         session.capture_seconds = time.perf_counter() - start
 
-    def captured_round(self, process: BlockProcessor, num_drafts: int) -> CapturedRound | None:
+    def captured_round(self, num_drafts: int) -> CapturedRound | None:
         """The captured round; None if rounds run eagerly."""
-        return self.session.rounds.get(self._round_key(process, num_drafts))
+        return self.session.rounds.get(self._round_key(num_drafts)) if self._target.is_captured else None
 
-    def stage(
-        self,
-        process: BlockProcessor,
-        request: Request,
-        acceptance: Acceptance,
-        tokens_left: Callable[[], float],
-        first: int | None = None,
-    ) -> Stage:
-        """Where and how the rounds of `request` run.
+    def drafts(self, acceptance: Acceptance, first: int | None = None) -> Drafts:
+        """What decides how many drafts each round has.
 
         Args:
-            process: of the rounds.
-            request: to run.
-            acceptance: of its drafts.
-            tokens_left: see `AutoDrafts`.
+            acceptance: of the drafts of the call.
             first: K of the first rounds; None for what the drafter is made for.
         """
-        most = self.shape.num_draft_tokens
-        drafts: NumDrafts = FixedDrafts(most, self.session.round_times)
-        if request.is_auto:
-            first = first_k(request, self.shape) if first is None else first
-            price = functools.partial(self._price, process)
-            drafts = AutoDrafts(most, first, acceptance, self.session.round_times, tokens_left, price)
-            if tensor_parallel_group(request.model) is not None:
-                drafts = SharedClock(drafts, request.model)
-        prepare, run = functools.partial(self._prepare, process), functools.partial(self._run, process)
-        return Stage(self.session.state, prepare, run, drafts)
+        request, most, times = self._request, self.shape.num_draft_tokens, self.session.round_times
+        if not request.is_auto:
+            return FixedDrafts(most, times)
+        first = first_k(request, self.shape) if first is None else first
+        drafts = AutoDrafts(most, first, acceptance, times, self._price)
+        return drafts if tensor_parallel_group(request.model) is None else SharedClock(drafts, request.model)
 
-    def _price(self, process: BlockProcessor, num_drafts: int) -> float:
+    def _price(self, num_drafts: int) -> float:
         """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""
-        if not self.lacks_round(process, num_drafts):
+        if not self.lacks_round(num_drafts):
             return 0.0
         return 1e3 * float(from_first_rank(torch.tensor(self.session.capture_seconds), self._target.model))
 
-    def _prepare(self, process: BlockProcessor, num_drafts: int) -> bool:
+    def prepare(self, num_drafts: int) -> bool:
         """Get ready for a round of `num_drafts`; returns whether there is memory for it."""
         # First, as a capture runs such a round, which reads a block of its own width.
         if num_drafts + 1 < self.session.state.block_width:
             self._catch_up()
-        if self.lacks_round(process, num_drafts):
+        if self.lacks_round(num_drafts):
             try:
-                self.capture_round(process, num_drafts)
+                self.capture_round(num_drafts)
             except torch.OutOfMemoryError:
                 # Processes that run one model together need the same rounds.
                 if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
@@ -239,14 +178,14 @@ class SessionLease:
                 return False
         return True
 
-    def _run(self, process: BlockProcessor, num_drafts: int) -> tuple:
+    def run_round(self, num_drafts: int) -> tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]:
         """A round of `num_drafts`, captured or eagerly, see `run_round`."""
-        state, captured = self.session.state, self.captured_round(process, num_drafts)
+        state, captured = self.session.state, self.captured_round(num_drafts)
         state.num_draft_tokens = num_drafts
         if captured is not None:
-            results = captured(process)
+            results = captured(self._process)
         else:
-            results = run_round(state, self._target(), self._target.drafter, process)
+            results = run_round(state, self._target(), self._target.drafter, self._process)
         state.block_width = num_drafts + 1
         return results
 
@@ -265,9 +204,9 @@ class SessionLease:
             catch_up(session.state, drafter, width)
         session.state.block_width = 1
 
-    def execution(self, process: BlockProcessor, num_drafts: int) -> str:
+    def execution(self, num_drafts: int) -> str:
         """How such rounds are run, for `SpeculationStats.execution`."""
-        captured = self.captured_round(process, num_drafts)
+        captured = self.captured_round(num_drafts)
         mode = ", batch-invariant" if self._target.drafter.batch_invariant else ""
         if captured is not None:
             return captured.execution + mode
@@ -276,7 +215,7 @@ class SessionLease:
     def allocate(self) -> None:
         """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""
         if not self.session.is_allocated:
-            self.prefill.run([PrefillWave(())])
+            self.prefill.run(())
 
     def keep(self) -> None:
         """Leave the session for other calls, where sessions are kept; else it is not used again."""

@@ -20,7 +20,6 @@ class PromptSpan(NamedTuple):
     """Positions of a row that a prefill computes.
 
     Attributes:
-        row: of the state.
         begin, end: the first position, and the one after the last.
     """
 

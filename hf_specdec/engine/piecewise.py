@@ -22,16 +22,14 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
 
     Nearly all layers of a target compile to the same kernels, but compiled as one graph every layer takes its time.
     vLLM splits graphs at attention, too, in order to run attention outside of its CUDA graphs (torch.compile
-    integration, docs.vllm.ai).
-
-    Args:
-        compiler: a backend for the pieces.
+    integration, docs.vllm.ai). `compiler` is a backend for the pieces.
     """
 
     def compile_pieces(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         given = dict(zip((node.name for node in graph.graph.find_nodes(op="placeholder")), inputs, strict=True))
         nodes = list(graph.graph.nodes)
-        last = _last_of_pieces([_operator_name(node) for node in nodes])
+        names = [str(node.target).removesuffix(".default").replace(".", "::", 1) for node in nodes]
+        last = _last_of_pieces(names)
         numbers, number = {}, 0
         for place, node in enumerate(nodes):
             numbers[node] = number
@@ -50,17 +48,9 @@ def piecewise_backend(compiler: Compiler) -> Compiler:
     return compile_pieces
 
 
-def _operator_name(node: fx.Node) -> str:
-    return str(node.target).removesuffix(".default").replace(".", "::", 1)
-
-
 def _last_of_pieces(names: Sequence[str]) -> set[int]:
-    """Places of the operators after which a sequence of them is split.
-
-    Of a write of keys and values and attention that reads them, the last.
-
-    Args:
-        names: of the operators, `"hf_specdec::attention"`.
+    """Places of the operators, by their `names`, after which a sequence of them is split: of a write of keys and values
+    and attention that reads them, the last.
     """
     found = [place for place, name in enumerate(names) if name in (_ATTENTION, _RECURRENCE, _WRITE)]
     return {
@@ -88,10 +78,9 @@ def _examples(piece: fx.GraphModule, given: dict[str, Any]) -> list[Any]:
 
 
 def _structure(graph: fx.GraphModule, examples: list[Any]) -> Hashable:
-    """A key that is equal for graphs which compile to the same code.
-
-    It holds the operations, their arguments that are not tensors, shapes and layouts of the inputs, and which of those
-    share memory. An input of another kind, such as a tensor that is split over ranks, equals only itself.
+    """Equal for graphs which compile to the same code: operations, their arguments that are not tensors, shapes and
+    layouts of inputs, and which of those share memory. An input of another kind, such as a tensor that is split over
+    ranks, equals only itself.
     """
     places = {node: place for place, node in enumerate(graph.graph.nodes)}
     storages: dict[int, int] = {}

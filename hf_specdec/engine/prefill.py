@@ -32,10 +32,8 @@ def prefill_chunk(
 
     Args:
         state: holds the prompts. Positions below `state.cached` are in the target's cache already and are left out.
-        target, drafter: to run.
         columns: steps to run: tokens of all rows together if packed, else columns of each row, where those before its
             first position are padding.
-        prompts: which positions are run.
     """
     packed = prompts.packed
     view, (slots, drafted) = _slots_of(state, prompts, columns)
@@ -77,8 +75,6 @@ def _keep_hidden_states(
     """Keep the hidden states of a chunk at the last tokens of the prompts.
 
     Args:
-        state: of the prompts.
-        prompts: where they are kept.
         hidden: `[1 or B, n, H]`, those of the chunk.
         rows: `[B]` int64, which of its rows each prompt is in.
         last: `[B]` int64, the column of each prompt's last token, which may be outside of the chunk.

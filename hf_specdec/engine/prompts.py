@@ -1,8 +1,9 @@
-"""The prompts of a call: padding, lengths, and what a cache of the caller already holds."""
+"""The prompts of a call: padding, lengths, and what a cache of the user already holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from transformers import Cache
@@ -13,7 +14,7 @@ from .packed_prompts import PromptSpan
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a call, and how much of them a cache of the caller holds.
+    """The prompts of a call, and how much of them a cache of the user holds.
 
     Columns are those of the whole text, left padding included, as transformers' caches and attention masks count them.
     Row b, with `padding[b]` columns of padding, has position t in column `padding[b] + t`.
@@ -21,7 +22,7 @@ class Prompts:
     Attributes:
         input_ids: `[B, P]` int64 as given to `generate()`: the last P columns of the text.
         padding: columns of padding at the start of each row's text.
-        width: columns of the text; more than P if the caller passed only what the cache lacks.
+        width: columns of the text; more than P if the user passed only what the cache lacks.
         cached: leading columns that the cache holds; 0 without a cache.
         reread: the last of those columns, which the target runs again for a drafter that reads its hidden states.
     """
@@ -32,28 +33,26 @@ class Prompts:
     cached: int = 0
     reread: int = 0
 
-    @property
+    @cached_property
     def hidden(self) -> int:
         """Leading columns whose tokens were not given."""
         return self.width - self.input_ids.shape[1]
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
         return [self.width - pad for pad in self.padding]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(self.lengths)
 
     @property
-    def ahead(self) -> list[int]:
+    def prompt_length_gap(self) -> list[int]:
         """How many more tokens than each row the longest one has."""
-        lengths = self.lengths
-        longest = max(lengths)
-        return [longest - length for length in lengths]
+        return [self.longest - length for length in self.lengths]
 
-    @property
+    @cached_property
     def cached_lengths(self) -> list[int]:
         """Tokens of each row that the cache holds."""
         return self.ends(self.cached)
@@ -61,12 +60,6 @@ class Prompts:
     def ends(self, columns: int) -> list[int]:
         """Tokens of each row in the leading `columns` of the text, new tokens included."""
         return [max(columns - pad, 0) for pad in self.padding]
-
-    @property
-    def spans(self) -> list[PromptSpan]:
-        """What a prefill runs of each row: what the cache lacks."""
-        held = zip(self.lengths, self.cached_lengths, strict=True)
-        return [PromptSpan(row, cached, length) for row, (length, cached) in enumerate(held)]
 
     @property
     def reread_spans(self) -> list[PromptSpan]:

@@ -24,6 +24,7 @@ from ..patching.support import num_positions
 from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
 from .prompts import Prompts
+from .row_request import RowRequest
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
 # lowest at which that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at 0.3,
@@ -36,14 +37,12 @@ class Request:
     """One call of `generate()` with a drafter.
 
     Attributes:
-        model: the target.
-        drafter: bound to it.
         prompts: of the call, and how much of them `cache` holds.
         processors, criteria, config, streamer: as prepared by `generate()`.
         num_draft_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
         is_auto: whether it is.
         randomness: where random numbers come from.
-        cache: `past_key_values` of the caller, which the call fills; None if the caller passed none.
+        cache: `past_key_values` of the user, which the call fills; None if the user passed none.
         reason: why this engine runs, for the statistics.
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
         inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
@@ -65,7 +64,7 @@ class Request:
     position_offsets: Sequence[int] | None = None
     inputs: Mapping[str, Any] | None = None
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """Rows: prompts times `num_return_sequences`."""
         return len(self.prompts.input_ids)
@@ -75,11 +74,11 @@ class Request:
         """Of the target, where it embeds tokens."""
         return self.model.device
 
-    @property
+    @cached_property
     def max_new_tokens(self) -> int:
         return self.config.max_length - self.prompts.input_ids.shape[1]
 
-    @property
+    @cached_property
     def temperature(self) -> float | None:
         """The temperature that tokens are sampled at; None for greedy decoding."""
         return (self.config.temperature or 1.0) if self.config.do_sample else None
@@ -109,15 +108,15 @@ class Request:
         return from_first_rank(self.randomness.row_seeds(self.batch, self.temperature), self.model)
 
     @cached_property
-    def eos_token_ids(self) -> torch.Tensor | None:
-        """`[E]` int64 tokens that end a row, on the target's device; None if there are none.
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a row; none if rows go on until all have stopped.
 
-        They are those of the criteria: a criterion of the caller takes the place of the config's tokens.
+        They are those of the criteria: a criterion of the user takes the place of the config's tokens.
         """
-        ends = [rule.eos_token_id.flatten() for rule in self.criteria if type(rule) is EosTokenCriteria]
-        if not ends or self.pad_token_id is None:
-            return None
-        return torch.cat([tokens.to(self.device) for tokens in ends])
+        if self.pad_token_id is None:
+            return frozenset()
+        rules = [rule for rule in self.criteria if type(rule) is EosTokenCriteria]
+        return frozenset(token for rule in rules for token in rule.eos_token_id.flatten().tolist())
 
     @cached_property
     def pad_token_id(self) -> int | None:
@@ -126,33 +125,31 @@ class Request:
             return None
         return int(pad_token(self.config))
 
-    @property
-    def remaining(self) -> list[int]:
-        """How many tokens each row may add: `max_new_tokens`, or fewer if the target has no positions for as many.
+    def requests(self, prompts: Sequence[torch.Tensor], seeds: torch.Tensor) -> list[RowRequest]:
+        """A request for each of `prompts`, `[length]` int64; those that are too long have an error.
 
-        Raises:
-            ValueError: a prompt has more tokens than there are positions.
+        Args:
+            seeds: `[n]` int64, one for each.
         """
-        error = next(filter(None, map(self.why_too_long, self.prompts.lengths)), None)
-        if error is not None:
-            raise ValueError(error)
-        return list(map(self.remaining_after, self.prompts.lengths))
+        count, found = num_positions(self.model), []
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds.tolist(), strict=True)):
+            one = RowRequest(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed)
+            if count is not None:
+                one.remaining = fitting_tokens(len(prompt), self.max_new_tokens, count)
+                one.is_cut = one.remaining < self.max_new_tokens
+                one.error = why_too_long(self.model, len(prompt), count)
+            found.append(one)
+        return found
 
     @cached_property
-    def _num_positions(self) -> int | None:
-        return num_positions(self.model)
-
-    def why_too_long(self, length: int) -> str | None:
-        """What is wrong with a prompt of `length` tokens, if the target has no positions for them; None otherwise."""
-        return why_too_long(self.model, length, self._num_positions)
-
-    def remaining_after(self, length: int) -> int:
-        """How many tokens a prompt of `length` tokens may add; the last token of a text is not embedded."""
-        count = self._num_positions
-        return fitting_tokens(length, self.max_new_tokens, count)
+    def kept(self) -> list[str]:
+        """What the user gets of every step."""
+        if not self.config.return_dict_in_generate:
+            return []
+        return [name for name in ("scores", "logits", "hidden_states") if self.keeps(name)]
 
     def keeps(self, name: str) -> bool:
-        """Whether the caller gets the `"scores"`, `"logits"` or `"hidden_states"` of every step."""
+        """Whether the user gets the `"scores"`, `"logits"` or `"hidden_states"` of every step."""
         return bool(self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"))
 
 
@@ -167,5 +164,15 @@ def why_too_long(model: PreTrainedModel, length: int, count: int | None) -> str 
 
 
 def fitting_tokens(length: int, max_new_tokens: int, count: int | None) -> int:
-    """How many of `max_new_tokens` a prompt of `length` tokens may add, if there are `count` positions."""
+    """How many of `max_new_tokens` a prompt of `length` tokens may add, if there are `count` positions; the last token
+    of a text is not embedded.
+    """
     return max_new_tokens if count is None else min(max_new_tokens, count + 1 - length)
+
+
+def no_positions(what: str, request: RowRequest) -> str:
+    """The error of a `request`, named as `what`, that has used up the positions of the target."""
+    return (
+        f"{what} has {len(request.prompt)} tokens and has not ended after {request.remaining} new ones, but the target "
+        "has no positions for more; expected a limit (max_new_tokens, max_length) that fits max_position_embeddings."
+    )

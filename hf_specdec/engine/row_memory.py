@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,15 +13,15 @@ from ..drafters.cached import CachedDrafter
 from ..errors import first_line
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.layer_kinds import Use
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
-from ..virtual_memory import RowMemory, available_bytes, has_virtual_memory, slot_unit, total_bytes
+from ..virtual_memory import RowMemory, has_virtual_memory, slot_unit, total_bytes
+from .hosted_target import HostedTarget
 from .key_layout import KeyLayout, caches_of
-from .lazy_target import LazyTarget
-from .prefix_reuse import PrefillWave, Prefix
 from .rounds import draft_and_forward
 from .session_prefill import SessionPrefill
-from .sessions import Session, sessions_of
+from .sessions import Session
 
 # Tokens of a text for which addresses are reserved where requests arrive, if the target has positions for more; a
 # longer one moves all rows to a larger session.
@@ -34,7 +33,7 @@ FEWEST_SPAN, SPAN_STEP = 1024, 4
 SHARE_FOR_TOKENS = 16
 
 
-def can_grow(target: LazyTarget) -> bool:
+def can_grow(target: HostedTarget) -> bool:
     """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see.
 
     Processes that run one model together need the same rows, but may have different memory.
@@ -42,16 +41,16 @@ def can_grow(target: LazyTarget) -> bool:
     model, drafter = target.model, target.drafter
     if tensor_parallel_group(model) is not None:
         return False
-    kinds = list(cache_layers(model))
+    kinds = [cache_layers(model)]
     if isinstance(drafter, CachedDrafter):
-        kinds += drafter.cached_layers
+        kinds.append(drafter.cached_layers)
     elif type(drafter).new_memory is not Drafter.new_memory:
         return False
     # The references, which attention in float64 runs, read all slots.
     if any(one.dtype == torch.float64 for module in (model, drafter) for one in module.parameters()):
         return False
-    has_keys = any(kind.has_keys for kind in kinds)
-    return has_keys and not any(kind.takes_mask for kind in kinds) and has_virtual_memory(model.device)
+    is_allowed = all(one.why_not(Use.ROW_MEMORY) is None for one in kinds)
+    return is_allowed and any(one.stores_keys for one in kinds) and has_virtual_memory(model.device)
 
 
 def slots_in_memory(longest: int, device: torch.device) -> int:
@@ -102,94 +101,22 @@ def allocating(shape: Shape, device: torch.device) -> Iterator[None]:
         raise
 
 
-class MemoryOfRows:
-    """The part of a `Place` that gives its rows memory."""
-
-    @property
-    def session(self) -> Session:
-        """Where the rows are."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement session.")
-
-    @property
-    def prefix_margin(self) -> int | None:
-        """See `Drafter.prefix_margin`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement prefix_margin.")
-
-    def shares(self, row: int, length: int) -> bool:
-        memory = self.session.row_memory
-        return memory is not None and memory.is_shared(row, length)
-
-    def share(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
-        memory, margin = self.session.row_memory, self.prefix_margin or 0
-        if memory is None:
-            return list(prefixes)
-        kept = {one.row: one.length if one.row == one.source else 0 for one in prefixes}
-        # What the rows of the group hold may be given back before others have copied it.
-        copies = [
-            one for one in prefixes if one.source not in kept and memory.can_share(one.row, one.source, one.length)
-        ]
-        if copies or any(memory.is_shared(*one) for one in kept.items()):
-            self._wait_for_device()
-        shared = {one.row for one in copies if memory.share(one.row, one.source, one.length)}
-        found = []
-        for one in prefixes:
-            left = one.length if one.row in shared else memory.unshare(one.row, kept[one.row])
-            is_shorter = one.row == one.source and left < one.length
-            found.append(one._replace(length=max(left - margin, 0)) if is_shorter else one)
-        return found
-
-    def room(self, rows: Sequence[int]) -> float:
-        memory = self.session.row_memory
-        return math.inf if memory is None else available_bytes(self.session.state.tokens.device) + memory.held(rows)
-
-    def bytes_for(self, slots: int) -> int:
-        memory = self.session.row_memory
-        return 0 if memory is None else memory.bytes_for(min(slots, memory.capacity))
-
-    def reserve(self, lengths: Mapping[int, int]) -> bool:
-        memory = self.session.row_memory
-        if memory is None:
-            return True
-        try:
-            for row, length in lengths.items():
-                if length > memory.committed_slots(row):
-                    memory.commit(row, min(length, memory.capacity))
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def give_back(self, lengths: Mapping[int, int]) -> None:
-        memory = self.session.row_memory
-        if memory is not None:
-            self._wait_for_device()
-            for row, length in lengths.items():
-                memory.trim(row, length)
-
-    def _wait_for_device(self) -> None:
-        """Wait until the device uses nothing any more that rows have held."""
-        self.session.fence.set()
-        self.session.fence.synchronize()
-
-
-def place_in_memory(state: DecodeState, target: LazyTarget, shape: Shape) -> None:
+def place_in_memory(state: DecodeState, target: HostedTarget, shape: Shape) -> None:
     """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; `target` has a layout of them."""
     layout = target.key_layout
     memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
     layout.place(caches_of(state), memory)
 
 
-def layout_of(target: LazyTarget, shape: Shape) -> KeyLayout | None:
+def layout_of(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     """`find_layout`, once for all calls as long as target and drafter are the same."""
-    pool = sessions_of(target.drafter)
-    layouts = pool.looked_up(target.fingerprint).layouts
-    if shape.num_draft_tokens not in layouts:
-        found = find_layout(target, shape)
-        layouts = pool.looked_up(target.fingerprint).layouts  # patching may move weights, which a fingerprint names
-        layouts[shape.num_draft_tokens] = found
-    return layouts[shape.num_draft_tokens]
+    if shape.num_draft_tokens not in target.hosting.layouts:
+        found = find_layout(target, shape)  # patching may move weights, which makes another hosting
+        target.hosting.layouts[shape.num_draft_tokens] = found
+    return target.hosting.layouts[shape.num_draft_tokens]
 
 
-def find_layout(target: LazyTarget, shape: Shape) -> KeyLayout | None:
+def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     """Run one token through target and drafter, and see what they store.
 
     Returns:
@@ -200,9 +127,9 @@ def find_layout(target: LazyTarget, shape: Shape) -> KeyLayout | None:
     model, drafter = target.model, target.drafter
     state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
     with ops.references(), noting_attended() as attended:
-        SessionPrefill(Session(state), target, None, is_continuous=False).run([PrefillWave(())])
+        SessionPrefill(Session(state), target, None, is_continuous=False).run(())
         with state.idle():
             draft_and_forward(state, target(), drafter)
-    layers = [layer for cache in caches_of(state) for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    stored = {one.untyped_storage().data_ptr() for layer in layers for one in (layer.keys, layer.values)}
+    buffers = [one for cache in caches_of(state) for layer in cache.layers for one in layer.slot_buffers]
+    stored = {one.untyped_storage().data_ptr() for one in buffers}
     return KeyLayout.of(caches_of(state)) if stored <= attended else None

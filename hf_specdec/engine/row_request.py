@@ -1,27 +1,27 @@
-"""Requests of continuous batching, and how a call with them is run."""
+"""Requests, which take rows of a run; where they come from, and who is told of what they generate."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..kernels.types import SamplingSettings
-from ..patching.patch import caller
-
-if TYPE_CHECKING:
-    from .request import Request
+from ..host.generation import GenerationOutput, RequestStatus
+from ..kernels.types import NO_TOKEN, SamplingSettings
+from ..patching.patch import user_code
+from ..row_buffers import upload
 
 
 @dataclass(eq=False)
 class RowRequest:
-    """A request: one row of the prompts of a call, or one that has arrived since.
+    """A request: a row of a call, or one that has arrived at a manager.
 
     Attributes:
-        index: row of the prompts; 0 for one that has arrived.
+        index: of the rows of its call; 0 for one that has arrived.
         prompt: `[length]` int64.
         prompt_ids: its tokens on the host; empty if rows do not reuse what others hold of it.
         remaining: tokens that it may add.
@@ -31,16 +31,20 @@ class RowRequest:
         sampling: how it is sampled, where requests have settings of their own.
         config: settings of its logits processors, `max_new_tokens` among them, where these are none of all rows; None
             where they are.
-        caller_processors: the caller's own among them.
+        user_processors: the user's own among them.
         processors: these, for its text alone, once it has been given a row, see `ContinuousBatching.processors_of`.
         criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
         records_timestamps: whether `timestamps` are recorded.
+        request_id: its name; None if nobody takes its result.
+        prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
+        streaming: whether a result is delivered after every round.
         tokens: generated so far.
         num_settled: how many of these there were before the last round, which the drafter has read.
         timestamps: `time.perf_counter()` when each of them reached the host.
         num_drafted, num_accepted: draft tokens that were verified for it, and accepted.
         first_token: `time.perf_counter()` when its first token reached the host; -1 before that.
         error: why it ended without an end-of-sequence token and before its limit; None if it did not.
+        created_time: `time.perf_counter()` when it was made.
         lifespan: when it was admitted first and when it ended.
     """
 
@@ -52,10 +56,13 @@ class RowRequest:
     seed: int = 0
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     config: GenerationConfig | None = None
-    caller_processors: LogitsProcessorList | None = None
+    user_processors: LogitsProcessorList | None = None
     processors: LogitsProcessorList | None = None
     criteria: StoppingCriteriaList | None = None
     records_timestamps: bool = False
+    request_id: str | None = None
+    prompt_id: str = ""
+    streaming: bool = False
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     num_settled: int = 0
@@ -64,6 +71,7 @@ class RowRequest:
     num_accepted: int = 0
     first_token: float = -1.0
     error: str | None = None
+    created_time: float = field(default_factory=time.perf_counter)
     lifespan: tuple[float, float] = (-1.0, -1.0)
     # What `criteria` read: the text, with room after it, on the host. A token is written once.
     _shown: torch.Tensor | None = field(default=None, repr=False)
@@ -76,6 +84,10 @@ class RowRequest:
     @property
     def is_over(self) -> bool:
         return self.lifespan[1] >= 0
+
+    @property
+    def has_started(self) -> bool:
+        return self.lifespan[0] >= 0 or self.is_over
 
     @property
     def length(self) -> int:
@@ -124,16 +136,29 @@ class RowRequest:
                 return True
         return False
 
+    def result(self) -> GenerationOutput:
+        """What it has generated so far, as transformers' manager delivers it."""
+        status = RequestStatus.DECODING if self.has_started else RequestStatus.PENDING
+        if self.is_over:
+            status = RequestStatus.FINISHED if self.error is None else RequestStatus.FAILED
+        return GenerationOutput(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            generated_tokens=list(self.tokens),
+            error=self.error,
+            status=status,
+            created_time=self.created_time,
+            lifespan=self.lifespan,
+            timestamps=list(self.timestamps) if self.records_timestamps else None,
+        )
+
     def _meets_criteria(self) -> bool:
         length = self.length
         if self._shown is None or length > len(self._shown):
             self._shown = torch.nn.functional.pad(self.text.cpu(), (0, length))
         self._shown[length - 1] = self.tokens[-1]
-        with caller():
+        with user_code():
             return bool(self.criteria(self._shown[None, :length], None).all())
-
-
-Entered = list[tuple[int, RowRequest]]
 
 
 class Arrived(NamedTuple):
@@ -145,7 +170,7 @@ class Arrived(NamedTuple):
         is_open: whether more may arrive.
         is_changed: whether the target may compute otherwise than before.
         has_waited: whether time was spent on waiting.
-        is_elsewhere: whether the run ends at once, since its requests go on in another one.
+        must_restart: whether the run ends at once, since its requests go on in another one.
     """
 
     requests: Sequence[RowRequest] = ()
@@ -153,7 +178,7 @@ class Arrived(NamedTuple):
     is_open: bool = True
     is_changed: bool = False
     has_waited: bool = False
-    is_elsewhere: bool = False
+    must_restart: bool = False
 
 
 class Arrivals(Protocol):
@@ -169,36 +194,41 @@ class Arrivals(Protocol):
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """How a call is run by continuous batching.
+    """How requests are run that come and go.
 
     Attributes:
         max_rows: most rows that rounds run on; None for the device's `DevicePolicy.max_rows`.
-        record_timestamps: whether to record when each token of the call's requests reached the host.
         on_finished: called with every request that has ended, in the order in which they end.
         on_tokens: called after a round with the requests that it has given tokens and not ended.
-        prompts: `[length]` int64 each, on the host, of the requests; the call itself, of which only the settings are
-            taken, has a few of them, since a rectangle of all would take memory for the longest one each.
         arrivals: requests that arrive while rounds run; there are no others then.
         longest: tokens of the texts that the first buffers are made for, if requests arrive.
+        records_timestamps: whether the requests of a call record when each token reached the host.
         reuses_prefixes: whether keys and values of beginnings that texts have in common are computed once.
         processors_of: the logits processors of a request of the call that are none of all rows, such as those that read
             the text; None if it has no such.
     """
 
     max_rows: int | None = None
-    record_timestamps: bool = False
     on_finished: Callable[[RowRequest], None] | None = None
     on_tokens: Callable[[list[RowRequest]], None] | None = None
-    prompts: Sequence[torch.Tensor] = ()
     arrivals: Arrivals | None = None
     longest: int = 1
+    records_timestamps: bool = False
     reuses_prefixes: bool = True
-    processors_of: Callable[[RowRequest, Request], LogitsProcessorList | None] | None = None
+    processors_of: Callable[[RowRequest, Any], LogitsProcessorList | None] | None = None
 
 
 def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
     """End `request` at time `now`."""
     request.lifespan = (request.lifespan[0], now)
     if settings.on_finished is not None:
-        with caller():
+        with user_code():
             settings.on_finished(request)
+
+
+def ends_of(requests: Sequence[RowRequest], like: torch.Tensor) -> torch.Tensor | None:
+    """`[len(requests), E]` int64: the tokens that end each request, filled up with `NO_TOKEN`; None without any."""
+    width = max(len(one.ends) for one in requests)
+    if width == 0:
+        return None
+    return upload([[*one.ends, *[NO_TOKEN] * (width - len(one.ends))] for one in requests], like)

@@ -20,12 +20,13 @@ from transformers import (
 from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache
 from ..host.generation import inputs_after, prefill
 from ..patching.hidden_states import modules_of
+from ..patching.layer_kinds import first_reason
 from ..patching.module_hooks import has_hooks
-from ..patching.patch import caller
-from ..patching.support import length_limits
+from ..patching.patch import user_code
+from ..patching.support import parts
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
-from .equivalence import why_not_separate_rows
+from .compared_texts import why_not_padded_rows, why_not_separate_rows
 from .prompts import Prompts
 from .request import Request
 from .transcript import DECIDED_BY_TOKENS, Transcript
@@ -59,14 +60,13 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
     obstacle = next(filter(None, (_why_not_split(name, value, batch) for name, value in model_kwargs.items())), None)
     if obstacle is not None:
         return obstacle
-    limits, longest = length_limits(request.model), request.config.max_length - 1
-    limit = limits.long or limits.fixed
-    if any(prompts.padding) and limit is not None and longest > limit:
-        return (
-            f"a text of up to {longest + 1} tokens outgrows {limit}, and plain generate() chooses RoPE of all rows by "
-            "the longest one; expected prompts of the same length, or fewer new tokens"
-        )
-    return why_not_separate_rows(request.model, is_padded=any(prompts.padding), keeps_padding=True)
+    model, longest = request.model, request.config.max_length - 1
+    if any(prompts.padding):
+        obstacle = first_reason(part.why_not_alone(model, longest) for part in parts(model))
+        if obstacle is not None:
+            return f"{obstacle}; expected prompts of the same length, or fewer new tokens"
+        return why_not_padded_rows(model)
+    return why_not_separate_rows(model, is_padded=False)
 
 
 def _why_not_split(name: str, value: Any, batch: int) -> str | None:
@@ -203,7 +203,7 @@ def _passes(request: Request, model_kwargs: dict[str, Any], sequences: torch.Ten
     """
     model, width = request.model, request.prompts.width
     after = sequences.shape[1] - width - 1
-    with caller():
+    with user_code():
         passes = [prefill(model, request.prompts.input_ids, request.config, model_kwargs)]
         if after > 0:
             inputs = inputs_after(model, passes[0], model_kwargs, num_new_tokens=after)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..patching.packing import packs_prompts
+from ..patching.layer_kinds import Use
+from ..patching.support import why_not_used
 from ..row_buffers import upload
 from . import buckets
 from .capture import capture_prefill
 from .first_pass import FirstPass
-from .lazy_target import LazyTarget
+from .hosted_target import HostedTarget
 from .packed_prompts import PackedPrompts, PromptBuffers, PromptSpan
 from .prefill import finish_prefill, prefill_chunk, start_prefill
-from .prefix_reuse import PrefillWave, copy_prefixes, margin_of
 from .sessions import Session
 
 # Tokens of a forward pass that is not captured: of the single row of a call, which plain `generate()` runs at once; of
@@ -25,28 +25,26 @@ EAGER_ROW_TOKENS, EAGER_PACKED_TOKENS, EAGER_COLUMNS = 32768, 8192, 2048
 FEWEST_PADDED_COLUMNS = 2
 
 
-def can_pack(target: LazyTarget) -> bool:
+def can_pack(target: HostedTarget) -> bool:
     """Whether prompts of several rows are prefilled as one row.
 
     Not where modules have hooks, which may treat each row of the batch in its own way.
     """
     if target.has_hooks or target.keeps_hidden_states:
         return False
-    return target.drafter.packs_prompts and packs_prompts(target.model)
+    return target.drafter.packs_prompts and why_not_used(target.model, Use.PACKING) is None
 
 
 class SessionPrefill:
     """The prefill of a session.
 
     Args:
-        session: to prefill.
-        target: of the call.
         chunk_size: most columns of a forward pass, of each row.
         is_continuous: whether many groups of prompts are prefilled, of different lengths: then in captured chunks of a
             few sizes.
     """
 
-    def __init__(self, session: Session, target: LazyTarget, chunk_size: int | None, is_continuous: bool):
+    def __init__(self, session: Session, target: HostedTarget, chunk_size: int | None, is_continuous: bool):
         self._session, self._target, self._is_continuous = session, target, is_continuous
         self._batch = len(session.state.tokens)
         self._goes_on = False
@@ -59,51 +57,22 @@ class SessionPrefill:
             is_call = self._batch == 1 and not is_continuous
             self.chunk_size = chunk_size or (EAGER_ROW_TOKENS if is_call else EAGER_COLUMNS)
 
-    def run(
-        self,
-        waves: Sequence[PrefillWave],
-        bring_cached: Callable[[], None] | None = None,
-        first_pass: FirstPass | None = None,
-    ) -> None:
-        """Prefill all rows, by graphs as far as they are captured.
+    def run(self, spans: Sequence[PromptSpan]) -> None:
+        """Prefill all rows, by graphs as far as they are captured; `spans` are positions of the prompts to run."""
+        self.start(spans)
+        while not self.run_next():
+            pass
+
+    def start(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None] | None = None) -> None:
+        """Begin a prefill of all rows, see `run`; `run_next` runs it.
 
         Args:
-            waves: positions to run of the prompts that the state holds: what is not cached. More than one only if they
-                are packed.
             bring_cached: brings what is cached of the prompts into the session; None if nothing is.
-            first_pass: by which the target itself has run the prompts; then only the drafter is prefilled, padded.
         """
-        state, drafter = self._session.state, self._target.drafter
-        start_prefill(state, drafter)
+        start_prefill(self._session.state, self._target.drafter)
         if bring_cached is not None:
             bring_cached()
-        if first_pass is not None:
-            self._run_first_pass(waves[0].spans, first_pass)
-            return
-        for wave in waves:
-            if wave.prefixes:
-                copy_prefixes(state, drafter, wave.prefixes, margin_of(self._target, state.most_draft_tokens))
-            rows = slice(None) if len(waves) == 1 else upload([one.row for one in wave.spans], state.lengths)
-            self._start(wave.spans, rows)
-            while not self.run_next():
-                pass
-
-    def start(self, wave: PrefillWave, bring_cached: Callable[[], None]) -> None:
-        """Begin a prefill of all rows, see `run`, of one wave; `run_next` runs it."""
-        start_prefill(self._session.state, self._target.drafter)
-        bring_cached()
-        self._start(wave.spans, slice(None))
-
-    def _run_first_pass(self, spans: Sequence[PromptSpan], first_pass: FirstPass) -> None:
-        state, drafter = self._session.state, self._target.drafter
-        self._target()  # which patches the drafter, too
-        self._prompts = prompts = PromptBuffers.of(state)
-        chunks = self._eager_chunks(max(span.end - span.begin for span in spans))
-        prompts.fill(spans, sum(chunks))
-        with first_pass.records_of(state):
-            for chunk in chunks:
-                prefill_chunk(state, first_pass, drafter, chunk, prompts)
-        finish_prefill(state, prompts, slice(None))
+        self._start(spans, slice(None))
 
     def start_rows(self, spans: Sequence[PromptSpan], rows: torch.Tensor) -> None:
         """Begin a prefill of `rows` `[n]` int64 only, packed; others may be between two rounds. `run_next` runs it."""
@@ -112,12 +81,28 @@ class SessionPrefill:
             state.cached[rows] = upload([span.begin for span in spans], state.cached)
         self._start(spans, rows)
 
+    def run_first_pass(
+        self, spans: Sequence[PromptSpan], first_pass: FirstPass, bring_cached: Callable[[], None]
+    ) -> None:
+        """Prefill the drafter, padded, after the target itself has run the prompts; arguments as of `start`."""
+        state, drafter = self._session.state, self._target.drafter
+        start_prefill(state, drafter)
+        bring_cached()
+        self._target()  # which patches the drafter, too
+        prompts = PromptBuffers.of(state)
+        chunks = self._eager_chunks(max(span.end - span.begin for span in spans))
+        prompts.fill(spans, sum(chunks))
+        with first_pass.records_of(state):
+            for chunk in chunks:
+                prefill_chunk(state, first_pass, drafter, chunk, prompts)
+        finish_prefill(state, prompts, slice(None))
+
     def reread(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None]) -> None:
-        """Run positions again that the caller's cache holds, so that the drafter gets hidden states of them.
+        """Run positions again that the user's cache holds, so that the drafter gets hidden states of them.
 
         Args:
             spans: the last ones of each row that it holds.
-            bring_cached: restores what it holds, which need not be what the tokens say.
+            bring_cached: restores what it holds, which need not be what the tokens give.
         """
         state = self._session.state
         rows = upload([span.row for span in spans], state.lengths)
@@ -163,14 +148,10 @@ class SessionPrefill:
             state.num_before = None
         self._done += chunk
 
-    def lacks(self, waves: Sequence[PrefillWave]) -> bool:
-        """Whether chunks of such a prefill are to be captured and have not been."""
-        return any(chunk not in self._session.prefills for chunk in self._captured_chunks_of(waves))
-
-    def capture(self, waves: Sequence[PrefillWave]) -> None:
-        """Capture what such a prefill lacks; `run` must come before, and it or `start_rows` afterwards."""
+    def capture(self, spans: Sequence[PromptSpan]) -> None:
+        """Capture the chunks that such a prefill lacks; it is to be begun afterwards."""
         session, drafter = self._session, self._target.drafter
-        for chunk in dict.fromkeys(self._captured_chunks_of(waves)):
+        for chunk in dict.fromkeys(self._captured_chunks(spans)):
             if chunk not in session.prefills:
                 self._fill((), chunk)  # warm-ups and the capture prefill no position
                 session.prefills.add(chunk, capture_prefill(session, self._target(), drafter, chunk))
@@ -179,9 +160,6 @@ class SessionPrefill:
         """Columns of the prefill: tokens of all prompts together if they are packed, else of the longest."""
         lengths = [span.end - span.begin for span in spans]
         return sum(lengths) if self._is_packed else max(lengths, default=0)
-
-    def _captured_chunks_of(self, waves: Sequence[PrefillWave]) -> list[int]:
-        return [chunk for wave in waves for chunk in self._captured_chunks(wave.spans)]
 
     def _captured_chunks(self, spans: Sequence[PromptSpan]) -> list[int]:
         """Columns of the chunks of a prefill that is captured; none if it is not."""

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from ..drafters.base import Drafter
 from ..patching.patch import Patch
+from ..patching.signature import Fingerprint
 from ..state import DecodeState, Shape
 from ..virtual_memory import RowMemory
 from .auto_drafts import RoundTimes
 from .cuda_graphs import Fence, GraphPool
-from .fingerprint import Fingerprint
 from .key_layout import KeyLayout
 from .kv_transfer import DeferredCache
 from .packed_prompts import PromptBuffers
@@ -29,8 +29,24 @@ MAX_SESSIONS = 6
 # its own rounds, one for each K, every power of two of columns its own prefill.
 MAX_CAPTURES = 16
 
-# States of target and drafter of which a drafter keeps what was looked up, likewise: adapters that are switched.
-MAX_LOOKED_UP = 4
+# States of target and drafter of which a drafter keeps what was looked up and sessions, likewise: adapters that are
+# switched.
+MAX_HOSTINGS = 6
+
+
+@dataclass(eq=False)
+class Hosting:
+    """What is the same in all calls as long as target and drafter are.
+
+    Attributes:
+        fingerprint: of target and drafter.
+        patches: what is patched; none if that is not known.
+        layouts: of keys and values in a `RowMemory`, by K; None where there is none.
+    """
+
+    fingerprint: Fingerprint
+    patches: Sequence[Patch] = ()
+    layouts: dict[int, KeyLayout | None] = field(default_factory=dict)
 
 
 class SessionKey(NamedTuple):
@@ -40,13 +56,13 @@ class SessionKey(NamedTuple):
         shape: of its buffers.
         grows: whether keys and values are in a `RowMemory`.
         compiles_rounds: see `Drafter.compiles_rounds`.
-        fingerprint: of target and drafter.
+        hosting: of target and drafter.
     """
 
     shape: Shape
     grows: bool
     compiles_rounds: bool
-    fingerprint: Fingerprint
+    hosting: Hosting
 
 
 class Captures:
@@ -129,21 +145,8 @@ class Session:
             borrower.take_over()
 
 
-@dataclass
-class LookedUp:
-    """What is the same in all calls as long as target and drafter are.
-
-    Attributes:
-        patches: what is patched; none if that is not known.
-        layouts: of keys and values in a `RowMemory`, by K; None where there is none.
-    """
-
-    patches: Sequence[Patch] = ()
-    layouts: dict[int, KeyLayout | None] = field(default_factory=dict)
-
-
 class SessionPool:
-    """The idle sessions of a drafter, by `SessionKey`; and what was looked up of it and its targets, by `Fingerprint`.
+    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s by different targets.
 
     A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
     streams. Copying or unpickling a pool gives an empty one.
@@ -152,7 +155,7 @@ class SessionPool:
     def __init__(self) -> None:
         # The least recently used first.
         self._idle: list[tuple[SessionKey, Session]] = []
-        self._looked_up: list[tuple[Fingerprint, LookedUp]] = []
+        self._hostings: list[Hosting] = []
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
@@ -164,47 +167,45 @@ class SessionPool:
     def __contains__(self, key: SessionKey) -> bool:
         return any(one == key for one, _ in self._idle)
 
+    def hosting(self, fingerprint: Fingerprint) -> Hosting:
+        """The hosting of a target and the drafter that have this fingerprint.
+
+        Others that no call can use again, and the least recently used, are dropped with their sessions.
+        """
+        with self._lock:
+            found = next((one for one in self._hostings if one.fingerprint == fingerprint), None) or Hosting(
+                fingerprint
+            )
+            others = [one for one in self._hostings if one is not found and not one.fingerprint.is_past(fingerprint)]
+            self._hostings = [*others, found][-MAX_HOSTINGS:]
+            dropped = [one for one in self._idle if one[0].hosting not in self._hostings]
+            self._idle = [one for one in self._idle if one[0].hosting in self._hostings]
+        _free(dropped)
+        return found
+
     def take(self, key: SessionKey) -> Session | None:
-        """The most recently used session of `key`. If there is none, sessions that no call can use again are freed."""
+        """The most recently used session of `key`; None if there is none."""
         with self._lock:
             for place in reversed(range(len(self._idle))):
                 if self._idle[place][0] == key:
                     return self._idle.pop(place)[1]
-            kept, past = [], []
-            for one in self._idle:
-                (past if one[0].fingerprint.is_past(key.fingerprint) else kept).append(one)
-            self._idle = kept
-        _free(past)
         return None
 
     def keep(self, key: SessionKey, session: Session) -> None:
         """Return a session that a call has used without an error; the least recently used ones are freed."""
         session.fence.set()
         with self._lock:
+            if key.hosting not in self._hostings:  # all was freed meanwhile, as memory did not suffice
+                self._hostings = [*self._hostings, key.hosting][-MAX_HOSTINGS:]
             self._idle.append((key, session))
             dropped, self._idle = self._idle[:-MAX_SESSIONS], self._idle[-MAX_SESSIONS:]
         _free(dropped)
-
-    def looked_up(self, fingerprint: Fingerprint) -> LookedUp:
-        """What calls have looked up of a target and the drafter that have this fingerprint, for others to add to.
-
-        What no call can use again, and the least recently used, is dropped.
-        """
-        with self._lock:
-            found, kept = LookedUp(), []
-            for other, what in self._looked_up:
-                if other == fingerprint:
-                    found = what
-                elif not other.is_past(fingerprint):
-                    kept.append((other, what))
-            self._looked_up = [*kept, (fingerprint, found)][-MAX_LOOKED_UP:]
-        return found
 
     def clear(self) -> None:
         """Free all idle sessions, and forget what was looked up."""
         with self._lock:
             dropped, self._idle = self._idle, []
-            self._looked_up.clear()
+            self._hostings.clear()
         _free(dropped)
 
 

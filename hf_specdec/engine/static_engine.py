@@ -1,278 +1,272 @@
 """The static engine: batched speculative decoding on a static KV cache, one CUDA graph a round on a GPU.
 
-A call is a `Request`. It gets a `Session`: buffers and CUDA graphs, its own or those of an earlier call of the same
-shape. A `StaticRun` runs the request on the session: prefill, rounds, output.
+A call of `generate()` is a `Request`. It gets a `Session`: buffers and CUDA graphs, its own or those of an earlier call
+of the same shape. Its rows are admitted together, and run in lockstep: a `Run` tells a `Transcript` of all tokens.
 """
 
 from __future__ import annotations
 
 import functools
-import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ..host.caches import OUTPUT_NAME
-from ..patching.hidden_states import ModuleTree
-from ..patching.patch import caller
-from ..patching.support import settings_read_once
+from ..patching.patch import user_code
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
-from ..stats import Counters
-from .auto_drafts import Acceptance
+from . import prefix_cache
 from .buckets import next_power_of_two
-from .equal_prompts import EqualPrompts
 from .first_pass import FirstPass
+from .groups import Groups
+from .hosted_target import HostedTarget
 from .kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
 from .last_states import positions_of_states, replay_states, run_to_ends
-from .lazy_target import LazyTarget
 from .lease import SessionLease, first_k, shape_of
 from .output import SpeculativeOutput
+from .packed_prompts import PromptSpan
 from .prefill import prefill_drafter
-from .prefix_reuse import margin_of, waves_of_call
+from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
 from .prompts import Prompts
 from .request import Request
-from .rounds import CallRows, RoundLoop, RoundReport, commit_first_token
+from .row_request import ContinuousBatching, RowRequest, ends_of
+from .run import Run
+from .runner import FirstTokens, Runner
 from .session_prefill import can_pack
-from .sessions import Session, sessions_of, settled_on_error
+from .sessions import sessions_of, settled_on_error
 from .transcript import Transcript
 
-# Of the tokens in a cache of the caller, whose hidden states a drafter lacks, the target runs as many again as these
+# Of the tokens in a cache of the user, whose hidden states a drafter lacks, the target runs as many again as these
 # times the new tokens that the call may generate, at most the second.
 REREAD_PER_NEW_TOKEN, MOST_REREAD = 8, 2048
 
 
-@torch.inference_mode(False)  # whatever the caller's: buffers and weights that are moved outlive the call
+@torch.inference_mode(False)  # whatever the user's: buffers and weights that are moved outlive the call
 @torch.no_grad()
-def decode(request: Request, tree: ModuleTree) -> SpeculativeOutput | torch.Tensor:
+def decode(request: Request) -> SpeculativeOutput | torch.Tensor:
     """Generate on the static engine: what `generate()` returns, sequences `[B, P + new]` or a `SpeculativeOutput`.
 
     The target of `request` is on one device, in evaluation mode, and of the kinds that the engine supports (see
-    `integration.eligibility`). Its `tree` is as it is now.
+    `integration.eligibility`).
     """
-    run = StaticRun(request, tree)
-    with run:
-        run.prepare()
-        run.run_rounds()
-    return run.finish()
+    # A context: the target is patched inside at most, and only if need be.
+    with HostedTarget(request.model, request.drafter, request.kept) as target:
+        call = Lockstep(request, target)
+        run = call.open()
+        call.run_rounds(run)
+    return call.complete(run)
 
 
-class StaticRun:
-    """One request on the static engine. A context: the target is patched inside at most, and only if need be.
+class Lockstep(Runner):
+    """The rows of a call of `generate()`, admitted together to a session of their number."""
 
-    Args:
-        request: to run.
-        tree: of its target, as it is now, if there is one.
-    """
-
-    @settings_read_once()
-    def __init__(self, request: Request, tree: ModuleTree | None = None):
-        kept = [name for name in ("scores", "logits", "hidden_states") if request.keeps(name)]
-        self._first_pass = None if request.inputs is None else FirstPass(request, "hidden_states" in kept)
-        self._target = LazyTarget(request.model, request.drafter, kept, tree)
-        request = replace(request, prompts=self._with_reread(request))
-        self._request, prompts = request, request.prompts
-        self._process = BlockProcessor(
-            request.processors,
-            prompts.input_ids,
-            [pad - prompts.hidden for pad in prompts.padding],
-            request.temperature,
-        )
-        is_captured = self._target.is_captured
+    def __init__(self, request: Request, target: HostedTarget):
+        # Of a call whose prompts the target itself runs, until the drafter has read what that gives.
+        self._first_pass = None if request.inputs is None else FirstPass(request, target.keeps_hidden_states)
+        request = replace(request, prompts=_with_reread(request, target))
+        prompts = request.prompts
+        padding = [pad - prompts.hidden for pad in prompts.padding]
+        process = BlockProcessor(request.processors, prompts.input_ids, padding, request.temperature)
+        super().__init__(request, target, process)
         # Rows beyond those of the call take no part in it.
-        batch = next_power_of_two(request.batch) if is_captured and self._process.key is not None else request.batch
-        shape = shape_of(request, batch, prompts.longest + request.max_new_tokens, is_captured)
-        self._lease = SessionLease(self._target, shape, request.config.prefill_chunk_size)
-        self._transcript = Transcript(
-            prompts.input_ids,
+        is_shared = target.is_captured and process.key is not None
+        batch = next_power_of_two(request.batch) if is_shared else request.batch
+        self._shape = shape_of(request, batch, prompts.longest + request.max_new_tokens, target.is_captured)
+        self._requests = request.requests(prompts.rows(request.device), request.seeds)
+        for one in self._requests:
+            if one.error is not None:
+                raise ValueError(one.error)
+        starts = prompts.draft_starts(target.reads_hidden_states)
+        # What a row begins with besides its text, by row.
+        self._numbers = {
+            "cached": prompts.cached_lengths,
+            "draft_starts": starts,
+            "prompt_length_gap": prompts.prompt_length_gap,
+        }
+        if request.position_offsets is not None:
+            self._numbers["position_offsets"] = request.position_offsets
+        self._groups: Groups | None = None
+        self._plan_reuse()
+
+    def _plan_reuse(self) -> None:
+        """Find out what rows reuse of each other: beginnings where prompts are packed, else whole prompts."""
+        request, target, prompts = self._request, self._target, self._request.prompts
+        most_saved = (request.batch - 1) * prompts.longest
+        if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(request):
+            return
+        if can_pack(target):
+            self.prefix_margin = margin_of(target, self._shape.num_draft_tokens)
+            if self.prefix_margin is None:
+                return
+        # Hooks may treat rows with the same prompt in different ways.
+        elif not can_copy_rows(request.drafter) or target.keeps_hidden_states or target.has_hooks:
+            return
+        ids = prompts.token_ids()
+        for one, tokens in zip(self._requests, ids, strict=True):
+            one.prompt_ids = tokens
+        if self.prefix_margin is None:
+            different = {tuple(tokens) for tokens in ids}
+            saved = sum(map(len, ids)) - sum(map(len, different))
+            groups = Groups(request, target, is_continuous=False)
+            if saved >= prefix_cache.FEWEST_SAVED and groups.size(len(different)) < groups.size(request.batch):
+                self.merges_equal, self._groups = True, groups
+
+    def open(self) -> Run:
+        """Get a session, capture what it lacks, and admit all rows: their prompts are prefilled.
+
+        Where memory does not suffice, what is kept for other calls is freed, and it is tried once more.
+        """
+        try:
+            return self._admit()
+        except torch.OutOfMemoryError:
+            if not len(sessions_of(self._request.drafter)):
+                raise
+        # The error, which held what was allocated, is gone.
+        self.lease = self.session = self.state = self._groups = None
+        self.free_others()
+        self._plan_reuse()
+        return self._admit()
+
+    def _admit(self) -> Run:
+        request, shape = self._request, self._shape
+        if self._first_pass is not None:
+            self._first_pass.run(shape.slots, shape.num_draft_tokens)
+        lease = SessionLease(request, self._target, shape, self._process)
+        with settled_on_error(lease.take()):
+            self._use(lease)
+            self.state.clear()
+            self.state.set_temperature(request.temperature)
+            self.state.live = request.prompts.longest
+            num_drafts = first_k(request, shape)
+            needs_rounds = request.max_new_tokens > 1
+            lacks_round = needs_rounds and lease.lacks_round(num_drafts)
+            if lacks_round:
+                lease.start_compiler()
+            # A pass allocates what is captured or copied to, and tells how the target's layers hold states.
+            has_states = request.prompts.cached and self.state.cache.recurrence is not None
+            if self._target.is_captured or has_states or self._groups is not None:
+                lease.allocate()
+            if lacks_round:
+                lease.capture_round(num_drafts)
+            # Where rounds cannot be captured, nor can a prefill.
+            self._captures_prefill = not needs_rounds or lease.captured_round(num_drafts) is not None
+            counters = self.counters(request.batch)
+            if request.prompts.cached:
+                for counts, start in zip(counters.rows, self._numbers["draft_starts"], strict=True):
+                    counts.unread_tokens = start
+            run = Run(self, self._requests, counters, ContinuousBatching(), self._new_transcript())
+            run.admit()
+        return run
+
+    def _new_transcript(self) -> Transcript:
+        request = self._request
+        return Transcript(
+            request.prompts.input_ids,
             request.criteria,
             request.pad_token_id,
             request.max_new_tokens,
             request.streamer,
-            keep_scores="scores" in kept,
-            keep_logits="logits" in kept,
+            keep_scores="scores" in request.kept,
+            keep_logits="logits" in request.kept,
         )
-        # K of the first rounds.
-        self._num_drafts = first_k(request, shape)
-        self._remaining, self._seeds = request.remaining, request.seeds
-        is_packed = request.batch == 1 or can_pack(self._target)
-        margin = margin_of(self._target, shape.num_draft_tokens) if is_packed and request.batch > 1 else None
-        self._waves = waves_of_call(request, margin)
-        self._equal = None if is_packed else EqualPrompts.of(request, self._target)
 
-    def _with_reread(self, request: Request) -> Prompts:
-        """The prompts of `request`, with what the target runs again of them where the drafter lacks its hidden states.
-
-        That is as much as pays for itself by what more of the drafts are accepted: a prefill runs tokens in a small
-        part of the time that a round takes for each.
-        """
-        prompts = request.prompts
-        is_known = prompts.cached and not prompts.hidden and request.inputs is None and not self._target.has_hooks
-        if not is_known or request.cache is None or not self._target.reads_hidden_states:
-            return prompts
-        if not holds_all_keys(request.cache, prompts.cached):
-            return prompts
-        most = min(MOST_REREAD, REREAD_PER_NEW_TOKEN * request.max_new_tokens)
-        return replace(prompts, reread=min(prompts.cached, most))
-
-    def __enter__(self) -> StaticRun:
-        self._target.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._target.__exit__(*exception)
-
-    def prepare(self) -> None:
-        """Get a session, prefill it and capture what it lacks.
-
-        Where memory does not suffice, what is kept for other calls is freed, and it is tried once more.
-        """
-        pool = sessions_of(self._request.drafter)
-        try:
-            self._prepare_session()
+    def prefill(
+        self, prefixes: Sequence[Prefix], requests: Sequence[RowRequest], running: Sequence[RowRequest]
+    ) -> None:
+        state, prefill, margin = self.state, self.lease.prefill, self.prefix_margin or 0
+        rows = range(len(requests)) if len(requests) == len(self._requests) else [one.row for one in prefixes]
+        self._entering = slice(None) if isinstance(rows, range) else upload(rows, state.lengths)
+        if self._groups is not None:
+            self._groups.prefill(state, prefixes, margin, requests, self._fill)
+            while not self._groups.prefill_next():
+                pass
+            self._groups.keep()
             return
-        except torch.OutOfMemoryError:
-            if not len(pool):
-                raise
-        # The error, which held what was allocated, is gone.
-        self._lease.drop()
-        if self._equal is not None:
-            self._equal.drop()
-        pool.clear()
-        torch.cuda.empty_cache()
-        self._prepare_session()
-
-    def _prepare_session(self) -> None:
-        lease, process, waves = self._lease, self._process, self._waves
+        self._fill(requests, state, rows)
+        cached = self._numbers["cached"]
+        spans = [
+            PromptSpan(one.row, max(one.length, cached[one.row]), len(request.prompt))
+            for one, request in zip(prefixes, requests, strict=True)
+        ]
         if self._first_pass is not None:
-            self._first_pass.run(lease.shape.slots, lease.shape.num_draft_tokens)
-        session = lease.take()
-        with settled_on_error(session):
-            self._begin(session.state, self._request.prompts, list(range(self._request.batch)))
-            num_drafts = self._num_drafts
-            lacks_round = max(self._remaining) > 1 and lease.lacks_round(process, num_drafts)
-            if lacks_round:
-                lease.start_compiler()
-            self._prefill(session)
-            if lacks_round:
-                lease.capture_round(process, num_drafts)
-            # Where rounds cannot be captured, nor can a prefill. A call for one token has none.
-            can_capture = (
-                lease.lacks_round(process, num_drafts) or lease.captured_round(process, num_drafts) is not None
-            )
-            is_by_engine = self._first_pass is None and can_capture
-            if is_by_engine and self._equal is not None and self._equal.lacks():
-                self._equal.capture()
-                self._prefill(session)
-            elif is_by_engine and self._equal is None and lease.prefill.lacks(waves):
-                lease.prefill.capture(waves)
-                self._prefill(session)
-
-    def _begin(self, state: DecodeState, prompts: Prompts, rows: list[int]) -> None:
-        """Fill `state` with `prompts`, those of `rows` of the call."""
-        request, offsets = self._request, self._request.position_offsets
-        temperatures = request.row_temperatures
-        state.begin(
-            prompts.rows(request.device),
-            [self._remaining[row] for row in rows],
-            request.eos_token_ids,
-            self._seeds[rows],
-            request.temperature,
-            None if temperatures is None else temperatures[rows],
-            prompts.cached_lengths,
-            prompts.draft_starts(self._target.reads_hidden_states),
-            None if offsets is None else [offsets[row] for row in rows],
-            prompts.ahead,
-        )
-
-    def _prefill(self, session: Session) -> None:
-        """Bring the caller's cache and the prompts into the session."""
-        if self._equal is not None:
-            self._lease.allocate()
-            self._equal.prefill(session.state, self._begin)
+            prefill.run_first_pass(spans, self._first_pass, self._bring_cached)
             return
-        prompts = self._request.prompts
-        is_there = prompts.cached or self._first_pass is not None
-        if prompts.cached and session.state.cache.recurrence is not None:
-            self._lease.allocate()  # by a pass, which tells how the target's layers hold states
-        bring_cached = functools.partial(self._bring_cached, session) if is_there else None
-        self._lease.prefill.run(self._waves, bring_cached, self._first_pass)
+        if self._captures_prefill:
+            prefill.capture(spans)
+        if running:
+            copy_prefixes(state, self._request.drafter, prefixes, margin)
+            prefill.start_rows(spans, self._entering)
+        else:
+            prefill.start(spans, self._bring_cached if self._request.prompts.cached else None)
+        while not prefill.run_next():
+            pass
 
-    def _bring_cached(self, session: Session) -> None:
-        request, prompts, state = self._request, self._request.prompts, session.state
+    def prefill_next(self) -> FirstTokens:
+        self._first_pass = None
+        return self._commit_first_tokens(self._entering)
+
+    def _fill(self, requests: Sequence[RowRequest], state: DecodeState, rows: Sequence[int]) -> None:
+        """Put `requests` into `rows` of `state`, not prefilled."""
+        state.admit(
+            rows,
+            [one.prompt for one in requests],
+            [one.remaining for one in requests],
+            [one.seed for one in requests],
+            ends_of(requests, state.eos),
+            **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
+        )
+        temperatures = self._request.row_temperatures
+        if temperatures is not None:
+            at = upload(list(rows), state.lengths)
+            state.row_temperatures[at] = upload(temperatures[[one.index for one in requests]], state.row_temperatures)
+
+    def _bring_cached(self) -> None:
+        request, prompts, state = self._request, self._request.prompts, self.state
         if self._first_pass is not None:
             self._target()
             self._first_pass.bring(state, self._target.hidden_states)
             if not prompts.cached:
                 return
         else:
-            batch, device = self._lease.shape.batch, request.device
-            read = functools.partial(read_cache, request.cache, state.cache, prompts, batch, device)
+            read = functools.partial(read_cache, request.cache, state.cache, prompts, self.num_rows, request.device)
             read()
             if prompts.reread:
-                self._lease.prefill.reread(prompts.reread_spans, read)
+                self.lease.prefill.reread(prompts.reread_spans, read)
         if not (self._target.reads_hidden_states or prompts.hidden):
             self._target()  # which patches the drafter, too
-            prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self._lease.prefill.chunk_size)
+            prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self.lease.prefill.chunk_size)
 
-    def run_rounds(self) -> None:
-        """Run rounds until every row has ended; then fill the caller's cache, and keep the session for other calls."""
-        request, session = self._request, self._lease.session
-        acceptance = Acceptance(request.num_draft_tokens)
-        with settled_on_error(session):
-            self._rows = CallRows(
-                self._transcript,
-                Counters(request.batch, request.num_draft_tokens, acceptance.observe if request.is_auto else None),
-                request.prompts.longest,
-                self._remaining,
-                session.state.finished,
-            )
-            starts = request.prompts.draft_starts(self._target.reads_hidden_states)
-            for row, start in enumerate(starts):
-                self._rows.counters.rows[row].unread_tokens = start if request.prompts.cached else 0
-            for prefix in self._equal.prefixes if self._equal is not None else self._waves[-1].prefixes:
-                self._rows.counters.count_cached(prefix.row, prefix.length)
-            stage = self._lease.stage(self._process, request, acceptance, self._rows.tokens_left)
-            self._commit_first_token(session)
-            loop = RoundLoop(stage, self._rows)
-            start = time.perf_counter()
-            loop.run()
-            self._seconds = time.perf_counter() - start
-            self._hand_over_cache(session)
-        self._lease.keep()
-        if self._equal is not None:
-            self._equal.keep()
+    def run_rounds(self, run: Run) -> None:
+        """Run rounds until every row has ended; then fill the user's cache, and keep the session for other calls."""
+        with settled_on_error(self.session):
+            run.run()
+            if run.rounds_by_k:
+                self._note_execution()
+            self._hand_over_cache(run.transcript)
+        self.lease.keep()
 
-    def _commit_first_token(self, session: Session) -> None:
-        self._first_pass = None
-        result, scores, logits = commit_first_token(session.state, self._process, slice(None))
-        self._rows.take_first(None, *RoundReport(result).read(), scores=scores, logits=logits)
-
-    def _hand_over_cache(self, session: Session) -> None:
-        """Copy keys and values to the caller's cache; if there is none, let the output copy them when it is asked."""
-        request, transcript = self._request, self._transcript
+    def _hand_over_cache(self, transcript: Transcript) -> None:
+        """Copy keys and values to the user's cache; if there is none, let the output copy them when it is asked."""
+        request, cache = self._request, self.state.cache
         self._sequences = transcript.sequences
         columns = transcript.columns_run(request.prompts)
-        if request.cache is not None and session.state.cache.recurrence is not None:
-            columns = self._run_to_ends(session.state, columns)
-        self._finished = FinishedCall.of(request, session.state.cache, self._sequences, columns)
+        if request.cache is not None and cache.recurrence is not None:
+            columns = self._run_to_ends(columns)
+        self._finished = FinishedCall.of(request, cache, self._sequences, columns)
         self._cache = request.cache
         if request.cache is not None:
-            with caller():
+            with user_code():
                 self._finished.write_to(request.cache)
         elif request.config.return_dict_in_generate:
-            self._cache = session.lend_buffers(DeferredCache(self._finished))
+            self._cache = self.session.lend_buffers(DeferredCache(self._finished))
 
-    def _run_to_ends(self, state: DecodeState, columns: int) -> int:
-        """Bring recurrent states to the last token but one of all rows; returns how many columns were run then.
-
-        Args:
-            state: of the session.
-            columns: that the target has run in all rows.
+    def _run_to_ends(self, columns: int) -> int:
+        """Bring recurrent states to the last token but one of all rows; returns how many columns were run then, of
+        which the target has run `columns` in all rows.
         """
-        request, prompts, sequences = self._request, self._request.prompts, self._sequences
+        state, request, prompts, sequences = self.state, self._request, self._request.prompts, self._sequences
         most = prompts.hidden + sequences.shape[1] - 1
         ends = prompts.ends(most)
         if columns == most and replay_states(state.cache, ends):
@@ -285,33 +279,21 @@ class StaticRun:
             state.lengths[: len(ends)] = upload(prompts.lengths, state.lengths)
             state.cache.restart()
             if prompts.cached:
-                read_cache(request.cache, state.cache, prompts, self._lease.shape.batch, request.device)
+                read_cache(request.cache, state.cache, prompts, self.num_rows, request.device)
         # Tokens that were not given are in the cache already.
         columns_of_all = torch.nn.functional.pad(sequences, (prompts.hidden, 0))
         texts = [row[pad:] for row, pad in zip(columns_of_all, prompts.padding, strict=True)]
-        run_to_ends(state, self._target(), texts, ends, self._lease.prefill.chunk_size)
+        run_to_ends(state, self._target(), texts, ends, self.lease.prefill.chunk_size)
         return most
 
-    def finish(self) -> SpeculativeOutput | torch.Tensor:
-        """End the call: the rest of the caller's cache, the streamer, statistics. Returns what `generate()` does."""
-        request, transcript = self._request, self._transcript
+    def complete(self, run: Run) -> SpeculativeOutput | torch.Tensor:
+        """End the call: the rest of the user's cache, the streamer, statistics. Returns what `generate()` does."""
+        request, transcript = self._request, run.transcript
         if request.cache is not None:
-            with caller():
+            with user_code():
                 self._finished.complete(request.cache)
         transcript.finish()
-        rounds = self._rows.rounds_by_k
-        stats = self._rows.counters.summary(
-            num_assistant_tokens=request.num_draft_tokens,
-            engine="static",
-            reason=request.reason,
-            execution=self._lease.execution(self._process, self._num_drafts) if rounds else "no rounds",
-            batch_invariant=request.drafter.batch_invariant,
-            draft_probs=self._lease.shape.draft_probs,
-            num_rounds=rounds.total(),
-            rounds_by_k=dict(rounds),
-            seconds=self._seconds,
-        )
-        request.drafter._last_stats = stats
+        stats = run.stats(request, self._shape.draft_probs)
         if not request.config.return_dict_in_generate:
             return self._sequences
         kept = self._target.hidden_states
@@ -323,3 +305,19 @@ class StaticRun:
             **{OUTPUT_NAME: self._cache},
             speculation=stats,
         )
+
+
+def _with_reread(request: Request, target: HostedTarget) -> Prompts:
+    """The prompts of `request`, with what the target runs again of them where the drafter lacks its hidden states.
+
+    That is as much as pays for itself by what more of the drafts are accepted: a prefill runs tokens in a small part of
+    the time that a round takes for each.
+    """
+    prompts = request.prompts
+    is_known = prompts.cached and not prompts.hidden and request.inputs is None and not target.has_hooks
+    if not is_known or request.cache is None or not target.reads_hidden_states:
+        return prompts
+    if not holds_all_keys(request.cache, prompts.cached):
+        return prompts
+    most = min(MOST_REREAD, REREAD_PER_NEW_TOKEN * request.max_new_tokens)
+    return replace(prompts, reread=min(prompts.cached, most))

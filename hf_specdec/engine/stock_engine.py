@@ -27,22 +27,17 @@ from ..host.caches import (
 from ..host.generation import BaseStreamer, CandidateGenerator
 from ..kernels.types import VerificationResult
 from ..ops import over_vocabulary
-from ..patching.compressed_attention import compressed_attention
 from ..patching.hidden_states import AuxHiddenStateRecorder
-from ..patching.indexer_probes import pooled_indexers
-from ..patching.length_rope import length_rope
-from ..patching.mask_rules import why_not_kept
-from ..patching.patch import caller, replaced
-from ..patching.recurrent_functions import recurrent_functions
-from ..patching.relative_bias import relative_biases
-from ..patching.support import has_only_states, has_recurrent_layers, length_limits
+from ..patching.layer_kinds import LayerKinds, patches_of, plug_ins
+from ..patching.patch import replaced, user_code
+from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
 from ..stats import Counters
-from .equivalence import why_not_equivalent, why_not_equivalent_row, why_not_separate_rows
+from .compared_texts import why_not_separate_rows
 from .output import SpeculativeOutput
 from .request import Request
 from .rounds import propose
-from .separate_rows import join_rows, request_of_row, why_not_separate
+from .separate_rows import join_rows, request_of_row
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +54,7 @@ class CommittedTextCriteria(StoppingCriteriaList):
     def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.Tensor:
         if input_ids.shape[1] == self.committed:
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        with caller():
+        with user_code():
             return super().__call__(input_ids, scores, **kwargs)
 
 
@@ -70,11 +65,11 @@ class CallersStreamer(BaseStreamer):
         self._streamer = streamer
 
     def put(self, value: torch.Tensor) -> None:
-        with caller():
+        with user_code():
             self._streamer.put(value)
 
     def end(self) -> None:
-        with caller():
+        with user_code():
             self._streamer.end()
 
 
@@ -128,10 +123,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
             (n for n in range(tokens.shape[1]) if bool(self._criteria(candidates[:, : length + n + 1], None).any())),
             tokens.shape[1],
         )
-        own_length = length - self._padding
-        longest = length_limits(self._request.model).last_draft(own_length)
-        if longest is not None:
-            self._num_candidates = min(self._num_candidates, longest - own_length)
+        model, own_length = self._request.model, length - self._padding
+        for longest in (part.longest_with_drafts(model, own_length) for part in parts(model)):
+            if longest is not None:
+                self._num_candidates = min(self._num_candidates, longest - own_length)
         if proposal.probs is not None:
             # A draft of logits that have no softmax is none.
             are_laws = proposal.probs[0].isfinite().all(dim=-1)
@@ -176,9 +171,12 @@ class DrafterCandidateGenerator(CandidateGenerator):
             draft_probs=self._request.draft_probs,
             num_ends=0,
         )
-        self._state = state = self._drafter.new_state(shape, layers=(), device=tokens.device)
+        self._state = state = self._drafter.new_state(shape, layers=LayerKinds(), device=tokens.device)
         request = self._request
-        state.begin([tokens], max_new_tokens, None, request.seeds, request.temperature, request.row_temperatures)
+        state.set_temperature(request.temperature)
+        state.admit(range(1), [tokens], [max_new_tokens], request.seeds.tolist())
+        if request.row_temperatures is not None:
+            state.row_temperatures.copy_(request.row_temperatures)
         state.live = state.slots
         self._start = time.perf_counter()
         self._drafter.start_prefill(state)
@@ -234,7 +232,7 @@ class ReachableProcessors(LogitsProcessorList):
         else:
             self._is_ruled_out = False
         if not self._is_ruled_out:
-            with caller():
+            with user_code():
                 self._scores = scores = super().__call__(input_ids, scores, **kwargs)
         self._length = length
         return scores
@@ -344,7 +342,6 @@ def assist(
         ValueError: not all tokens of the text are known, the rows of the batch cannot be separated, or transformers'
             assisted generation differs from plain generation of this target.
     """
-    _check_request(request, model_kwargs)
     if request.temperature is not None and request.randomness.seeds is not None and any(request.prompts.padding):
         difference = why_not_separate_rows(request.model)
         if difference is not None:
@@ -355,8 +352,6 @@ def assist(
     outputs, draft_probs = [], False
     for row in range(request.batch):
         own, inputs = request_of_row(request, model_kwargs, row)
-        if not request.drafter.is_equivalence_check:
-            _check_equivalent(request, why_not_equivalent_row(own, inputs))
         with torch.random.fork_rng(devices, enabled=is_seeded):
             if is_seeded:
                 torch.manual_seed(int(seeds[row]))
@@ -391,8 +386,8 @@ def _assist_row(
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
-        for patches in (recurrent_functions, pooled_indexers, compressed_attention, relative_biases, length_rope):
-            stack.enter_context(patches(drafter))
+        for patch in patches_of(plug_ins(), drafter):
+            stack.enter_context(patch)
         cache = given_cache(model_kwargs)
         # The loop lets sliding-window layers keep what has left their window.
         stack.callback(set_recording, recording_layers(cache))
@@ -403,7 +398,7 @@ def _assist_row(
         if cached := request.prompts.cached:
             prepare_rest = _prepares_rest(model, cached)
             stack.enter_context(replaced("prepare_inputs_for_generation", [(model, prepare_rest)]))
-        if has_recurrent_layers(model):
+        if configured_layers(model).keeps_states:
             model_kwargs = model_kwargs | {OUTPUT_NAME: stack.enter_context(ReplayCache(model, cache))}
         generator = DrafterCandidateGenerator(request, row, recorder, criteria, counters)
         output = assisted_decoding(
@@ -424,17 +419,7 @@ def _assist_row(
     return output, seconds
 
 
-def _check_equivalent(request: Request, obstacle: str | None) -> None:
-    """Raise `ValueError` if there is an `obstacle` to transformers' assisted generation."""
-    if obstacle is not None:
-        raise ValueError(
-            f"{type(request.model).__name__} cannot generate with a drafter: neither on the static engine "
-            f"({request.reason}), nor in transformers' own assisted generation ({obstacle}). Generate without "
-            "assistant_model."
-        )
-
-
-def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
+def check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
     name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
     if request.drafter.reads_target_cache:
@@ -443,7 +428,7 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
             "assistant_model: transformers runs it in its own loop, one row at a time."
         )
-    if has_only_states(request.model) and is_of_caller(given_cache(model_kwargs)):
+    if not configured_layers(request.model).knows_length and is_of_caller(given_cache(model_kwargs)):
         raise ValueError(
             f"{name} cannot continue such a cache with a drafter: {reason}. Pass the whole text without the cache, or "
             "generate without assistant_model."
@@ -453,16 +438,4 @@ def _check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
             f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "
             f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only {OUTPUT_NAME} holds; "
             "expected the whole text in input_ids."
-        )
-    obstacle = None
-    if not request.drafter.is_equivalence_check:
-        kept = why_not_kept(request.model, request.config.max_length - 1)
-        obstacle = kept or why_not_equivalent(request.model, "stock")
-    _check_equivalent(request, obstacle)
-    obstacle = why_not_separate(request, model_kwargs)
-    if obstacle is not None:
-        raise ValueError(
-            f"{name} cannot run on the static engine ({reason}), and the rows of a batch cannot run one after the "
-            f"other in transformers' own assisted generation: {obstacle}. Generate row by row, or without "
-            "assistant_model."
         )

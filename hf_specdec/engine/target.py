@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -13,23 +14,19 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..host.generation import keeps_logits
-from ..op_choice import unseen
+from ..op_choice import without_dispatch_modes
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
 from ..patching.attention import ragged_attention
-from ..patching.compressed_attention import compressed_attention
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.hidden_states import AuxHiddenStateRecorder
-from ..patching.indexer_probes import pooled_indexers
 from ..patching.layer_kernels import layer_kernels
-from ..patching.length_rope import length_rope, mark_long
+from ..patching.layer_kinds import PositionMarker, patches_of, plug_ins
 from ..patching.linear import patched_linear
 from ..patching.patch import Patch, current_engine, engine, replaced
-from ..patching.recurrent_functions import recurrent_functions
-from ..patching.relative_bias import relative_biases
 from ..patching.rotary_functions import rotary_functions
-from ..patching.support import cache_name, length_limits
+from ..patching.support import cache_name, position_markers
 from ..state import DecodeState
 from .prompts import Prompts
 
@@ -71,7 +68,7 @@ class Target:
         model: the target, patched.
         recorder: of the auxiliary hidden states that the drafter reads.
         hidden_states: keeps all hidden states, if the caller asked for them.
-        longest_short: the longest text that RoPE rotates by the factors of short ones; None if there are no others.
+        position_markers: what position ids pass through before the model is given them.
         patches: what was patched of the target and its drafter, in this order.
         cache_name: see `patching.support.cache_name`; looked up beforehand, since a round may be compiled.
     """
@@ -79,7 +76,7 @@ class Target:
     model: PreTrainedModel
     recorder: AuxHiddenStateRecorder
     hidden_states: HiddenStates | None = None
-    longest_short: int | None = None
+    position_markers: Sequence[PositionMarker] = ()
     patches: Sequence[Patch] = ()
     cache_name: str = field(init=False)
 
@@ -91,32 +88,28 @@ class Target:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `[B, n]` tokens at `[B, n]` slots.
 
-        Args:
-            state: of the generation.
-            tokens: to run.
-            slots: of the cache.
-            logits_to_keep: of which tokens logits are needed: indices `[m]` int64 of columns, or 1 for the last one; 0
-                for all.
-
         Returns:
-            logits `[B, n, V]`, `[B, m, V]` or `[B, 1, V]`, and auxiliary hidden states `[B, n, width]` or None. With 1
-            models may give logits of more columns; the last is the last token's.
+            logits `[B, n, V]`, those of columns `logits_to_keep` `[m]` int64 `[B, m, V]`, or with 1 `[B, 1, V]` of the
+            last (models may give more; the last is the last token's); and auxiliary hidden states `[B, n, width]` or
+            None.
         """
-        is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         columns = None
         # A `forward` that only hands its arguments on does not say whether it keeps the logits of some columns.
         if isinstance(logits_to_keep, torch.Tensor) and not keeps_logits(self.model):
             logits_to_keep, columns = 0, logits_to_keep
+        elif isinstance(logits_to_keep, int) and logits_to_keep == 1 and self.recorder.records:
+            # Given a number, models whose last layers store no keys run those over as many tokens only.
+            logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)
         position_ids = state.position_ids(slots)
-        if self.longest_short is not None:
-            position_ids = mark_long(position_ids, self.longest_short, state.prompt_lengths, state.ahead)
+        for mark in self.position_markers:
+            position_ids = mark(position_ids, state.prompt_lengths, state.prompt_length_gap)
         out = self.model(
             input_ids=tokens,
             attention_mask=state.cache.attention_mask(slots),
             position_ids=position_ids,
             use_cache=True,
-            logits_to_keep=self._last_token(slots) if is_last else logits_to_keep,
+            logits_to_keep=logits_to_keep,
             output_hidden_states=self.hidden_states is not None,
             return_dict=True,
             **{self.cache_name: state.cache},
@@ -126,25 +119,11 @@ class Target:
         logits = out.logits if columns is None else out.logits[:, columns]
         return logits, self.recorder.aux_hidden_states
 
-    def _last_token(self, slots: torch.Tensor) -> int | torch.Tensor:
-        """The last of the tokens at `slots` `[B, n]`, as models take it.
-
-        Given a number, models whose last layers store no keys run those over as many tokens only, given indices over
-        all, as a drafter that reads hidden states needs it.
-        """
-        if not self.recorder.records:
-            return 1
-        return torch.full((1,), slots.shape[1] - 1, device=slots.device)
-
 
 def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     """What is to be patched; each is to be entered before the next is looked up, which depends on it."""
     yield ragged_attention(model)
-    yield recurrent_functions(model, drafter)
-    yield pooled_indexers(model, drafter)
-    yield compressed_attention(model, drafter)
-    yield relative_biases(model, drafter)
-    yield length_rope(model, drafter)
+    yield from patches_of(plug_ins(), model, drafter)
     yield triton_experts(model, drafter)
     yield local_linears(model)
     yield symmetric_memory_all_reduce(model)
@@ -154,16 +133,12 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     yield rotary_functions(model, drafter)
 
 
-def _refuse_copies(model: nn.Module) -> Callable[[int], tuple]:
+def _refuse_copies(model: nn.Module, protocol: int) -> tuple:
     """In place of `__reduce_ex__` of `model`, which is patched: copies would stay so, and run modules of `model`."""
-
-    def refuse(protocol: int) -> tuple:
-        raise RuntimeError(
-            f"{type(model).__name__} was to be copied or pickled during a call with a drafter, which changes how "
-            "modules compute; expected that before or after the call. A manager has pause() for it."
-        )
-
-    return refuse
+    raise RuntimeError(
+        f"{type(model).__name__} was to be copied or pickled during a call with a drafter, which changes how modules "
+        "compute; expected that before or after the call. A manager has pause() for it."
+    )
 
 
 @contextmanager
@@ -172,23 +147,21 @@ def patched_target(
 ) -> Iterator[Target]:
     """Context in which `model` runs on a `RaggedCache` with the engine's kernels; on exit it is restored.
 
-    Args:
-        model: the target.
-        drafter: bound to it.
-        keep_hidden_states: whether to keep all hidden states.
-        known: `Target.patches` of an earlier context with the same `fingerprint`; looked up if there are none.
+    `known` are the `Target.patches` of an earlier context with the same `Hosting`; looked up if there are none.
     """
     with ExitStack() as stack:
         if current_engine() is None:
             stack.enter_context(engine())
-        stack.enter_context(replaced("__reduce_ex__", [(one, _refuse_copies(one)) for one in (model, drafter)]))
+        refusals = [(one, functools.partial(_refuse_copies, one)) for one in (model, drafter)]
+        stack.enter_context(replaced("__reduce_ex__", refusals))
         patches = []
-        with unseen():  # what is looked up is found by running modules on a few values
+        with without_dispatch_modes():  # what is looked up is found by running modules on a few values
             for patch in known or _look_up(model, drafter):
-                stack.enter_context(copy.copy(patch))
-                patches.append(patch)
+                if not patch.is_empty:
+                    stack.enter_context(copy.copy(patch))
+                    patches.append(patch)
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
         hidden_states = HiddenStates() if keep_hidden_states else None
-        yield Target(model, recorder, hidden_states, length_limits(model).long, patches)
+        yield Target(model, recorder, hidden_states, position_markers(model), patches)

@@ -8,7 +8,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 from ..kernels.types import NO_TOKEN
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from .prompts import Prompts
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Transcript:
     rows are padded, the streamer gets the tokens of the step. Tokens beyond the finalised steps wait, and are dropped
     if their row turns out to have ended.
 
-    The text is kept in host memory and, if criteria of the caller read it on another device, also there: every token is
+    The text is kept in host memory and, if criteria of the user read it on another device, also there: every token is
     written once to each, and criteria are given views. So their cost does not grow with the length of the text.
 
     Args:
@@ -84,16 +84,13 @@ class Transcript:
         }
         self._finalised: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
         self.stopped = [False] * batch
+        # Rows that have stopped, further tokens of which are ignored: those that are padded then.
+        self.done = self.stopped
         self.steps = 0
 
     @property
     def is_complete(self) -> bool:
         return all(self.stopped)
-
-    @property
-    def pads_finished_rows(self) -> bool:
-        """Whether rows that have stopped are done, and not going on until all have stopped."""
-        return self._pad_token is not None
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -118,18 +115,6 @@ class Transcript:
         ends = [pad + length + len(new) - 1 for length, pad, new in rows]
         return min(*ends, prompts.width + self.steps - 1) if ends else 0
 
-    def longest_row(self) -> int:
-        """New tokens of the row that is furthest ahead, finalised or not."""
-        return max(len(row) for row in self._rows)
-
-    def length(self, row: int) -> int:
-        """New tokens of a row, finalised or not."""
-        return len(self._rows[row])
-
-    def is_done(self, row: int) -> bool:
-        """Whether the row has ended, so that further tokens of it are ignored."""
-        return self.stopped[row] and self.pads_finished_rows
-
     def add(self, tokens: list[list[int]], committed: list[int], **records: torch.Tensor | None) -> None:
         """Append the result of a round and finalise the steps that are complete.
 
@@ -147,20 +132,20 @@ class Transcript:
 
     def finish(self) -> None:
         if self._streamer is not None:
-            with caller():
+            with user_code():
                 self._streamer.end()
 
     def _is_next_step_known(self) -> bool:
-        return all(self.is_done(row) or len(new) > self.steps for row, new in enumerate(self._rows))
+        return all(done or len(new) > self.steps for done, new in zip(self.done, self._rows, strict=True))
 
     def _finalise(self) -> None:
         step = self.steps
         self._check_scores(step)
-        column = [self._pad_token if self.is_done(row) else new[step] for row, new in enumerate(self._rows)]
+        column = [self._pad_token if done else new[step] for done, new in zip(self.done, self._rows, strict=True)]
         for name, record in self._records.items():
-            present = next(row for row in range(len(column)) if not self.is_done(row))
+            present = self.done.index(False)
             blank = torch.zeros_like(record[present][step])
-            values = [blank if self.is_done(row) else record[row][step] for row in range(len(column))]
+            values = [blank if self.done[row] else record[row][step] for row in range(len(column))]
             self._finalised[name].append(torch.stack(values))
             for kept in record:
                 if step < len(kept):
@@ -175,13 +160,15 @@ class Transcript:
             stops = [True] * len(column)
         by_criteria = self._stops_by_criteria()
         self.stopped = [any(reasons) for reasons in zip(self.stopped, stops, *by_criteria, strict=True)]
+        if self._pad_token is not None:
+            self.done = self.stopped
         if self._streamer is not None:
-            with caller():
+            with user_code():
                 self._streamer.put(tokens)
 
     def _check_scores(self, step: int) -> None:
         """Raise `RuntimeError`, as plain `generate()` does, if the target gave no distribution for a token of a row."""
-        failed = [row for row, new in enumerate(self._rows) if not self.is_done(row) and new[step] == NO_TOKEN]
+        failed = [row for row, new in enumerate(self._rows) if not self.done[row] and new[step] == NO_TOKEN]
         if failed:
             raise RuntimeError(no_distribution(f"Row {failed[0]} of the batch", step))
 
@@ -189,7 +176,7 @@ class Transcript:
         """Whether each row stops, by each group of criteria that is called."""
         end = self._width + self.steps
         stops = []
-        with caller():
+        with user_code():
             if self._host_criteria:
                 stops.append(self._host_criteria(self._sequences[:, :end], None))
             if self._criteria:

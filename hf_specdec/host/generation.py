@@ -7,7 +7,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from .parts import part, uses
 
@@ -87,6 +93,16 @@ def prepared_config(
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     """The configuration of a call of `generate()`, and those of `settings` that it does not have."""
     return model._prepare_generation_config(config, **settings)
+
+
+@uses(_MIXIN, "_prepare_special_tokens", why="tokens that end texts, as generate() has them")
+@uses(_MIXIN, "_get_stopping_criteria", why="stopping criteria of many prompts, as generate() has them")
+def stopping_criteria(
+    model: PreTrainedModel, config: GenerationConfig, criteria: StoppingCriteriaList | None, tokenizer: Any
+) -> StoppingCriteriaList:
+    """The criteria of `generate()`; `config`, whose defaults are filled in, gets the tensors of its special tokens."""
+    model._prepare_special_tokens(config, True, device=model.device, batch_size=1)
+    return model._get_stopping_criteria(config, criteria or StoppingCriteriaList(), tokenizer)
 
 
 @uses(_MIXIN, "_get_logits_processor", why="logits processors of one request, as generate() has them")

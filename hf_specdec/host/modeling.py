@@ -31,6 +31,7 @@ dynamic_rope_update = part(_ROPE, "dynamic_rope_update", why="decorator that cha
 output_capturing = part("transformers.utils", "output_capturing", why="its hooks do nothing in an engine's passes")
 ACT2FN = part("transformers.activations", "ACT2FN", why="activations by name")
 LlamaRMSNorm = part(_LLAMA, "LlamaRMSNorm", why="norm of drafters")
+LlamaMLP = part(_LLAMA, "LlamaMLP", why="MLP of drafters")
 LlamaRotaryEmbedding = part(_LLAMA, "LlamaRotaryEmbedding", why="rotary embedding of drafters")
 rotate_half = part(_LLAMA, "rotate_half", why="rotary embedding of drafters")
 Qwen3NextRMSNorm = part(
@@ -137,24 +138,15 @@ ROTATIONS = in_modeling_files(
     "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", why="functions by which modeling files rotate"
 )
 ROTATION = ROTATIONS[0]
+_LAYER_TYPES = "`layer_types` of a configuration that the static engine supports"
 LAYER_TYPES = {
     "indexed": in_modeling_files(
         "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention", why="layers with an indexer"
     ),
-    "others": in_modeling_files(
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-        "linear_attention",
-        "conv",
-        "hybrid",
-        "hybrid_sliding",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-        "moe",
-        "mlp",
-        why="`layer_types` of a configuration that the static engine supports",
-    ),
+    "keys": in_modeling_files("full_attention", "sliding_attention", "chunked_attention", why=_LAYER_TYPES),
+    "recurrent": in_modeling_files("linear_attention", "conv", "hybrid", "hybrid_sliding", why=_LAYER_TYPES),
+    "compressed": in_modeling_files("compressed_sparse_attention", "heavily_compressed_attention", why=_LAYER_TYPES),
+    "empty": in_modeling_files("moe", "mlp", why=_LAYER_TYPES),
 }
 
 

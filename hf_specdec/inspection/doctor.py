@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from .. import __version__
 from ..errors import first_line
 from ..host import parts as host_parts
-from ..host.parts import TESTED, Part, is_tested, missing, why_broken
+from ..host.parts import TESTED, is_tested, missing, why_broken
 
 _PACKAGES = ("torch", "transformers", "triton", "accelerate", "safetensors", "huggingface-hub")
 _NO_TRITON = "triton is not installed; expected it beside a GPU: pip install triton"
@@ -38,18 +38,12 @@ def add_doctor(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the report.
-
-    Returns:
-        exit status: 1 if the static engine cannot run, else 0.
-
-    Raises:
-        OSError, ValueError: the target cannot be read.
-    """
+    """Print the report. Returns the exit status: 1 if the static engine cannot run, else 0."""
     if arguments.parts:
         print(parts_table())
         return 0
-    obstacles = [one for one in (why_broken(), _why_no_kernels()) if one is not None]
+    lacks_triton = torch.cuda.is_available() and _installed("triton") is None
+    obstacles = [one for one in (why_broken(), _NO_TRITON if lacks_triton else None) if one is not None]
     print("\n".join(_describe_installation()))
     for obstacle in obstacles:
         print(f"the static engine cannot run: {obstacle}")
@@ -81,9 +75,10 @@ def _describe_installation() -> list[str]:
     if gpus:
         lines.append(f"cuda.bindings     {_describe_module('cuda.bindings', 'memory of rows follows their texts')}")
     lines.append(f"server            {_describe_module('fastapi', 'hf-specdec serve')}")
-    found = len(host_parts.PARTS) - len([one for one in host_parts.PARTS if not one.is_found()])
-    lines.append(f"transformers      {found} of {len(host_parts.PARTS)} parts found")
-    lines += [f"                  {_describe_missing(one)}" for one in host_parts.PARTS if not one.is_found()]
+    lost = [one for one in host_parts.PARTS if not one.is_found()]
+    lines.append(f"transformers      {len(host_parts.PARTS) - len(lost)} of {len(host_parts.PARTS)} parts found")
+    for one in lost:
+        lines.append(f"                  {one} ({one.why}){', nothing runs' if one in missing() else ''}")
     return lines
 
 
@@ -94,14 +89,6 @@ def _describe_module(name: str, purpose: str) -> str:
         package = {"cuda.bindings": "cuda-bindings", "fastapi": "'transformers[serving]'"}[name]
         return f"not installed: pip install {package} for {purpose}"
     return f"found, for {purpose}"
-
-
-def _describe_missing(part: Part) -> str:
-    return f"{part} ({part.why}){', nothing runs' if part in missing() else ''}"
-
-
-def _why_no_kernels() -> str | None:
-    return _NO_TRITON if torch.cuda.is_available() and _installed("triton") is None else None
 
 
 def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:

@@ -5,32 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..auto import AutoDrafter, NormalizedCheckpoint, read_checkpoint
-from ..checkpoints.checkpoint import Checkpoint, check_folder, open_checkpoint
-from ..checkpoints.detection import check_not_refused, drafter_tensors
-from ..config import CacheReaderConfig, DFlashConfig, DraftLayersConfig, DraftModelConfig, MtpConfig, Pard2Config
-from ..drafters.draft_layers import check_fit
-from ..drafters.draft_model import check_vocabulary
-from ..drafters.pard2 import check_hidden_states
-from ..drafters.target_checks import check_sizes
+from ..auto import AutoDrafter, NormalizedCheckpoint, find_checkpoint, read_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, check_folder
+from ..config import DraftLayersConfig
+from ..prompt_sources import encode
 from .self_check import SelfCheck, self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
-_SHOWN_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "target_hidden_size",
-)
+# What families report (`DrafterConfig.report`) is shown under these titles, or else their own.
+_TITLES = {"aux_hidden_state_layer_ids": "aux layers", "model_type": "model", "rope_parameters": "RoPE"}
+_SHOWN_ELSEWHERE = ("chaining", "target", "self_check")
 
 
 def add_inspect(subparsers: argparse._SubParsersAction) -> None:
@@ -69,14 +60,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if arguments.target is not None:
         check_folder(arguments.target)
         target = AutoConfig.from_pretrained(arguments.target, token=arguments.token)
-    checkpoint = open_checkpoint(
-        arguments.repo,
-        subfolder=arguments.subfolder,
-        revision=arguments.revision,
-        select=drafter_tensors({}, target.get_text_config() if target is not None else None),
-        refuse=check_not_refused,
-        token=arguments.token,
-    )
+    located = {name: getattr(arguments, name) for name in ("revision", "subfolder", "token")}
+    checkpoint = find_checkpoint(arguments.repo, target, **located)
     found = read_checkpoint(checkpoint, target)
     if arguments.self_check and not isinstance(found.config, DraftLayersConfig):
         raise ValueError(
@@ -87,92 +72,44 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if target is not None:
         report["target"] = describe_fit(found, target, arguments.target)
     if arguments.self_check:
-        report["self_check"] = describe_self_check(run_self_check(arguments))
+        report["self_check"] = describe_self_check(run_self_check(arguments, located))
     print(json.dumps(report, indent=2) if arguments.json else render(report))
 
 
 def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, Any]:
     """The report on the checkpoint itself, as JSON values."""
     config = found.config
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    report: dict[str, Any] = {
+    stated = ("family", "dialect", "num_assistant_tokens", "parallel_drafting", "mask_token_id")
+    return {
         "checkpoint": checkpoint.name,
-        "family": config.family,
-        "dialect": config.dialect,
-        "num_assistant_tokens": config.num_assistant_tokens,
-        "parallel_drafting": config.parallel_drafting,
-        "mask_token_id": config.mask_token_id,
+        **{name: getattr(config, name) for name in (*stated, "vocab_size", "draft_vocab_size")},
         "trained_for": config.target_name_or_path,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "decisions": [
-            {"name": one.name, "value": one.value, "rule": one.rule, "doubtful": one.doubtful}
-            for one in found.decisions
-        ],
-        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+        "decisions": [asdict(one) for one in found.decisions],
+        "parameters": sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
         "tensors": {
             name: {"shape": list(tensor.shape), "dtype": tensor.dtype} for name, tensor in checkpoint.tensors.items()
         },
+        **config.report(),
     }
-    if isinstance(config, DraftLayersConfig):
-        report["aux_hidden_state_layer_ids"] = (
-            config.aux_hidden_state_layer_ids if config.use_aux_hidden_state else "last hidden state"
-        )
-        report["rope_parameters"] = config.rope_parameters
-        report["sizes"] = {name: getattr(config, name) for name in _SHOWN_SIZES}
-    if isinstance(config, DFlashConfig):
-        report["block"] = {name: getattr(config, name) for name in ("block_size", "anchor_first", "causal")}
-    if isinstance(config, Pard2Config):
-        report["aux_hidden_state_layer_ids"] = config.hidden_state_ids
-    if isinstance(config, MtpConfig):
-        report["modules"], report["chaining"] = config.num_modules, config.chaining
-    is_model = isinstance(config, DraftModelConfig | CacheReaderConfig)
-    model = config.model if is_model else getattr(config, "block", None)
-    if model is not None:
-        text = AutoConfig.for_model(**model).get_text_config().to_dict()
-        report["model_type"] = model["model_type"]
-        report["rope_parameters"] = text.get("rope_parameters")
-        report["sizes"] = {name: text[name] for name in _SHOWN_SIZES if name in text}
-    return report
 
 
 def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: str) -> dict[str, Any]:
-    """The report on whether the drafter fits the target; `fits` is None for a family without such a check."""
-    report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": None, "reason": None}
-    config = found.config
+    """The report on whether the drafter fits the target."""
+    report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": True, "reason": None}
+    config, num_layers = found.config, getattr(target.get_text_config(), "num_hidden_layers", 0)
     try:
-        if isinstance(config, DraftLayersConfig):
-            num_layers = target.get_text_config().num_hidden_layers
-            report["aux_hidden_state_layer_ids"] = check_fit(config, target, num_layers, config.name_or_path)
-        elif isinstance(config, MtpConfig):
-            check_sizes(config.hidden_size, config.vocab_size, target, config.name_or_path)
-        elif isinstance(config, CacheReaderConfig):
-            check_sizes(config.model_config.backbone_hidden_size, config.vocab_size, target, config.name_or_path)
-        elif isinstance(config, DraftModelConfig):
-            check_vocabulary(config.num_embeddings, target, config.name_or_path)
-            if isinstance(config, Pard2Config):
-                num_layers = target.get_text_config().num_hidden_layers
-                ids = check_hidden_states(config, target, num_layers, config.name_or_path)
-                report["aux_hidden_state_layer_ids"] = ids
-        else:
-            return report
+        layer_ids = config.check_fit(target, num_layers, config.name_or_path)
     except ValueError as error:
         return report | {"fits": False, "reason": str(error)}
-    return report | {"fits": True}
+    return report if layer_ids is None else report | {"aux_hidden_state_layer_ids": layer_ids}
 
 
-def run_self_check(arguments: argparse.Namespace) -> SelfCheck:
+def run_self_check(arguments: argparse.Namespace, located: dict[str, Any]) -> SelfCheck:
     """Load the drafter and the target that `arguments` name, and score the interpretations."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", token=arguments.token)
     target = target.to(device).eval()
-    drafter = AutoDrafter.from_pretrained(
-        arguments.repo,
-        target,
-        revision=arguments.revision,
-        subfolder=arguments.subfolder,
-        token=arguments.token,
-    )
+    drafter = AutoDrafter.from_pretrained(arguments.repo, target, **located)
     return self_check(drafter, target, _prompt(arguments.target, arguments.token, target))
 
 
@@ -183,12 +120,7 @@ def _prompt(name: str, token: str | None, target: PreTrainedModel) -> torch.Tens
     except (OSError, ValueError):
         generator = torch.Generator().manual_seed(0)
         return torch.randint(target.config.get_text_config().vocab_size, (1, 16), generator=generator)
-    if tokenizer.chat_template is None:
-        return tokenizer(PROMPT, return_tensors="pt").input_ids
-    message = [{"role": "user", "content": PROMPT}]
-    return tokenizer.apply_chat_template(
-        message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).input_ids
+    return encode(tokenizer, [PROMPT], return_tensors="pt").input_ids
 
 
 def describe_self_check(result: SelfCheck) -> dict[str, Any]:
@@ -208,46 +140,43 @@ def describe_self_check(result: SelfCheck) -> dict[str, Any]:
 
 def render(report: dict[str, Any]) -> str:
     """The report as text."""
+    drafting = "token by token"
+    if report["parallel_drafting"]:
+        drafting = f"all tokens in one pass, the mask token {report['mask_token_id']} where there is none yet"
     lines = [
         f"checkpoint   {report['checkpoint']}",
         f"family       {report['family']} ({report['dialect']})",
         f"trained for  {report['trained_for'] or 'not stated'}",
         f"K            {report['num_assistant_tokens']} draft tokens a round",
-        f"drafting     {_render_drafting(report)}",
+        f"drafting     {drafting}",
         f"vocabulary   {report['draft_vocab_size']} of the target's {report['vocab_size']} tokens are drafted",
     ]
-    if "modules" in report:
-        lines.append(f"modules      {report['modules']}, caches chained by {report['chaining']}")
-    if "block" in report:
-        lines.append("block        " + ", ".join(f"{name} {value}" for name, value in report["block"].items()))
-    if "aux_hidden_state_layer_ids" in report:
-        lines.append(f"aux layers   {report['aux_hidden_state_layer_ids'] or 'decided with --target'}")
-    if "model_type" in report:
-        lines.append(f"model        {report['model_type']}")
-    if "sizes" in report:
-        lines.append(f"RoPE         {report['rope_parameters']}")
-        lines.append("sizes        " + ", ".join(f"{name} {value}" for name, value in report["sizes"].items()))
+    names = list(report)
+    of_family = [name for name in names[names.index("tensors") + 1 :] if name not in _SHOWN_ELSEWHERE]
+    lines += [f"{_TITLES.get(name, name):<12} {_render_value(name, report)}" for name in of_family]
     lines.append(f"tensors      {len(report['tensors'])}, {report['parameters']:,} values")
     lines += [f"  {name}  {tensor['dtype']} {tensor['shape']}" for name, tensor in sorted(report["tensors"].items())]
     lines.append("decisions    " + ("" if report["decisions"] else "none: the checkpoint is in normal form"))
     for one in report["decisions"]:
         lines.append(f"  {one['name']} = {one['value']}{'  (in doubt)' if one['doubtful'] else ''}: {one['rule']}")
     if "target" in report:
-        lines.append(_render_fit(report["target"]))
+        target = report["target"]
+        answer = "fits" if target["fits"] else f"does not fit: {target['reason']}"
+        lines.append(f"target       {target['name']} ({target['model_type']}): {answer}")
     if "self_check" in report:
         lines += _render_self_check(report["self_check"])
     return "\n".join(lines)
 
 
-def _render_drafting(report: dict[str, Any]) -> str:
-    if not report["parallel_drafting"]:
-        return "token by token"
-    return f"all tokens in one pass, the mask token {report['mask_token_id']} where there is none yet"
-
-
-def _render_fit(target: dict[str, Any]) -> str:
-    answer = {True: "fits", False: f"does not fit: {target['reason']}", None: "not checked for this family"}
-    return f"target       {target['name']} ({target['model_type']}): {answer[target['fits']]}"
+def _render_value(name: str, report: dict[str, Any]) -> str:
+    value = report[name]
+    if name == "modules":
+        return f"{value}, caches chained by {report['chaining']}"
+    if name == "aux_hidden_state_layer_ids":
+        return str(value or "decided with --target")
+    if name == "rope_parameters" or not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{key} {one}" for key, one in value.items())
 
 
 def _render_self_check(result: dict[str, Any]) -> list[str]:

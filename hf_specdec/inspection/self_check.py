@@ -1,7 +1,4 @@
-"""Self-check: finds, on one prompt, the interpretation of an ambiguous checkpoint that its weights were trained for.
-
-An interpretation is the keywords of `AutoDrafter.from_pretrained` that load the checkpoint so.
-"""
+"""Self-check: finds, on one prompt, the interpretation of an ambiguous checkpoint that its weights were trained for."""
 
 from __future__ import annotations
 
@@ -12,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.dialects import SPECFORGE
-from ..checkpoints.overrides import Overrides
+from ..checkpoints.interpretation import Overrides
 from ..checkpoints.rope import rope_by_layer_type
-from ..config import DEFAULT_ROPE_THETA, DFlashConfig, DraftLayersConfig, Eagle3Config, PEagleConfig
-from ..drafters.dflash import DFlashDrafter
-from ..drafters.eagle3 import Eagle3Drafter
+from ..config import DEFAULT_ROPE_THETA, DraftLayersConfig
+from ..drafters.draft_layers import DraftLayersDrafter
 from ..drafters.layers import rotary_embedding
 from ..patching.hidden_states import AuxHiddenStateRecorder, decoder_layers
 from ..patching.length_rope import LENGTH_DEPENDENT
@@ -30,7 +25,6 @@ class Score(NamedTuple):
     """How often draft tokens under an interpretation are the target's most likely tokens.
 
     Attributes:
-        interpretation: the one that was scored.
         agreement: a fraction for each draft step.
         hits: `[n]` bool, over all steps and positions; n is the same for every interpretation.
     """
@@ -46,12 +40,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Scores of all interpretations.
-
-    Attributes:
-        scores: of each interpretation, best first.
-        current: the interpretation that the drafter was loaded with.
-    """
+    """Scores of all interpretations, best first, and the `current` one, which the drafter was loaded with."""
 
     scores: tuple[Score, ...]
     current: Overrides
@@ -72,37 +61,15 @@ class SelfCheck:
     def conclusion(self) -> str:
         """The result in one sentence."""
         if not self.conclusive:
-            current = ", ".join(f"{name}={value}" for name, value in self.current.items())
-            return f"the current interpretation stands ({current}): no other is clearly better."
-        best = self.best.interpretation.items()
-        keywords = ", ".join(f"{name}={value!r}" for name, value in best if self.current.get(name) != value)
+            stated = ", ".join(f"{name}={value}" for name, value in self.current.items())
+            return f"the current interpretation stands ({stated}): no other is clearly better."
+        best = self.best.interpretation
+        keywords = ", ".join(f"{name}={value!r}" for name, value in best.items() if self.current.get(name) != value)
         return f"the weights were trained for another interpretation; pass {keywords} to AutoDrafter.from_pretrained."
 
 
-def _layer_ids_and_ropes(
-    config: DraftLayersConfig, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
-) -> tuple[list[Overrides], list[Overrides]]:
-    """What such a drafter may have been trained with, the current ones first; arguments as of `interpretations_of`."""
-    shifted = [[layer_id + shift for layer_id in aux_hidden_state_layer_ids] for shift in (0, 1, -1)]
-    layer_ids: list[Overrides] = [{}]
-    if aux_hidden_state_layer_ids:
-        there = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers]
-        layer_ids = [{"aux_hidden_state_layer_ids": ids} for ids in there]
-    own, theirs = config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope]
-    bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
-    thetas = dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))
-    ropes: list[Overrides] = [{"rope_theta": theta} for theta in thetas]
-    for rope in theirs:
-        if rope.get("rope_type", "default") not in {own["rope_type"], "default", *LENGTH_DEPENDENT}:
-            ropes.append({"rope_parameters": dict(rope)})
-    return layer_ids, ropes
-
-
 def interpretations_of(
-    config: Eagle3Config | DFlashConfig,
-    aux_hidden_state_layer_ids: list[int],
-    num_layers: int,
-    target_rope: dict[str, Any],
+    config: DraftLayersConfig, aux_hidden_state_layer_ids: list[int], num_layers: int, target_rope: dict[str, Any]
 ) -> list[Overrides]:
     """Every interpretation that a checkpoint of this configuration may have been trained for, the current one first.
 
@@ -113,35 +80,32 @@ def interpretations_of(
         target_rope: RoPE parameters of the target, also by type of layer. A drafter may have been trained with their
             scaling without stating it.
     """
-    layer_ids, ropes = _layer_ids_and_ropes(config, aux_hidden_state_layer_ids, num_layers, target_rope)
-    if isinstance(config, DFlashConfig):
-        windowed = [kind == "sliding_attention" for kind in config.layer_types]
-        masks = (list(config.causal), windowed, [False] * len(windowed), [True] * len(windowed))
-        fields = {
-            "anchor_first": (config.anchor_first, not config.anchor_first),
-            "causal": [mask for at, mask in enumerate(masks) if mask not in masks[:at]],
-        }
-    else:
-        # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
-        is_optional = config.final_norm and config.dialect == SPECFORGE and not isinstance(config, PEagleConfig)
-        fields = {
-            "norm_before_residual": (config.norm_before_residual, not config.norm_before_residual),
-            # In parallel drafting no hidden state is fed back.
-            "norm_output": (config.norm_output, not config.norm_output)[: 1 if config.parallel_drafting else 2],
-            "final_norm": (True, False) if is_optional else (config.final_norm,),
-        }
-    ways = [dict(zip(fields, values, strict=True)) for values in product(*fields.values())]
-    return [ids | way | rope for ids, way, rope in product(layer_ids, ways, ropes)]
+    choices: dict[str, list[Any]] = {}
+    if aux_hidden_state_layer_ids:
+        shifted = [[layer_id + shift for layer_id in aux_hidden_state_layer_ids] for shift in (0, 1, -1)]
+        choices["aux_hidden_state_layer_ids"] = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers]
+    choices |= config.readings()
+    ropes = _ropes(config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope])
+    return [dict(zip(choices, values, strict=True)) | rope for *values, rope in product(*choices.values(), ropes)]
+
+
+def _ropes(own: dict[str, Any], theirs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """RoPE that a drafter may have been trained with, its `own` first; `theirs` is that of the target's layers."""
+    bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
+    known = {own["rope_type"], "default", *LENGTH_DEPENDENT}
+    return [{"rope_theta": theta} for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))] + [
+        {"rope_parameters": dict(rope)} for rope in theirs if rope.get("rope_type", "default") not in known
+    ]
 
 
 def with_interpretation(
-    drafter: Eagle3Drafter | DFlashDrafter, target: PreTrainedModel, interpretation: Overrides
-) -> Eagle3Drafter | DFlashDrafter:
+    drafter: DraftLayersDrafter, target: PreTrainedModel, interpretation: Overrides
+) -> DraftLayersDrafter:
     """A drafter with the same weights, not copied, under another interpretation, bound to `target`."""
     settings = drafter.config.to_dict() | interpretation
-    if isinstance(drafter.config, DFlashConfig):
+    if "anchor_first" in interpretation:
         settings["num_assistant_tokens"] = None  # how many there may be depends on the convention
-    if "rope_parameters" not in interpretation:
+    if "rope_theta" in interpretation:
         theta = settings.pop("rope_theta")
         settings["rope_parameters"] = drafter.config.rope_parameters | {"rope_theta": theta}
     config = type(drafter.config).from_dict(settings)
@@ -156,10 +120,7 @@ def with_interpretation(
 
 @torch.no_grad()
 def self_check(
-    drafter: Eagle3Drafter | DFlashDrafter,
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    num_new_tokens: int = 128,
+    drafter: DraftLayersDrafter, target: PreTrainedModel, input_ids: torch.Tensor, num_new_tokens: int = 128
 ) -> SelfCheck:
     """Score every interpretation of a bound drafter on a prompt and the target's greedy continuation of it.
 
@@ -167,10 +128,8 @@ def self_check(
     position, and is scored by how often its most likely token is the target's.
 
     Args:
-        drafter: bound to `target`.
-        target: in eval mode.
+        drafter: bound to `target`, which is in eval mode.
         input_ids: `[1, n]` int64 prompt.
-        num_new_tokens: length of the continuation.
     """
     input_ids = input_ids.to(target.device)
     text = target.generate(
@@ -179,24 +138,22 @@ def self_check(
     num_layers = len(decoder_layers(target))
     target_rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
     interpretations = interpretations_of(drafter.config, drafter.aux_hidden_state_layer_ids, num_layers, target_rope)
-    layer_ids = sorted({layer_id for one in interpretations for layer_id in one.get("aux_hidden_state_layer_ids", ())})
+    layer_ids = sorted({one for reading in interpretations for one in reading.get("aux_hidden_state_layer_ids", ())})
     with AuxHiddenStateRecorder(target, layer_ids, last_hidden_state=drafter.reads_last_hidden_state) as recorder:
         choices = target(text, use_cache=False).logits[0].argmax(-1)
         recorded = recorder.aux_hidden_states
     width = drafter.config.target_hidden_size
     by_id = dict(zip(layer_ids, recorded.split(width, dim=-1), strict=True)) if layer_ids else {}
     scores = []
-    for interpretation in interpretations:
-        ids = interpretation.get("aux_hidden_state_layer_ids")
+    for reading in interpretations:
+        ids = reading.get("aux_hidden_state_layer_ids")
         aux_hidden_states = recorded if ids is None else torch.cat([by_id[layer_id] for layer_id in ids], dim=-1)
-        other = with_interpretation(drafter, target, interpretation)
-        scores.append(_score(other, interpretation, text, aux_hidden_states, choices))
-    ordered = sorted(scores, key=lambda score: -score.mean)
-    return SelfCheck(tuple(ordered), interpretations[0])
+        scores.append(_score(with_interpretation(drafter, target, reading), reading, text, aux_hidden_states, choices))
+    return SelfCheck(tuple(sorted(scores, key=lambda score: -score.mean)), interpretations[0])
 
 
 def _score(
-    drafter: Eagle3Drafter | DFlashDrafter,
+    drafter: DraftLayersDrafter,
     interpretation: Overrides,
     text: torch.Tensor,
     aux_hidden_states: torch.Tensor,

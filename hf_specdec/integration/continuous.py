@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    ContinuousBatchingConfig,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from ..drafters.base import Drafter
 from ..engine.first_pass import REPLACED_INPUTS
+from ..engine.prompts import Prompts
 from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
-from ..host.generation import GenerationOutput, RequestStatus, prepared_config
+from ..host.generation import GenerationOutput, prepared_config
+from ..host.generation import stopping_criteria as make_criteria
 from ..patching.patch import on_host
-from .dispatch import continuous_batching
+from ..sampling.randomness import Randomness
+from .dispatch import generate_continuously, request_of
 from .request_processors import are_of_all_rows, processors_of_prompt
-from .validation import TOKEN_DTYPES, check_tokens
+from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +39,20 @@ logger = logging.getLogger(__name__)
 _UNSUPPORTED = ("return_logprobs",)
 
 _LENGTHS = ("max_length", "max_new_tokens")
+
+# Arguments of `generate()` that are no settings.
+_OF_CALL = (
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "tokenizer",
+    "streamer",
+    "synced_gpus",
+    "seeds",
+    "generator",
+)
+# Settings that are inputs of the target, too.
+_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 def generate_batch(
@@ -45,14 +70,10 @@ def generate_batch(
     """`ContinuousMixin.generate_batch` with a drafter.
 
     Args:
-        model: the target.
-        drafter: bound to it.
         inputs: token ids of every prompt, lists or one-dimensional int64 tensors.
-        generation_config: of all requests.
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round; without `allow_block_sharing`
             every prompt is prefilled whole. What else it says of memory and of CUDA graphs is transformers' own
             engine's.
-        record_timestamps, progress_bar: as of transformers.
         persistent_manager, warmup: buffers and CUDA graphs of a call are kept by the drafter in any case.
         kwargs: settings of `generate()`, such as `max_new_tokens`, `num_assistant_tokens` and `seeds` (one for each
             request).
@@ -71,63 +92,103 @@ def generate_batch(
     check_length(model, generation_config, kwargs)
     settings = continuous_batching_config or ContinuousBatchingConfig()
     check_config(settings)
+    given = {name: kwargs.pop(name) for name in _OF_CALL if kwargs.get(name) is not None}
+    config, unknown = prepared_config(model, generation_config, **kwargs)
+    check_known(unknown, "generate_batch()")
+    sequences = config.num_return_sequences or 1
     with on_host():
         check_tokens(model, torch.cat(prompts)[None], None)
-        input_ids, attention_mask = _call_of(prompts)
-    sequences = _asked("num_return_sequences", model, generation_config, kwargs) or 1
-    total = len(prompts) * sequences
-    config, _ = prepared_config(model, generation_config, **kwargs)
-    with tqdm(total=total, disable=not progress_bar, unit="request") as bar:
+        # What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
+        longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+        tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
+        request, model_kwargs = call_of(model, drafter, config, tried, **given)
 
-        def on_finished(request: RowRequest) -> None:
+    def processors_of(one: RowRequest, call: Request) -> LogitsProcessorList | None:
+        allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
+        own = None if allowed is None else lambda _, tokens: allowed(one.index, tokens)
+        asked = given.get("logits_processor"), own
+        found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, *asked)
+        return None if are_of_all_rows(found) else found
+
+    with tqdm(total=len(prompts) * sequences, disable=not progress_bar, unit="request") as bar:
+
+        def on_finished(one: RowRequest) -> None:
             bar.update(1)
-
-        def processors_of(one: RowRequest, call: Request) -> LogitsProcessorList | None:
-            asked, prompt = _callers_processors(kwargs, one.index), one.prompt.to(model.device)
-            found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, *asked)
-            return None if are_of_all_rows(found) else found
 
         run = ContinuousBatching(
             settings.max_requests_per_batch,
-            record_timestamps,
             on_finished,
+            records_timestamps=record_timestamps,
             reuses_prefixes=settings.allow_block_sharing,
             processors_of=processors_of,
-            prompts=[prompt for prompt in prompts for _ in range(sequences)],
         )
-        with continuous_batching(run):
-            output = model.generate(
-                input_ids=input_ids.to(model.device),
-                attention_mask=attention_mask.to(model.device),
-                generation_config=generation_config,
-                assistant_model=drafter,
-                **kwargs | {"use_cache": True},  # as with managers: trainers and servers leave it off
-            )
-    results = [_result(request, prompts[request.index // sequences], sequences) for request in output.requests]
-    for result in results:
-        if result.error is not None:
-            logger.error("Request %s failed: %s", result.request_id, result.error)
-    return {result.request_id: result for result in results}
+        repeated = [prompt for prompt in prompts for _ in range(sequences)]
+        requests = generate_continuously(request, model_kwargs, repeated, run)
+    results = {}
+    for one in requests:
+        number, child = divmod(one.index, sequences)
+        one.request_id = f"req_{number}" if child == sequences - 1 else f"req_{number}__child#{child}"
+        results[one.request_id] = result = one.result()
+        result.created_time = one.lifespan[0]
+        if one.error is not None:
+            logger.error("Request %s failed: %s", one.request_id, one.error)
+    return results
 
 
-def _call_of(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`input_ids` and `attention_mask` of the call that is made for `prompts`: the longest of them, and one other.
+def call_of(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    config: GenerationConfig,
+    prompts: Sequence[torch.Tensor],
+    logits_processor: LogitsProcessorList | None = None,
+    prefix_allowed_tokens_fn: Callable | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    synced_gpus: bool = False,
+    seeds: Any = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Request, dict[str, Any]]:
+    """A call by continuous batching, checked and prepared as `generate()` does it, and inputs of the target.
 
-    What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
+    Args:
+        config: with all defaults filled in; it is changed.
+        prompts: `[length]` int64 each, on the host, with which the call is checked; the first one is the longest.
+
+    Raises:
+        ValueError: `model` cannot generate with `drafter` as asked.
     """
-    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
-    rows = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
-    width = len(rows[0])
-    padded = [torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows]
-    lengths = torch.tensor([len(row) for row in rows])
-    return torch.stack(padded), (torch.arange(width) >= width - lengths[:, None]).long()
+    config.use_cache = True  # trainers and servers leave it off for transformers' own continuous batching
+    check_call(model, drafter, config.get_generation_mode(drafter), config, synced_gpus)
+    criteria = make_criteria(model, config, stopping_criteria, tokenizer)
+    limit = config.max_length if config.max_new_tokens is None else config.max_new_tokens
+    if limit < 1:
+        raise ValueError(f"max_new_tokens is {limit}; expected at least 1.")
+    width = len(prompts[0])
+    config.max_length = width + limit
+    padding = [width - len(one) for one in prompts]
+    columns = [torch.nn.functional.pad(one, (pad, 0)) for one, pad in zip(prompts, padding, strict=True)]
+    read = Prompts(torch.stack(columns).to(model.device), padding, width)
+    model_kwargs = {}
+    if any(padding):
+        mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long()
+        model_kwargs["attention_mask"] = mask.to(model.device)
+    asked = logits_processor, prefix_allowed_tokens_fn
+    ends = {token for one in criteria if type(one) is EosTokenCriteria for token in one.eos_token_id.tolist()}
+    found = processors_of_prompt(model, config, read.input_ids[0], limit, ends, *asked)
+    # Others are those of each request, see `ContinuousBatching.processors_of`.
+    shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
+    request = request_of(
+        model, drafter, config, read, shared, criteria, Randomness(seeds, generator), is_continuous=True
+    )
+    return replace(request, streamer=streamer), model_kwargs
 
 
-def _callers_processors(kwargs: dict[str, Any], index: int) -> tuple[LogitsProcessorList | None, Callable | None]:
-    """The `logits_processor` and the `prefix_allowed_tokens_fn` of a call, as of the request with this `index`."""
-    allowed = kwargs.get("prefix_allowed_tokens_fn")
-    own = None if allowed is None else lambda _, tokens: allowed(index, tokens)
-    return kwargs.get("logits_processor"), own
+def check_known(unknown: Mapping[str, Any], what: str) -> None:
+    """Raise `ValueError` if there are `unknown` settings of a call or a manager, but for what outputs have."""
+    names = sorted(name for name, value in unknown.items() if value is not None and name not in _OUTPUTS)
+    if names:
+        raise ValueError(f"{', '.join(names)} is no setting of {what}; expected settings of a generation config.")
 
 
 def check_config(settings: ContinuousBatchingConfig) -> None:
@@ -188,19 +249,3 @@ def _asked(name: str, model: PreTrainedModel, config: GenerationConfig | None, k
     """The setting `name` of a call of `generate()`; None if nobody has made it."""
     places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
     return next((one[name] for one in places if one.get(name) is not None), None)
-
-
-def _result(request: RowRequest, prompt: torch.Tensor, sequences: int) -> GenerationOutput:
-    """The result of a request of a call with `sequences` for every prompt; the last of them has the prompt's own id."""
-    number, child = divmod(request.index, sequences)
-    name = f"req_{number}" if child == sequences - 1 else f"req_{number}__child#{child}"
-    return GenerationOutput(
-        request_id=name,
-        prompt_ids=prompt.tolist(),
-        generated_tokens=request.tokens,
-        error=request.error,
-        status=RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED,
-        created_time=request.lifespan[0],
-        lifespan=request.lifespan,
-        timestamps=request.timestamps or None,
-    )

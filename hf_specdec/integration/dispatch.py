@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,25 +16,24 @@ from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import decode_continuously
-from ..engine.equivalence import CallWithInputs, why_not_equivalent, why_not_equivalent_with
-from ..engine.first_pass import inputs_after_prompts, inputs_besides_tokens, position_offsets
-from ..engine.output import ContinuousOutput
-from ..engine.prompts import read_prompts
+from ..engine.cuda_graphs import on_device
+from ..engine.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
+from ..engine.first_pass import for_static_engine
+from ..engine.prompts import Prompts, read_prompts
 from ..engine.request import Request
-from ..engine.row_request import ContinuousBatching
+from ..engine.row_request import ContinuousBatching, RowRequest
 from ..engine.static_engine import decode
-from ..engine.stock_engine import assist
+from ..engine.stock_engine import assist, check_request
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
-from ..parallel.tensor_parallel import check_same_call, check_same_tokens, tensor_parallel_group
-from ..patching.hidden_states import ModuleTree
-from ..patching.module_hooks import hooks_of
-from ..patching.support import has_compressed_layers, has_only_states, has_recurrent_layers, settings_read_once
-from ..patching.variants import note_variant
-from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
+from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
+from ..patching.patch import engine as engine_context
+from ..patching.signature import looked_at_once
+from ..patching.support import configured_layers
+from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
-from .batch_invariance import check_batch_invariant
-from .eligibility import empty_attentions, ordinary_offsets, why_not_static
+from .eligibility import check_batch_invariant, empty_attentions, why_not_static
+from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
@@ -52,32 +49,15 @@ UNUSED_SETTINGS = {
 }
 
 
-# How the next call of this thread is run by continuous batching; None for the usual call.
-_CONTINUOUS: ContextVar[ContinuousBatching | None] = ContextVar("continuous_batching", default=None)
-
-
-@contextmanager
-def continuous_batching(settings: ContinuousBatching) -> Iterator[None]:
-    """Context in which a call of `generate()` with a drafter runs by continuous batching: see `ContinuousOutput`."""
-    before = _CONTINUOUS.set(settings)
-    try:
-        yield
-    finally:
-        _CONTINUOUS.reset(before)
-
-
-# Requests of continuous batching on which hooks are tried.
-_TRIED_REQUESTS = 2
-
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
 
-def _call_of(request: Request, engine: str, continuous: ContinuousBatching | None) -> dict[str, Any]:
-    """What processes that run one model together must agree on, by the name that the caller has for it.
+def _call_of(request: Request, engine: str, prompts: Sequence[torch.Tensor] | None) -> dict[str, Any]:
+    """What processes that run one model together must agree on, by names that are the same on all of them.
 
-    The names are the same on all of them, whatever was asked for.
+    `prompts` are those of a call by continuous batching; None for others.
     """
-    model, config, randomness, prompts = request.model, request.config, request.randomness, request.prompts
+    model, config, randomness, own = request.model, request.config, request.randomness, request.prompts
     seeds, state = None, None
     if config.do_sample and randomness.seeds is not None:
         seeds = torch.as_tensor(randomness.seeds)
@@ -86,10 +66,10 @@ def _call_of(request: Request, engine: str, continuous: ContinuousBatching | Non
         on_gpu = model.device.type == "cuda"
         state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
     return {
-        "prompts": prompts.input_ids,
-        "attention_mask": (prompts.padding, prompts.width),
-        "requests": None if continuous is None else [one.tolist() for one in continuous.prompts],
-        "cache": prompts.cached,
+        "prompts": own.input_ids,
+        "attention_mask": (own.padding, own.width),
+        "requests": None if prompts is None else [one.tolist() for one in prompts],
+        "cache": own.cached,
         "num_assistant_tokens": (request.num_draft_tokens, request.is_auto),
         "engine": engine,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
@@ -111,90 +91,53 @@ def _warn(message: str) -> None:
     logger.warning("hf_specdec: %s", message)
 
 
-def _why_not_hooks(
-    request: Request, model_kwargs: dict[str, Any], hooks: tuple[int, ...], is_continuous: bool
-) -> str | None:
-    """The reason why modules with `hooks` do not compute the same on the static engine; None if they do."""
-    prompts, mask = request.prompts, model_kwargs.get("attention_mask")
-    if is_continuous:  # of many requests a few
-        rows = slice(_TRIED_REQUESTS)
-        prompts = replace(prompts, input_ids=prompts.input_ids[rows], padding=prompts.padding[rows])
-        model_kwargs = {} if mask is None else {"attention_mask": mask[rows]}
-    request = replace(request, prompts=prompts)
-    return why_not_equivalent_with(CallWithInputs.of(request, model_kwargs, {}, {}, hooks))
-
-
 def _on_static_engine(
-    request: Request, model_kwargs: dict[str, Any], is_continuous: bool, tree: ModuleTree
+    request: Request, model_kwargs: dict[str, Any], is_continuous: bool
 ) -> tuple[Request, str | None]:
     """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
-    model, prompts, drafter = request.model, request.prompts, request.drafter
-    obstacle = why_not_static(model, request.config, prompts, model_kwargs, tree, is_continuous)
+    model, prompts = request.model, request.prompts
+    obstacle = why_not_static(model, request.config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
         return request, obstacle
-    besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
-    is_by_target = bool(besides) or offsets is None
-    if drafter.is_equivalence_check:
-        is_by_target |= drafter.prompts_by_target
-    if has_compressed_layers(model) and (is_by_target or any(offsets)):
-        return request, "it has compressed keys, which are made of tokens only, at positions that are counted from 0"
-    if not drafter.is_equivalence_check:
-        # Padding that continuous batching makes is not the caller's: its rows are what each of them says by itself.
-        is_padded = not is_continuous and any(prompts.padding)
-        why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
-        obstacle = why_not()
-        if obstacle is not None and why_not(prompts_by_target=True) is None:
-            is_by_target, obstacle = True, None
-    hooks = () if drafter.is_equivalence_check else hooks_of(tree.hooked)
-    if obstacle is not None or not is_by_target:
-        if obstacle is None and hooks:
-            obstacle = _why_not_hooks(request, model_kwargs, hooks, is_continuous)
-        return replace(request, position_offsets=offsets), obstacle
-    what = ", ".join(sorted(besides)) or "position_ids of its own"
-    if prompts.cached and has_recurrent_layers(model):
-        return request, f"the call has {what}, and continues a cache with recurrent states"
-    if request.config.prefill_chunk_size is not None:
-        return request, f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
-    following = inputs_after_prompts(model, prompts, model_kwargs)
-    offsets = following if isinstance(following, str) else position_offsets(prompts, following)
-    if isinstance(offsets, str):
-        return request, offsets
-    if (besides or hooks) and not drafter.is_equivalence_check:
-        call = CallWithInputs.of(request, model_kwargs, besides, following, hooks)
-        obstacle = why_not_equivalent_with(call)
-    return replace(request, position_offsets=offsets, inputs=model_kwargs), obstacle
+    # Padding that continuous batching makes is not the user's: its rows are what each of them generates by itself.
+    is_padded = not is_continuous and any(prompts.padding)
+    why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
+    obstacle = why_not()
+    by_target = obstacle is not None and why_not(prompts_by_target=True) is None
+    if obstacle is not None and not by_target:
+        return request, obstacle
+    prepared = for_static_engine(request, model_kwargs, by_target)
+    if isinstance(prepared, str):
+        return request, prepared
+    request, following = prepared
+    return request, why_not_equivalent_with(request, model_kwargs, following)
 
 
-@settings_read_once()
-def _choose_engine(
-    request: Request, model_kwargs: dict[str, Any], is_continuous: bool, tree: ModuleTree
-) -> tuple[Request, str]:
+def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Request, str]:
     """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Args:
-        request: the call.
         model_kwargs: inputs of the target as prepared by `generate()`.
         is_continuous: whether it is to run by continuous batching.
-        tree: of the target.
 
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = request.drafter
-    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous, tree)
+    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
         engine, reason = drafter.engine, f"forced by engine={drafter.engine!r}"
     else:
         engine, reason = ("static", "the target and the call fit") if obstacle is None else ("stock", obstacle)
-    if not drafter.is_equivalence_check:
-        _log_engine(engine, reason)
+    _log_engine(engine, reason)
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
     return replace(on_static if engine == "static" else request, reason=reason), engine
 
 
+@looked_at_once()
 def generate_with_drafter(
     assisted_decoding: Callable,
     model: PreTrainedModel,
@@ -210,13 +153,11 @@ def generate_with_drafter(
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
-) -> GenerateOutput | torch.Tensor | ContinuousOutput:
+) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
 
     Args:
         assisted_decoding: transformers' own, for the stock engine.
-        model: the target.
-        drafter: bound to it.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
@@ -224,57 +165,118 @@ def generate_with_drafter(
     Raises:
         ValueError: no engine can run the call, or what was given is wrong.
     """
-    continuous = _CONTINUOUS.get()
-    _CONTINUOUS.set(None)  # calls that are made during this one are usual calls
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
     # A cache of states only does not know how many tokens it holds.
-    cache = None if has_only_states(model) else given_cache(model_kwargs)
+    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     check_prompts(input_ids, mask, cache, model_kwargs)
-    tree = ModuleTree.of(model)
-    note_variant(model, tree)
-    logits_processor = _usable(logits_processor, continuous)
+    check_processors(logits_processor)
     input_ids = input_ids.long()
     generation_config.max_length = math.ceil(generation_config.max_length)
     check_cache(cache, generation_config)
-    randomness = Randomness(seeds, generator)
-    num_draft_tokens = _num_draft_tokens(drafter, generation_config, randomness, continuous)
-    request = Request(
-        model=model,
-        drafter=drafter,
-        prompts=read_prompts(input_ids, mask, mask_length(generation_config), cache),
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        config=generation_config,
-        num_draft_tokens=_most_draft_tokens(drafter) if num_draft_tokens == AUTO else num_draft_tokens,
-        is_auto=num_draft_tokens == AUTO,
-        randomness=randomness,
-        streamer=streamer,
-        cache=cache if is_of_caller(cache) else None,
+    prompts = read_prompts(input_ids, mask, mask_length(generation_config), cache)
+    request = request_of(
+        model, drafter, generation_config, prompts, logits_processor, stopping_criteria, Randomness(seeds, generator)
     )
-    if continuous is None:
-        check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
-    attentions = empty_attentions(model, generation_config)
-    if attentions is not None:
-        generation_config.output_attentions = False
-        model_kwargs.pop("output_attentions", None)
-    request, engine = _choose_engine(request, model_kwargs, continuous is not None, tree)
+    request = replace(request, streamer=streamer, cache=cache if is_of_caller(cache) else None)
+    check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
+    attentions = _drop_empty_attentions(request, model_kwargs)
+    request, engine = _choose_engine(request, model_kwargs, False)
     if engine == "stock" or request.inputs is not None:
         _make_cache(model, generation_config, model_kwargs)
     request = _for_engine(request, engine)
-    if drafter.batch_invariant and not drafter.is_equivalence_check:
-        check_batch_invariant(request, engine)
+    _check_engine(request, engine, None)
     if engine == "static":
-        check_same_device(model, drafter)
         check_tokens(model, input_ids.cpu(), mask)
-    drafter.sync_with(model)
-    if tensor_parallel_group(model) is not None:
-        check_same_call(model, stopping_criteria, _call_of(request, engine, continuous))
-    run_stock = functools.partial(assist, assisted_decoding, inputs_tensor, model_kwargs)
-    output = _run(request, engine, continuous, run_stock, tree)
+        output = decode(request)
+    else:
+        check_request(request, model_kwargs)
+        check_stock(request, model_kwargs)
+        output = assist(assisted_decoding, inputs_tensor, model_kwargs, request)
+    check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def request_of(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    config: GenerationConfig,
+    prompts: Prompts,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    randomness: Randomness,
+    is_continuous: bool = False,
+) -> Request:
+    """The call of `generate()` with what it has prepared, or one by continuous batching."""
+    num_draft_tokens = _num_draft_tokens(drafter, config, randomness, is_continuous)
+    return Request(
+        model=model,
+        drafter=drafter,
+        prompts=prompts,
+        processors=processors,
+        criteria=criteria,
+        config=config,
+        num_draft_tokens=_most_draft_tokens(drafter) if num_draft_tokens == AUTO else num_draft_tokens,
+        is_auto=num_draft_tokens == AUTO,
+        randomness=randomness,
+    )
+
+
+@torch.no_grad()
+def generate_continuously(
+    request: Request, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor], settings: ContinuousBatching
+) -> list[RowRequest]:
+    """Check a call, and run it by continuous batching on the static engine.
+
+    Args:
+        request: the call, whose own prompts are a few that it is checked with.
+        model_kwargs: inputs of the target for these.
+        prompts: `[length]` int64 each, on the host, of the requests; none if requests arrive.
+
+    Returns:
+        a request for each of `prompts`.
+
+    Raises:
+        ValueError: the static engine cannot run the call.
+    """
+    model = request.model
+    with lock_of(model), on_device(model.device), engine_context(), looked_at_once():
+        _drop_empty_attentions(request, model_kwargs)
+        request, engine = _choose_engine(request, model_kwargs, True)
+        _check_continuous(request, engine)
+        _check_engine(request, engine, prompts)
+        requests: list[RowRequest] = []
+        if prompts:  # those that arrive have seeds
+            seeds = from_first_rank(request.randomness.row_seeds(len(prompts), request.temperature), model)
+            requests = request.requests(prompts, seeds)
+        for one in requests:
+            one.prompt_ids, one.records_timestamps = one.prompt.tolist(), settings.records_timestamps
+        decode_continuously(request, requests, settings)
+        check_same_tokens(model, torch.tensor([token for one in requests for token in one.tokens], dtype=torch.int64))
+    return requests
+
+
+def _drop_empty_attentions(request: Request, model_kwargs: dict[str, Any]) -> tuple | None:
+    """What plain `generate()` returns as attention weights of a step if the target computes none; else None."""
+    attentions = empty_attentions(request.model, request.config)
+    if attentions is not None:
+        request.config.output_attentions = False
+        model_kwargs.pop("output_attentions", None)
+    return attentions
+
+
+def _check_engine(request: Request, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
+    """Check that `engine` can run the call now, on all processes that run the target; `prompts` as of `_call_of`."""
+    model, drafter = request.model, request.drafter
+    if drafter.batch_invariant:
+        check_batch_invariant(request, engine)
+    if engine == "static":
+        check_same_device(model, drafter)
+    drafter.sync_with(model)
+    if tensor_parallel_group(model) is not None:
+        check_same_call(model, request.criteria, _call_of(request, engine, prompts))
 
 
 def _vocabulary_of(model: PreTrainedModel) -> int:
@@ -290,36 +292,6 @@ def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: 
     if config._cache_arguments is not None:
         args, kwargs = config._cache_arguments
         make_cache(model, config, model_kwargs, *args, **kwargs)
-
-
-def _run(
-    request: Request,
-    engine: str,
-    continuous: ContinuousBatching | None,
-    run_stock: Callable[[Request], GenerateOutput | torch.Tensor],
-    tree: ModuleTree,
-) -> GenerateOutput | torch.Tensor | ContinuousOutput:
-    """What `engine` generates, the stock engine by `run_stock`; the same on all processes that run the target."""
-    if continuous is not None:
-        _check_continuous(request, engine)
-        output = decode_continuously(request, continuous)
-    elif engine == "static":
-        output = decode(request, tree)
-    else:
-        output = run_stock(request)
-    check_same_tokens(request.model, output if isinstance(output, torch.Tensor) else output.sequences)
-    return output
-
-
-def _usable(processors: LogitsProcessorList, continuous: ContinuousBatching | None) -> LogitsProcessorList:
-    """`processors` that the call runs for all rows, which are checked.
-
-    By continuous batching others are those of each request, see `ContinuousBatching.processors_of`.
-    """
-    check_processors(processors)
-    if continuous is None:
-        return processors
-    return LogitsProcessorList(one for one in processors if type(one) in POINTWISE_PROCESSORS)
 
 
 def _for_engine(request: Request, engine: str) -> Request:
@@ -345,7 +317,7 @@ def _check_continuous(request: Request, engine: str) -> None:
 
 
 def _num_draft_tokens(
-    drafter: Drafter, config: GenerationConfig, randomness: Randomness, continuous: ContinuousBatching | None
+    drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool
 ) -> int | str:
     """K of a call with the settings `config`, or `AUTO`; warns of those that have no effect."""
     asked = getattr(config, "_asked", {})
@@ -353,7 +325,7 @@ def _num_draft_tokens(
         if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
             _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
     # Drawn texts depend on K, which "auto" chooses by time: a call with seeds is to be repeatable.
-    is_free = continuous is not None and not (config.do_sample and randomness.is_given)
+    is_free = is_continuous and not (config.do_sample and randomness.is_given)
     return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_free)
 
 

@@ -1,4 +1,4 @@
-"""Whether the static engine can run a call."""
+"""Whether the static engine can run a call, and whether it can be batch-invariant."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..device_policy import policy_of
+from ..engine.equivalence import why_not_batch_invariant
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
+from ..engine.request import Request
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
-from ..patching.hidden_states import ModuleTree
+from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.layer_choice import DTYPES
+from ..patching.layer_kinds import Use, first_reason
 from ..patching.mask_rules import why_not_kept
-from ..patching.running_layer import forgets_states
 from ..patching.support import (
     cache_layers,
     cache_windows,
-    has_only_states,
-    has_recurrent_layers,
-    length_limits,
+    configured_layers,
+    parts,
+    why_not_known_attention,
     why_not_supported,
 )
-from ..patching.variants import why_not_known_attention
 
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
 _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})
@@ -33,21 +36,13 @@ def why_not_static(
     config: GenerationConfig,
     prompts: Prompts,
     model_kwargs: dict[str, Any],
-    tree: ModuleTree,
     is_continuous: bool,
 ) -> str | None:
-    """The reason why the static engine cannot run this call; None if it can.
-
-    Args:
-        model: the target.
-        config: as prepared by `generate()`.
-        prompts: of the call.
-        model_kwargs: inputs of the model as prepared by `generate()`.
-        tree: of `model`.
-        is_continuous: whether it runs by continuous batching, where requests may have any length.
+    """The reason why the static engine cannot run a call with `config` and `model_kwargs` as prepared by `generate()`;
+    None if it can. In continuous batching requests may have any length.
     """
     return (
-        why_not_supported(model, tree=tree)
+        why_not_supported(model)
         or _why_not_inputs(model)
         or why_not_known_attention(model)
         or _why_not_call(model, config, prompts, model_kwargs)
@@ -66,21 +61,8 @@ def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: P
             f"queries are scaled by the number of cached tokens from {floor} tokens on, padding included, and a text "
             f"may have {config.max_length}"
         )
-    limits = length_limits(model)
-    # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.
-    first, last = prompts.width, config.max_length - 1
-    if limits.fixed is not None and last > limits.fixed:
-        return f"a text of up to {last + 1} tokens outgrows {limits.fixed}, from where on RoPE changes with every token"
-    if limits.long is None or last <= limits.long:
-        return None
-    if limits.recomputes and (first <= limits.long or prompts.cached):
-        return (
-            f"a text that begins with {first} tokens and may have {last + 1} outgrows {limits.long}, where the keys of "
-            "all tokens are computed again with other factors of RoPE"
-        )
-    if config.prefill_chunk_size is not None and first > limits.long:
-        return f"RoPE changes inside of the prompt, after {limits.long} tokens, and the prompt is read in chunks"
-    return None
+    texts = prompts.width, config.max_length - 1, prompts.cached, config.prefill_chunk_size is not None
+    return first_reason(part.why_not_texts(model, *texts) for part in parts(model))
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:
@@ -134,13 +116,13 @@ def _why_not_call(
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
     cache = given_cache(model_kwargs)
-    if has_only_states(model) and is_of_caller(cache):
+    if not configured_layers(model).knows_length and is_of_caller(cache):
         return "the call has a cache of recurrent states only, which does not know how many tokens it holds"
     if prompts.cached:
         obstacle = why_not_readable(cache, cache_layers(model))
         if obstacle is not None:
             return obstacle
-        if prompts.width - prompts.cached > 1 and has_recurrent_layers(model) and forgets_states(model):
+        if prompts.width - prompts.cached > 1 and any(part.forgets_states(model) for part in parts(model)):
             return (
                 f"the call continues a cache with {prompts.width - prompts.cached} tokens at once, for which layers of "
                 f"{type(model).__name__} begin without the states that it holds (so does plain generate())"
@@ -150,23 +132,37 @@ def _why_not_call(
     return None
 
 
-def ordinary_offsets(prompts: Prompts, model_kwargs: dict[str, Any]) -> list[int] | None:
-    """For each row position ids minus positions, if they differ by one number for all tokens; None otherwise.
+def check_batch_invariant(request: Request, engine: str) -> None:
+    """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
 
-    `position_ids` are `[B, P]`, or with M-RoPE `[sections, B, P]`. They are numbers of the tokens of each row, unless
-    a text continues a cache that holds images.
+    The first one for a class and configuration runs the target on a few tokens. Operations that are not known to be
+    batch-invariant are refused where they are called, see `patching.batch_invariance`.
     """
-    given = model_kwargs.get("position_ids")
-    if given is None:
-        return [0] * len(prompts.padding)
-    if given.dim() not in (2, 3) or given.shape[-1] != prompts.width:
-        return None
-    given, columns = given.cpu(), torch.arange(prompts.width)
-    if not any(prompts.padding) and torch.equal(given, columns.expand_as(given)):  # the usual case
-        return [0] * len(prompts.padding)
-    given = given.expand(*given.shape[:-2], len(prompts.padding), -1)
-    positions = columns - torch.tensor(prompts.padding)[:, None]
-    last = given.reshape(-1, *given.shape[-2:])[-1, :, -1:]
-    offsets = last - positions[:, -1:]
-    is_run = (positions >= 0) & (columns >= prompts.cached)
-    return offsets[:, 0].tolist() if bool(((given == positions + offsets) | ~is_run).all()) else None
+    reason = _why_not_invariant(request, engine)
+    if reason is not None:
+        raise ValueError(
+            f"batch_invariant=True, but {reason}. Set drafter.configure(batch_invariant=False) to generate all the "
+            "same; docs/batch-invariance.md says what is supported."
+        )
+
+
+def _why_not_invariant(request: Request, engine: str) -> str | None:
+    """The reason why the call cannot be batch-invariant; None if it can."""
+    model, name = request.model, type(request.model).__name__
+    if not policy_of(model.device).batch_invariant:
+        return f"{name} is on a device of type {model.device.type}; expected a GPU, which the kernels are for"
+    if model.dtype not in DTYPES:
+        return f"{name} is in {model.dtype}; expected torch.bfloat16, torch.float16 or torch.float32"
+    if (reason := cache_layers(model).why_not(Use.BATCH_INVARIANCE)) is not None:
+        return f"{name} has {reason}"
+    if engine != "static":
+        return f"the call runs on the {engine} engine ({request.reason}); expected the static engine"
+    if request.inputs is not None:
+        return f"{name} itself runs the prompts of this call, in one padded batch; expected prompts of tokens only"
+    longest = request.config.max_length - 1
+    if (reason := first_reason(part.why_not_alone(model, longest) for part in parts(model))) is not None:
+        return f"{reason}; expected shorter texts"
+    group = tensor_parallel_group(model)
+    if group is not None:
+        return f"{name} is split over {group.size()} processes; expected a target on one GPU"
+    return why_not_batch_invariant(model)

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from .. import optimizer_steps
 from ..auto import AutoDrafter
 from ..drafters.base import Drafter
 from ..engine.cuda_graphs import on_device
@@ -28,6 +27,7 @@ from ..host.generation import (
     makes_dynamic_cache,
 )
 from ..patching.patch import engine
+from ..patching.signature import watch_optimizers
 from ..sampling.randomness import Randomness
 from .continuous import generate_batch
 from .dispatch import UNUSED_SETTINGS, generate_with_drafter
@@ -249,11 +249,11 @@ def install() -> None:
     """
     for (owner, name), ours in _METHODS.items():
         setattr(owner, name, ours)
-    optimizer_steps.watch()
+    watch_optimizers(True)
 
 
 def uninstall() -> None:
     """Give transformers back exactly the methods it had before `install`."""
     for owner, name in _METHODS:
         setattr(owner, name, REPLACED_METHODS[owner, name])
-    optimizer_steps.unwatch()
+    watch_optimizers(False)

@@ -1,7 +1,7 @@
 """`model.init_continuous_batching(..., assistant_model=drafter)`: the manager that users call.
 
 `manager_requests.py` checks requests and makes them, `manager_queue.py` holds them until they are over,
-`manager_results.py` delivers what they say, `manager_thread.py` runs rounds by the calls of `manager_call.py`.
+`manager_results.py` delivers their tokens, `manager_thread.py` runs rounds by the calls of `manager_call.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, prepared_config
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.patch import on_host
-from .continuous import check_config, check_length
+from .continuous import check_config, check_known, check_length
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
 from .manager_ranks import SplitRoundThread
@@ -43,8 +43,6 @@ class SpeculativeBatchingManager:
     wait for `pause()`.
 
     Args:
-        model: the target.
-        drafter: bound to it.
         generation_config: of all requests; the model's own if None.
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round, `max_queue_size` the most
             requests that wait for one (0 for any number), `seed` that of requests without a seed. With
@@ -76,11 +74,7 @@ class SpeculativeBatchingManager:
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         check_config(self.continuous_batching_config)
         self.generation_config, unknown = prepared_config(model, generation_config, **kwargs)
-        if unknown:
-            raise ValueError(
-                f"{', '.join(sorted(unknown))} is no setting of a manager; expected settings of a generation config."
-            )
-        self.generation_config.use_cache = True  # servers leave it off for transformers' own cache
+        check_known(unknown, "a manager")
         self._queue = RequestQueue(self.continuous_batching_config)
         self._factory = RequestFactory(
             model, self.generation_config, self.continuous_batching_config, self._queue.is_in_use

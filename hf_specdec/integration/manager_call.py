@@ -1,8 +1,7 @@
-"""The calls of `generate()` that a manager makes for its requests, and those that capture graphs before they come."""
+"""The runs of a manager's requests, and those that capture graphs before they come."""
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -12,16 +11,17 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.buckets import PACKED_TOKENS, row_sizes
-from ..engine.fingerprint import fingerprint, versions_of
+from ..engine.groups import GROUP_SIZES
 from ..engine.request import Request
-from ..engine.request_rows import GROUP_SIZES
 from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
+from ..host.generation import prepared_config
 from ..kernels.types import SamplingSettings
-from ..optimizer_steps import last_step
-from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import hooks_of
+from ..patching.patch import on_host
+from ..patching.signature import Fingerprint, Signature
 from ..sampling.logits import RowSampling
-from .dispatch import continuous_batching
+from .continuous import call_of
+from .dispatch import generate_continuously
 from .manager_queue import RequestQueue
 from .manager_requests import GREEDY, end_tokens
 from .request_processors import own_config, processors_of_prompt
@@ -34,15 +34,11 @@ _FILTERED = SamplingSettings(1.0, 50, 0.9)
 
 
 class ManagedCall:
-    """A call of `generate()` with a drafter whose requests arrive while it runs; it may be made again and again.
+    """A call whose requests arrive while it runs; it may be made again and again.
 
     Args:
-        model: the target.
-        drafter: bound to it.
-        generation_config: of all requests.
-        settings: of the manager.
         longest: tokens of the longest text that the first buffers are made for.
-        requests: the queue that is told what requests say.
+        requests: the queue that is told of their tokens.
     """
 
     def __init__(
@@ -61,8 +57,8 @@ class ManagedCall:
         self._requests = requests
 
     def run(self, arrivals: Arrivals) -> None:
-        """Run the requests of `arrivals`; the prompt of the call itself is none of them."""
-        config, processors = copy.deepcopy(self._config), LogitsProcessorList()
+        """Run the requests of `arrivals`."""
+        (config, _), processors = prepared_config(self.model, self._config), LogitsProcessorList()
         if self._samples_each:
             config.do_sample, config.temperature, config.top_k, config.top_p = True, 1.0, 0, 1.0
             processors.append(RowSampling())
@@ -71,7 +67,7 @@ class ManagedCall:
         if config.pad_token_id is None:
             config.pad_token_id = (ends or [0])[0]
         # Requests have limits of their own; this one bounds the drafts of a round.
-        config.max_new_tokens, config.max_length = max(config.max_new_tokens or 0, 64), None
+        config.max_new_tokens = max(config.max_new_tokens or 0, 64)
         settings = ContinuousBatching(
             max_rows=self._settings.max_requests_per_batch,
             on_finished=self._requests.on_finished,
@@ -81,30 +77,24 @@ class ManagedCall:
             reuses_prefixes=self._settings.allow_block_sharing,
             processors_of=self._processors_of,
         )
-        blank = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-        with continuous_batching(settings):
-            self.model.generate(
-                input_ids=blank,
-                attention_mask=torch.ones_like(blank),
-                generation_config=config,
-                assistant_model=self._drafter,
-                logits_processor=processors,
-            )
+        with on_host():
+            call = call_of(self.model, self._drafter, config, [torch.zeros(1, dtype=torch.int64)], processors)
+        generate_continuously(*call, (), settings)
 
     def _processors_of(self, request: RowRequest, call: Request) -> LogitsProcessorList | None:
         """The processors of a request that has settings of its own."""
         if request.config is None:
             return None
         prompt, limit = request.prompt.to(self.model.device), request.config.max_new_tokens
-        return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.caller_processors)
+        return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.user_processors)
 
     def seen(self) -> tuple:
         """What can be seen of how target and drafter compute: equal later unless they were changed.
 
         To be asked for while no run has patched the target.
         """
-        tree = ModuleTree.of(self.model).with_model(self._drafter)
-        return fingerprint(tree, self.model.device), hooks_of(tree.hooked), versions_of(tree), last_step()
+        found = Signature(self.model, self._drafter)
+        return Fingerprint.of(self.model.device, found), hooks_of(found.hooked), found.versions
 
     def check(self) -> None:
         """Make the call without a request.
@@ -155,11 +145,7 @@ class ManagedCall:
 
 
 class _Script:
-    """Requests that arrive group by group, each when the one before it has ended.
-
-    Args:
-        groups: of requests.
-    """
+    """Requests that arrive group by group, each when the one before it has ended."""
 
     def __init__(self, groups: list[list[RowRequest]]):
         self._groups = deque(groups)

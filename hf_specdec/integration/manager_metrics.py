@@ -19,7 +19,6 @@ class Histogram:
 
     Attributes:
         counts: by the numbers of `BOUNDS`; the last one is of those above all.
-        total: seconds.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
@@ -45,8 +44,8 @@ class ManagerMetrics:
         self.tokens: Counter[str] = Counter()
         self.first_token, self.whole = Histogram(), Histogram()
 
-    def count(self, request: RowRequest, created: float) -> None:
-        """Add a request that is over, which came at time `created`."""
+    def count(self, request: RowRequest) -> None:
+        """Add a request that is over."""
         with self._lock:
             self.requests["finished" if request.error is None else "failed"] += 1
             self.tokens["prompt"] += len(request.prompt)
@@ -54,8 +53,8 @@ class ManagerMetrics:
             self.tokens["drafted"] += request.num_drafted
             self.tokens["accepted"] += request.num_accepted
             if request.first_token >= 0:
-                self.first_token.add(request.first_token - created)
-            self.whole.add(request.lifespan[1] - created)
+                self.first_token.add(request.first_token - request.created_time)
+            self.whole.add(request.lifespan[1] - request.created_time)
 
     def text(self, running: int, waiting: int) -> str:
         """All of it in the text format of Prometheus, with how many requests run and wait now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,6 @@ from transformers import ContinuousBatchingConfig
 
 from ..engine.row_request import RowRequest
 from .manager_metrics import ManagerMetrics
-from .manager_requests import ManagedRequest
 from .manager_results import Results
 
 
@@ -24,7 +24,6 @@ class RequestQueue:
     Attributes:
         changed: guards the queue and all that goes with it, and tells of changes. It is never held while waiting for
             the lock of the target.
-        results: of its requests.
         metrics: of those that are over.
         active: by id, requests that are not over.
         on_failed: called with every request that ends before a run has got it; None for nothing.
@@ -35,12 +34,12 @@ class RequestQueue:
         self.changed = threading.Condition()
         self.results = Results(self.changed)
         self.metrics = ManagerMetrics()
-        self.active: dict[str, ManagedRequest] = {}
-        self.on_failed: Callable[[ManagedRequest], None] | None = None
+        self.active: dict[str, RowRequest] = {}
+        self.on_failed: Callable[[RowRequest], None] | None = None
         # Those of `active` that had no row when it was last looked.
-        self._waiting: dict[str, ManagedRequest] = {}
-        self._arrived: deque[ManagedRequest] = deque()
-        self._withdrawn: list[tuple[ManagedRequest, str]] = []
+        self._waiting: dict[str, RowRequest] = {}
+        self._arrived: deque[RowRequest] = deque()
+        self._withdrawn: list[tuple[RowRequest, str]] = []
         # Of `active`, whose results nobody expects.
         self._disowned: set[str] = set()
 
@@ -74,7 +73,7 @@ class RequestQueue:
                     f"{self._settings.max_queue_size} requests wait, as many as may (max_queue_size); try again later."
                 )
 
-    def add(self, requests: list[ManagedRequest]) -> None:
+    def add(self, requests: list[RowRequest]) -> None:
         """Let `requests`, the sequences of one, wait for rows; those with an error end.
 
         Raises:
@@ -107,7 +106,7 @@ class RequestQueue:
             self.changed.notify_all()
 
     def disown(self, request_ids: Sequence[str]) -> None:
-        """End requests whose caller never learns of them, and forget what they have said."""
+        """End requests whose user never learns of them, and forget their results."""
         with self.changed:
             for name in request_ids:
                 prompt = {one.request_id for one in self.active.values() if one.prompt_id == name} | {name}
@@ -116,7 +115,7 @@ class RequestQueue:
                 for one in prompt:
                     self.results.drop(one)
 
-    def take(self) -> tuple[list[ManagedRequest], list[tuple[ManagedRequest, str]]]:
+    def take(self) -> tuple[list[RowRequest], list[tuple[RowRequest, str]]]:
         """Requests that have arrived, and those that were withdrawn with an error for each, since the last call."""
         with self.changed:
             self.changed.notify_all()  # requests that were admitted leave room for others
@@ -125,8 +124,8 @@ class RequestQueue:
             self._withdrawn.clear()
             return arrived, withdrawn
 
-    def put_back(self) -> None:
-        """Let all requests wait for a run again, with what they have said, but for those that were withdrawn."""
+    def requeue(self) -> None:
+        """Let all requests but those that were withdrawn wait for a run again, with the tokens that they have."""
         with self.changed:
             for request, error in self._withdrawn:
                 if request.request_id in self.active:
@@ -134,9 +133,9 @@ class RequestQueue:
             self._withdrawn.clear()
             self._arrived = deque(self.active.values())
 
-    def fail(self, request: ManagedRequest, error: str) -> None:
+    def fail(self, request: RowRequest, error: str) -> None:
         """End a request that no run has got."""
-        request.fail(error)
+        request.error, request.lifespan = error, (request.lifespan[0], time.perf_counter())
         if self.on_failed is not None:
             self.on_failed(request)
         self.on_finished(request)
@@ -152,20 +151,20 @@ class RequestQueue:
     def on_finished(self, request: RowRequest) -> None:
         """Deliver the result of a request that is over; one that is not the manager's has none."""
         with self.changed:
-            if isinstance(request, ManagedRequest):
-                self.active.pop(request.request_id, None)
-                self._waiting.pop(request.request_id, None)
-                self.metrics.count(request, request.created_time)
-                if request.request_id in self._disowned:
-                    self._disowned.remove(request.request_id)
-                    self.changed.notify_all()
-                else:
-                    self.results.deliver([request.result()])
+            if request.request_id is None:
+                return
+            self.active.pop(request.request_id, None)
+            self._waiting.pop(request.request_id, None)
+            self.metrics.count(request)
+            if request.request_id in self._disowned:
+                self._disowned.remove(request.request_id)
+                self.changed.notify_all()
+            else:
+                self.results.deliver([request.result()])
 
     def on_tokens(self, requests: list[RowRequest]) -> None:
-        """Deliver what requests say so far, if they are streamed."""
-        streamed = [one for one in requests if isinstance(one, ManagedRequest) and one.streaming]
-        results = [one.result() for one in streamed if one.request_id not in self._disowned]
-        if results:
+        """Deliver the tokens of requests so far, if they are streamed."""
+        streamed = [one for one in requests if one.streaming and one.request_id not in self._disowned]
+        if streamed:
             with self.changed:
-                self.results.deliver(results)
+                self.results.deliver([one.result() for one in streamed])

@@ -12,14 +12,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..engine.row_request import Arrived
+from ..engine.row_request import Arrived, RowRequest
 from ..host.generation import BackgroundThreadStatus
 from ..parallel.rank_agreement import RankAgreement
 from ..parallel.tensor_parallel import is_first_rank
 from .locks import lock_of
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
-from .manager_requests import ManagedRequest
 from .manager_thread import STOPPED, RoundThread
 
 # Seconds for which the first process waits for requests before it agrees with the others that there are none.
@@ -43,14 +42,13 @@ class _News:
     """What has happened at the first process.
 
     Attributes:
-        arrived: requests.
         withdrawn: requests that end at once, with an error for each.
         failed: requests that have ended before a run got them.
     """
 
-    arrived: list[ManagedRequest] = field(default_factory=list)
-    withdrawn: list[tuple[ManagedRequest, str]] = field(default_factory=list)
-    failed: list[ManagedRequest] = field(default_factory=list)
+    arrived: list[RowRequest] = field(default_factory=list)
+    withdrawn: list[tuple[RowRequest, str]] = field(default_factory=list)
+    failed: list[RowRequest] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.arrived) + len(self.withdrawn) + len(self.failed)
@@ -60,8 +58,6 @@ class SplitRoundThread(RoundThread):
     """A `RoundThread` of one of the processes that a target is split over.
 
     Args:
-        call: runs rounds.
-        requests: the queue.
         timeout: see `RankAgreement`.
     """
 
@@ -95,7 +91,7 @@ class SplitRoundThread(RoundThread):
     def expects(self, request_id: str) -> bool:
         return super().expects(request_id) or request_id in self._expected
 
-    def add(self, requests: list[ManagedRequest]) -> None:
+    def add(self, requests: list[RowRequest]) -> None:
         if self.takes_requests:
             super().add(requests)
             return
@@ -195,7 +191,7 @@ class SplitRoundThread(RoundThread):
                 arrived, withdrawn = [], [(one, STOPPED) for one in self._requests.active.values()]
         return Arrived(arrived, withdrawn, bool(agreed[_Said.IS_OPEN]), bool(agreed[_Said.WAS_PAUSED]), has_waited)
 
-    def _told(self) -> tuple[list[ManagedRequest], list[tuple[ManagedRequest, str]]]:
+    def _told(self) -> tuple[list[RowRequest], list[tuple[RowRequest, str]]]:
         """Requests that have arrived at the first process, and those that were withdrawn there."""
         with self._changed:
             news, self._news = self._news, _News()

@@ -1,12 +1,10 @@
-"""Requests to a manager: `ManagedRequest`, and `RequestFactory`, which checks what is asked and makes them."""
+"""Requests to a manager: `RequestFactory` checks what is asked, and makes them."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
 from types import NoneType
@@ -24,7 +22,6 @@ from transformers import (
 from ..engine.buckets import next_power_of_two
 from ..engine.request import fitting_tokens, why_too_long
 from ..engine.row_request import RowRequest
-from ..host.generation import GenerationOutput, RequestStatus
 from ..kernels.types import NO_TOP_K, SamplingSettings
 from ..ops import row_seeds
 from ..patching.patch import on_host
@@ -41,47 +38,6 @@ MOST_STOP_STRINGS = 32
 
 # The temperature of drafts for rows that are decoded greedily beside others that are sampled: nearly always the best.
 GREEDY = SamplingSettings(1e-4, 0, 1.0)
-
-
-@dataclass(eq=False)
-class ManagedRequest(RowRequest):
-    """A request to a manager.
-
-    Attributes:
-        request_id: its name.
-        prompt_id: the name of the last sequence of its prompt, by which all of them are cancelled.
-        streaming: whether a result is delivered after every round.
-        created_time: `time.perf_counter()` when it was added.
-    """
-
-    request_id: str = ""
-    prompt_id: str = ""
-    streaming: bool = False
-    created_time: float = field(default_factory=time.perf_counter)
-
-    @property
-    def has_started(self) -> bool:
-        return self.lifespan[0] >= 0 or self.is_over
-
-    def fail(self, error: str) -> None:
-        """End without a run."""
-        self.error, self.lifespan = error, (self.lifespan[0], time.perf_counter())
-
-    def result(self) -> GenerationOutput:
-        """What it says so far, as transformers' manager delivers it."""
-        status = RequestStatus.DECODING if self.has_started else RequestStatus.PENDING
-        if self.is_over:
-            status = RequestStatus.FINISHED if self.error is None else RequestStatus.FAILED
-        return GenerationOutput(
-            request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
-            generated_tokens=list(self.tokens),
-            error=self.error,
-            status=status,
-            created_time=self.created_time,
-            lifespan=self.lifespan,
-            timestamps=list(self.timestamps) if self.records_timestamps else None,
-        )
 
 
 class StopStrings(StopStringCriteria):
@@ -108,8 +64,6 @@ class RequestFactory:
     """Makes requests; several threads may use it at once.
 
     Args:
-        model: the target.
-        generation_config: of all requests.
         settings: `seed` is that of requests without a seed, `per_request_processors` whether they may have
             `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own.
         is_in_use: whether a request has an id, which is then given to no other.
@@ -144,7 +98,7 @@ class RequestFactory:
         eos_token_id: int | list[int] | None,
         options: dict[str, Any],
         index: int = 0,
-    ) -> list[ManagedRequest]:
+    ) -> list[RowRequest]:
         """A request, and one for each further sequence of its prompt, before it; `error` is set if it cannot run.
 
         Args:
@@ -168,7 +122,7 @@ class RequestFactory:
         if request_id is None:
             request_id = self._new_id()
         return [
-            ManagedRequest(
+            RowRequest(
                 index=0,
                 prompt=prompt,
                 remaining=remaining,
@@ -177,7 +131,7 @@ class RequestFactory:
                 seed=seeds[number],
                 sampling=sampling,
                 config=config,
-                caller_processors=processors,
+                user_processors=processors,
                 criteria=self._stop_strings(stop_strings, tokenizer),
                 records_timestamps=record_timestamps,
                 error=self.why_too_long(len(prompt)),

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..engine.row_request import Arrived
+from ..engine.row_request import Arrived, RowRequest
 from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
 from .locks import lock_of
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
-from .manager_requests import ManagedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +31,6 @@ class RoundThread:
     """Runs the requests of a queue; it is what a run asks for arrivals, see `Arrivals`.
 
     It can be started again when it has ended.
-
-    Args:
-        call: runs rounds.
-        requests: the queue.
 
     Attributes:
         status: as of transformers; `fatal_error` is the error that has ended the thread, or None.
@@ -156,7 +151,7 @@ class RoundThread:
                 self._was_paused = True
                 self._changed.notify_all()
 
-    def add(self, requests: list[ManagedRequest]) -> None:
+    def add(self, requests: list[RowRequest]) -> None:
         """Add the sequences of a request to the queue; waits for room, but not in an event loop.
 
         Raises:
@@ -233,8 +228,8 @@ class RoundThread:
         if self._was_paused or (is_idle and self._requests.has_arrivals):
             leave_target()
             if self._call.seen() != self._seen:
-                self._requests.put_back()
-                return Arrived(is_open=False, is_elsewhere=True)
+                self._requests.requeue()
+                return Arrived(is_open=False, must_restart=True)
         with self._changed:
             arrived, withdrawn = self._requests.take()
             if self._is_hard_stop:

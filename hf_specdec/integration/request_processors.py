@@ -55,12 +55,9 @@ def processors_of_prompt(
     """The processors of `generate()` for a prompt, in its order, on the device of the prompt.
 
     Args:
-        model: the target.
         config: of the call, with all defaults filled in.
         prompt: `[length]` int64.
-        max_new_tokens: of the prompt.
         ends: tokens that end its text.
-        processors, prefix_allowed_tokens_fn: as of `generate()`.
 
     Raises:
         ValueError: a setting is wrong, or a processor keeps state from one token to the next.
@@ -101,7 +98,6 @@ def own_config(
     """The settings of a request whose scores are processed by themselves; None if they are processed with all rows.
 
     Args:
-        config: of all requests.
         options: settings of the request, which take the place of those of `config`.
         samples_each: whether rows have `SAMPLING_OPTIONS` of their own, see `RowSampling`.
         others: as of `processors_of_prompt`.

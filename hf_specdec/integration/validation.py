@@ -143,7 +143,7 @@ def check_call(
             "that a process can run by itself (synced_gpus=False). Load all of it in every process, split it with a "
             "tp_plan, or drop assistant_model."
         )
-    if any(hasattr(kind, "set_reshard_after_forward") for kind in set(map(type, modules_of(model)))):
+    if [kind for kind in set(map(type, modules_of(model))) if hasattr(kind, "set_reshard_after_forward")]:
         raise ValueError(
             f"{name} is sharded by fully_shard() (FSDP2), so that its weights are whole only while its own forward "
             "runs; expected a target that a process can run by itself. Load all of it in every process, split it with "

@@ -38,11 +38,6 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of `tensor`, sharing its memory; `tensor` itself if it is not a `DTensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def tensor_parallel_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
     """The ranks over which transformers has sharded the weights of `model` (`tp_plan`); None if it is not sharded."""
     mesh = tensor_parallel_mesh(model)
@@ -126,6 +121,7 @@ class local_linears(Replacements):
             for name, parameter in module._parameters.items()
             if isinstance(parameter, DTensor)
         ]
+        self.is_empty = self.is_empty and not self._sharded
 
     def _enter(self, stack: ExitStack) -> None:
         for reference, name in self._sharded:

@@ -17,6 +17,7 @@ from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTION
 from .cache import RaggedCache
 from .deferred import plain
 from .implementations import runs_flash_attention, submodel_configs
+from .layer_kinds import PlugIn, Use, register
 from .mask_rules import MaskRule, rules_by_module
 from .patch import Replacements, constant, original, runs_engine
 from .relative_bias import biased_attention
@@ -47,8 +48,7 @@ def ragged_attention_forward(
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
         attention_mask: `[B, 1, n, 0, 1 or 2]` int64, or `[1, 2, n, 1]` of a `PackedCache`.
-        options: `scaling`, `sliding_window`, `s_aux` (attention sinks), `softcap`, and with `position_bias` (see
-            `relative_bias`) `sinks` of each query; others are ignored.
+        options: see `_attend`; others are ignored.
 
     Returns:
         `[B, n, heads, head_dim]`, and None in the place of attention weights.
@@ -70,10 +70,9 @@ def masked_attention_forward(
     indices: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention interface for models that are given masks: the attention that the module has otherwise.
+    """As `ragged_attention_forward`, for models that are given masks: the attention that the module has otherwise.
 
     Args:
-        module, query, key, value, options: as of `ragged_attention_forward`.
         attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`; bool in passes of others that had
             made their masks before the target was patched.
         indices: `[B, n, k]`, the slots that an indexer chose; others are not seen.
@@ -100,6 +99,7 @@ def _attend(
     sinks: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
+    """`s_aux` are attention sinks; with `position_bias` (see `relative_bias`) there are `sinks` of each query."""
     query = plain(query)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -121,16 +121,7 @@ def _attend(
     if position_bias is not None:
         return biased_attention(query, key, value, positions, position_bias, scaling, sliding_window, sinks, starts)
     return ops.attention(
-        query,
-        key,
-        value,
-        positions=positions,
-        scaling=scaling,
-        window=sliding_window,
-        sinks=s_aux,
-        softcap=softcap,
-        starts=starts,
-        chunk=chunk,
+        query, key, value, positions, scaling, sliding_window, s_aux, softcap, starts=starts, chunk=chunk
     )
 
 
@@ -191,7 +182,7 @@ def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.
 def eager_mask_over_slots(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
     """transformers' mask interface for models with attention of their own, outside of the attention interface.
 
-    Passes of an engine, which are told by `RaggedCache.get_query_offset`, get `slot_mask`. Calls by others while
+    Passes of an engine, which are recognised by `RaggedCache.get_query_offset`, get `slot_mask`. Calls by others while
     `ragged_attention` is active get the mask that eager attention adds to its scores: the modules that read the
     implementation's name from the configuration, to call another attention, do not find it.
     """
@@ -209,8 +200,7 @@ def slot_mask(
     Args:
         slots: `[B, n]` int64, of the queries.
         span: slots of the keys, the first ones of the cache.
-        mask_function: transformers' function of indices of row, head, query and key, whether a query sees a key. It
-            is called with slots, so it may be of any kind: causal, with a sliding window, in chunks.
+        mask_function: of transformers, whether a query sees a key; called with slots, so it may be of any kind.
         seen: `[B, span]` bool, false for slots that no query of the row sees.
         dtype: of the mask.
 
@@ -253,12 +243,7 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
 def set_ragged_attention(
     model: PreTrainedModel, rules: Sequence[tuple[torch.nn.Module, MaskRule]] | None = None
 ) -> None:
-    """What `ragged_attention` does, for good: for the `model` of a drafter.
-
-    Args:
-        model: of the drafter.
-        rules: by which attention layers see keys; None to find them as `ragged_attention` does.
-    """
+    """What `ragged_attention` does, for good: for the `model` of a drafter; `rules` are found if they are not given."""
     name = _name_for(model)
     for module, rule in _rules_of(model) if rules is None else rules:
         vars(module)[_RULE] = rule
@@ -293,3 +278,14 @@ def _rules_of(model: PreTrainedModel) -> list[tuple[torch.nn.Module, MaskRule]]:
 
 def _name_for(model: PreTrainedModel) -> str:
     return ATTENTION_NAME if uses_attention_interface(model) else MASKED_NAME
+
+
+@register
+class Chunks(PlugIn):
+    """Attention in chunks, which are counted from slot 0."""
+
+    @classmethod
+    def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
+        if use is not Use.PACKING or all(rule.chunk is None for _, rule in rules_by_module(model)):
+            return None
+        return "attention in chunks, which are counted from the first slot"

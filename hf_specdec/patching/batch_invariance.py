@@ -43,7 +43,7 @@ _EXACT = frozenset(_EXACT_NAMES.split())
 
 @functools.cache
 def _is_exact(function: torch._ops.OpOverload) -> bool:
-    """Whether `function` computes every element of its result by itself, or exactly, whatever tensors it is given."""
+    """Whether `function` computes every element of its result by itself, or exactly."""
     if function.namespace == "hf_specdec":
         return True
     if function.namespace not in ("aten", "prim", "prims"):
@@ -139,10 +139,6 @@ def _softmax(values: torch.Tensor, dim: int, half_to_float: bool, is_log: bool =
     return _along(values, dim, lambda rows: row_softmax(rows, dtype, is_log))
 
 
-def _log_softmax(values: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    return _softmax(values, dim, half_to_float, is_log=True)
-
-
 def _cumsum(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     if not values.is_floating_point():
         return _aten.cumsum.default(values, dim, dtype=dtype)
@@ -175,7 +171,7 @@ def _normalised(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    has_mean: bool,
+    has_mean: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norm of the last dimensions, of sizes `shape`, in float32; and means and scales, for a dimension of 1 each."""
     rows = inputs.reshape(-1, math.prod(shape)).float()
@@ -189,12 +185,6 @@ def _normalised(
         rows = rows + bias.reshape(-1).float()
     of_rows = (*inputs.shape[: inputs.dim() - len(shape)], *[1] * len(shape))
     return rows.view(inputs.shape).to(inputs.dtype), mean.view(of_rows), scale.view(of_rows)
-
-
-def _layer_norm(
-    inputs: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, ...]:
-    return _normalised(inputs, shape, weight, bias, eps, has_mean=True)
 
 
 def _rms_norm(
@@ -215,11 +205,11 @@ _REPLACED: dict[torch._ops.OpOverload, Callable[..., _Result]] = {
     _aten.nansum.default: _nansum,
     _aten.logsumexp.default: _logsumexp,
     _aten._softmax.default: _softmax,
-    _aten._log_softmax.default: _log_softmax,
+    _aten._log_softmax.default: functools.partial(_softmax, is_log=True),
     _aten.cumsum.default: _cumsum,
     _aten.topk.default: _topk,
     _aten.sort.default: _sort,
-    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_layer_norm.default: _normalised,
     _aten._fused_rms_norm.default: _rms_norm,
 }
 

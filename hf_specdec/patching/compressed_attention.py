@@ -11,15 +11,19 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..host.modeling import COMPRESSOR, COMPRESSOR_INDEXER, ROTATION
-from .cache import CompressedLayer, RaggedCache
+from ..host.caches import STORE_COMPRESSED
+from ..host.modeling import COMPRESSOR, COMPRESSOR_INDEXER, LAYER_TYPES, ROTATION
+from .cache import RaggedCache
+from .compressed_layers import CompressedLayer
 from .hidden_states import modules_of
+from .layer_kinds import LayerKind, Use, register
 from .patch import Replacements
 
 
@@ -77,15 +81,7 @@ def _compress(
     return windows.shown()
 
 
-def _choose(
-    module: nn.Module,
-    entries: torch.Tensor,
-    is_seen: torch.Tensor,
-    hidden_states: torch.Tensor,
-    q_residual: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotate: Callable,
-) -> torch.Tensor:
+def _choose(module, entries, is_seen, hidden_states, q_residual, position_ids, rotate):
     """Which entries the indexer `module` chooses for each query among those that it sees, `[B, n, S]` bool."""
     cos, sin = module.rotary_emb(hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type)
     query = module.q_b_proj(q_residual).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
@@ -104,16 +100,12 @@ def _forward(
     cache: Any,
     layer_idx: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `forward` of a compressor.
+    """The `forward` of a compressor, which is defined in `file`.
 
     Args:
-        module: the compressor.
-        file: its modeling file.
         hidden_states: `[B, n, hidden_size]`.
         q_residual: `[B, n, q_lora_rank]`, what queries are projected from.
         position_ids: `[B, n]` int64.
-        cache: that the layer was given.
-        layer_idx: of the attention layer.
 
     Returns:
         the entries as keys and values, `[B, 1, S, D]`, and what is added to their scores, `[B, 1, n, S]`.
@@ -127,3 +119,30 @@ def _forward(
         is_seen = _choose(module.indexer, keys, is_seen, hidden_states, q_residual, position_ids, rotate)
     bias = entries.new_zeros(is_seen.shape).masked_fill_(~is_seen, float("-inf"))
     return entries.unsqueeze(1), bias.unsqueeze(1)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Compressed(LayerKind):
+    """Keys and values by slot, and keys of windows of tokens.
+
+    What a compressor keeps of tokens is of the last ones only, so the beginning of a text cannot be taken from another.
+    """
+
+    window: int = 0
+
+    layer_types = frozenset(LAYER_TYPES["compressed"])
+    is_written = False
+    stores_keys = True
+    is_by_slot = False
+    reads_mask = True
+    obstacles = dict.fromkeys(
+        (Use.PREFIX_REUSE, Use.OTHER_INPUTS, Use.REPEATED_POSITIONS),
+        "compressed keys, which are made of tokens only, at positions that are counted from 0",
+    )
+    layer_class = CompressedLayer
+    patches = staticmethod(compressed_attention)
+
+    @classmethod
+    def detect(cls, layer: Any) -> Compressed | None:
+        return cls(window=layer.compress_rate) if hasattr(layer, STORE_COMPRESSED) else None

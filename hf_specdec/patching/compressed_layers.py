@@ -10,23 +10,11 @@ nothing is rolled back.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from .rings import Block
-
-
-class CompressingCache(Protocol):
-    """What compressed windows read of the cache that they belong to, a `RaggedCache`."""
-
-    slots: int
-    dummy_slot: int
-    span: int
-    positions: torch.Tensor
-    block: Block
-
-    def convolution_slots(self, kernel_size: int) -> int: ...
+from ..host.caches import Cache
+from .key_layers import RaggedLayer
+from .layer_kinds import LayerKind
 
 
 class CompressedWindows:
@@ -38,12 +26,11 @@ class CompressedWindows:
         overlaps: whether an entry is made of two windows, its own and the one before.
 
     Attributes:
-        ring: `[B, R + 1, 2 * C]`, the projections of the last tokens, values and then gates; the last slot is a dummy
-            slot.
+        ring: `[B, R, 2 * C]`, the projections of the last tokens, values and then gates.
         entries: `[B, E + 1, D]`, the entry of each window; the last slot is a dummy slot.
     """
 
-    def __init__(self, cache: CompressingCache, rate: int, overlaps: bool):
+    def __init__(self, cache: Cache, rate: int, overlaps: bool):
         self._cache, self.rate, self.overlaps = cache, rate, overlaps
         self.ring: torch.Tensor | None = None
         self.entries: torch.Tensor | None = None
@@ -58,29 +45,21 @@ class CompressedWindows:
         """
         tokens = torch.cat([values, gates], dim=-1)
         if self.ring is None:
-            slots = self._cache.convolution_slots(self.rate * (1 + self.overlaps))
-            self.ring = tokens.new_zeros(len(tokens), slots + 1, tokens.shape[-1])
-        size, block = self.ring.shape[1] - 1, self._cache.block
+            slots = self._cache.ring_slots(self.rate * (1 + self.overlaps))
+            self.ring = tokens.new_zeros(len(tokens), slots, tokens.shape[-1])
+        block = self._cache.block
         count = (tokens.shape[1] - 1) // self.rate + 1
         numbers = block.begin // self.rate + torch.arange(count, device=tokens.device)
         before = self.rate if self.overlaps else 0
         steps = torch.arange(-before, count * self.rate, device=tokens.device)
         positions = numbers[:, :1] * self.rate + steps
-        windows = block.at(positions, self.ring[:, :size], tokens)
-        windows = windows.view(len(tokens), -1, self.rate, tokens.shape[-1])
+        windows = block.at(positions, self.ring, tokens).view(len(tokens), -1, self.rate, tokens.shape[-1])
         values, gates = windows.chunk(2, dim=-1)
         if self.overlaps:
             is_before = (positions < 0).view(len(tokens), -1, self.rate, 1)
             gates = gates.masked_fill(is_before, float("-inf"))
-        self._keep(tokens, size)
+        block.keep(self.ring, tokens)
         return values, gates, numbers
-
-    def _keep(self, tokens: torch.Tensor, size: int) -> None:
-        """Put the last `size` of the `tokens` of each row into the ring."""
-        positions = self._cache.positions
-        is_kept = (positions < self._cache.dummy_slot) & (positions > self._cache.block.last - size)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        self.ring[rows, torch.where(is_kept, positions % size, size)] = tokens
 
     def store(self, entries: torch.Tensor, numbers: torch.Tensor) -> None:
         """Store those `entries` `[B, W, D]` of the windows `numbers` `[B, W]` int64 that are complete."""
@@ -97,14 +76,32 @@ class CompressedWindows:
         is_seen = torch.arange(count, device=known.device) < known[..., None]
         return self.entries[:, :count], is_seen
 
-    def copy_rows(
-        self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int, batch: int
-    ) -> None:
-        """Copy rows of the windows of another cache, see `RaggedCache.copy_rows`; this one has `batch` rows."""
+    def copy_rows(self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int) -> None:
+        """Copy rows of the windows of another cache, see `RaggedCache.copy_rows`."""
         if self.ring is None:
+            batch = self._cache.batch
             self.ring = source.ring.new_zeros(batch, *source.ring.shape[1:])
             count = self._cache.slots // self.rate + 1
             self.entries = source.entries.new_zeros(batch, count, source.entries.shape[-1])
         count = slots // self.rate
         self.ring[rows] = source.ring[taken]
         self.entries[rows, :count] = source.entries[taken, :count]
+
+
+class CompressedLayer(RaggedLayer):
+    """A layer with keys of windows of tokens, too."""
+
+    def __init__(self, cache: Cache, kind: LayerKind):
+        super().__init__(cache, kind)
+        self._windows: dict[str, CompressedWindows] = {}
+
+    def windows(self, name: str, rate: int, overlaps: bool) -> CompressedWindows:
+        """What is kept for the compressor called `name`; the others as of `CompressedWindows`."""
+        if name not in self._windows:
+            self._windows[name] = CompressedWindows(self._cache, rate, overlaps)
+        return self._windows[name]
+
+    def copy_rows(self, rows: torch.Tensor, source: CompressedLayer, taken: slice | torch.Tensor, slots: int) -> None:
+        super().copy_rows(rows, source, taken, slots)
+        for name, windows in source._windows.items():
+            self.windows(name, windows.rate, windows.overlaps).copy_rows(rows, windows, taken, slots)

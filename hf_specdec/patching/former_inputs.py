@@ -36,16 +36,10 @@ class _State(NamedTuple):
     fill: float
 
 
-class _FoundState(Exception):
-    """Raised in the place of storing a state."""
+class _Finder(Exception):
+    """In the place of a cache: raises itself when a method without inputs stores its `state`."""
 
-    def __init__(self, state: _State):
-        super().__init__(state)
-        self.state = state
-
-
-class _Finder:
-    """In the place of a cache: raises `_FoundState` when a method without inputs stores its state."""
+    state: _State
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         return None
@@ -58,7 +52,8 @@ class _Finder:
     ) -> torch.Tensor:
         # A method that takes anything but zeros for what is before the first token stores it.
         fill = conv_states.flatten()[0].item() if conv_states.numel() else 0
-        raise _FoundState(_State(layer_idx, state_idx, conv_kernel_size, fill))
+        self.state = _State(layer_idx, state_idx, conv_kernel_size, fill)
+        raise self
 
 
 def _state_of(method: Callable) -> _State | None:
@@ -66,7 +61,7 @@ def _state_of(method: Callable) -> _State | None:
     for inputs in (torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 0, 1)):  # tokens, hidden states
         try:
             method(inputs, _Finder())
-        except _FoundState as found:
+        except _Finder as found:
             return found.state
         except Exception:  # a method may raise anything
             continue

@@ -30,10 +30,8 @@ GROUPS = (
 class FusedLinear:
     """Several `nn.Linear` of one input as one matmul; each layer returns its slice of the output when it is called.
 
-    Args:
-        layers: whose weights have adjacent storages (see `adjacent_storages`), in the order in which they are called.
-        weight: `[sum of out, in]`, the memory of all weights.
-        bias: `[sum of out]`, the memory of all biases; None if the layers have none.
+    The layers, in the order in which they are called, have adjacent storages (see `adjacent_storages`): `weight`
+    `[sum of out, in]` is the memory of all weights, `bias` `[sum of out]` that of all biases, if they have some.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor, bias: torch.Tensor | None):
@@ -77,12 +75,10 @@ class _FusedStorages:
             self._references[fused.data_ptr()] = StorageWeakRef(fused.untyped_storage())
 
     def starting_at(self, address: int) -> torch.UntypedStorage | None:
-        """The storage that begins at `address`; None if there is none, or it was freed."""
         reference = self._references.get(address)
         return None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
     def contain(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of `tensor` is in one of the storages."""
         storages = (self.starting_at(at) for at in list(self._references) if at <= tensor.data_ptr())
         return any(
             storage is not None and tensor.data_ptr() < storage.data_ptr() + storage.nbytes() for storage in storages
@@ -110,7 +106,6 @@ def _find_fused(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _num_references(tensor: torch.Tensor) -> int:
-    """Reference count of the storage of `tensor`."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
 
@@ -133,17 +128,11 @@ def _is_movable(tensor: torch.Tensor) -> bool:
 
 
 def adjacent_storages(*groups: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The memory of each group's tensors as one tensor; tensors that are not adjacent yet are moved.
+    """The memory of each group's tensors, which have equal trailing shapes, as one tensor; those that are not adjacent
+    yet are moved. None, with nothing moved, if a tensor shares its memory with others (see `_is_movable`).
 
     Tensors stay the same objects with the same values. Each gets a storage of its own, which is a slice of the common
     memory and keeps that alive: saving, copying or moving one tensor does so with its slice only.
-
-    Args:
-        groups: of each, tensors of equal trailing shapes, in the order that they are to have in memory.
-
-    Returns:
-        a tensor for each group; None, with nothing moved, if a tensor shares its memory with others (see
-        `_is_movable`).
     """
     found = [_find_fused(tensors) for tensors in groups]
     missing = [tensors for tensors, fused in zip(groups, found, strict=True) if fused is None]
@@ -183,7 +172,6 @@ def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
 
 
 def _groups(models: Sequence[nn.Module]) -> Iterator[list[nn.Linear]]:
-    """The groups of layers of `models` that can be fused."""
     for module in modules_of(*models):
         children = module._modules
         for names in GROUPS:

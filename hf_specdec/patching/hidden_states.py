@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import compress, repeat
-from operator import contains, itemgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,45 +22,6 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
                 found[module] = None
                 unvisited.append(module)
     return list(found)
-
-
-@dataclass(frozen=True)
-class ModuleTree:
-    """All modules of a model, as one walk has found them: what the checks at the beginning of a call read.
-
-    The walk is not repeated, so a tree is not kept while code of the caller may run.
-
-    Attributes:
-        modules: each once.
-        attributes: their `__dict__`, not copied.
-    """
-
-    modules: list[nn.Module]
-    attributes: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, *models: nn.Module) -> ModuleTree:
-        modules = modules_of(*models)
-        return cls(modules, list(map(vars, modules)))
-
-    def with_model(self, model: nn.Module) -> ModuleTree:
-        """These modules and those of another model."""
-        known = set(self.modules)
-        others = [module for module in modules_of(model) if module not in known]
-        return ModuleTree(self.modules + others, self.attributes + list(map(vars, others)))
-
-    def having(self, name: str) -> list[nn.Module]:
-        """The modules with an attribute `name` of their own, not of their class."""
-        return list(compress(self.modules, map(contains, self.attributes, repeat(name))))
-
-    @cached_property
-    def hooked(self) -> list[nn.Module]:
-        """The modules with forward hooks, whoever has registered them."""
-        before, after = (
-            compress(self.modules, map(itemgetter(name), self.attributes))
-            for name in ("_forward_pre_hooks", "_forward_hooks")
-        )
-        return list(dict.fromkeys([*before, *after]))
 
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -140,15 +96,13 @@ class AuxHiddenStateRecorder:
             `hidden_states[b]`; id n, of n layers, is the stream that leaves the last layer, *before* the final norm.
         last_hidden_state: record the decoder's output, after the final norm, too, as the last one.
 
-    After a forward pass over `[B, n]` tokens `aux_hidden_states` is `[B, n, count * hidden_size]`. Hooks are removed on
-    exit.
+    Attributes:
+        recorded: the hidden states of the last pass, `[B, n, hidden_size]`, by layer id or as `LAST_HIDDEN_STATE`.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], last_hidden_state: bool = False):
-        self._target = target
-        self._layer_ids = layer_ids
-        self._last_hidden_state = last_hidden_state
-        self._recorded: dict[int, torch.Tensor] = {}
+        self._target, self._layer_ids, self._last_hidden_state = target, layer_ids, last_hidden_state
+        self.recorded: dict[int, torch.Tensor] = {}
         self._handles: list = []
         self._engine: object | None = None
 
@@ -164,16 +118,11 @@ class AuxHiddenStateRecorder:
         return self.records and bool(getattr(self._target.config.get_text_config(), "num_kv_shared_layers", 0))
 
     @property
-    def recorded(self) -> dict[int, torch.Tensor]:
-        """The hidden states of the last pass, `[B, n, hidden_size]`, by layer id or as `LAST_HIDDEN_STATE`."""
-        return self._recorded
-
-    @property
     def aux_hidden_states(self) -> torch.Tensor | None:
-        """The hidden states of the last pass, concatenated in the order of the layer ids; None before any pass."""
-        if not self._recorded:
+        """`[B, n, count * hidden_size]` of the last pass, in the order of the layer ids; None before any pass."""
+        if not self.recorded:
             return None
-        recorded = [self._recorded[key] for key in sorted(self._recorded)]
+        recorded = [self.recorded[key] for key in sorted(self.recorded)]
         if len({tensor.device for tensor in recorded}) > 1:
             recorded = [tensor.to(recorded[-1].device) for tensor in recorded]
         return torch.cat(recorded, dim=-1) if len(recorded) > 1 else recorded[0]
@@ -182,35 +131,32 @@ class AuxHiddenStateRecorder:
         self._engine = current_engine()
         if self._last_hidden_state:
             decoder = decoder_of(self._target)
-            self._handles.append(decoder.register_forward_hook(self._record_last_hidden_state))
-        if self._layer_ids:
-            layers = decoder_layers(self._target)
-            for layer_id in self._layer_ids:
-                self._handles.append(self._register_hook(layers, layer_id))
+            self._handles.append(self._register_hook(decoder, LAST_HIDDEN_STATE))
+        layers = decoder_layers(self._target) if self._layer_ids else ()
+        for layer_id in self._layer_ids:
+            self._handles.append(self._register_hook(layers[max(layer_id - 1, 0)], layer_id))
         return self
 
     def __exit__(self, *exception) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._recorded.clear()
+        self.recorded.clear()
 
-    def _register_hook(self, layers: nn.ModuleList, layer_id: int):
+    def _register_hook(self, module: nn.Module, key: int):
         def record_input(module, args, kwargs):
             if self._is_recording():
-                self._recorded[layer_id] = args[0] if args else kwargs["hidden_states"]
+                self.recorded[key] = args[0] if args else kwargs["hidden_states"]
 
         def record_output(module, args, output):
             if self._is_recording():
-                self._recorded[layer_id] = output[0] if isinstance(output, tuple) else output
+                if not isinstance(output, (tuple, torch.Tensor)):
+                    output = output.last_hidden_state
+                self.recorded[key] = output[0] if isinstance(output, tuple) else output
 
-        if layer_id == 0:
-            return layers[0].register_forward_pre_hook(record_input, with_kwargs=True)
-        return layers[layer_id - 1].register_forward_hook(record_output)
-
-    def _record_last_hidden_state(self, module, args, output) -> None:
-        if self._is_recording():
-            self._recorded[LAST_HIDDEN_STATE] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        if key == 0:
+            return module.register_forward_pre_hook(record_input, with_kwargs=True)
+        return module.register_forward_hook(record_output)
 
     def _is_recording(self) -> bool:
         return torch.compiler.is_compiling() or current_engine() is self._engine

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from .. import ops
 from ..host.caches import cache_argument
-from .cache import LayerKind, RaggedCache
+from ..host.modeling import LAYER_TYPES, UPDATE_INDEXER
+from .cache import RaggedCache
 from .hidden_states import modules_of
+from .indexed_layers import IndexedLayer
+from .key_layers import Keys
+from .layer_kinds import LayerKinds, Use, register
 from .patch import Replacements
 from .pooled_indexers import Form, PooledIndexer, indexer_forward, kind_of, visible_slots
 
@@ -114,7 +121,7 @@ def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
     else:
         form, expected = "bias", found[:, 0] == 0
 
-    cache = RaggedCache([LayerKind(takes_mask=True)], count + 2)
+    cache = RaggedCache(LayerKinds((Indexed(),), takes_mask=True), count + 2)
     passes, first = [], 0
     for end in (count - size - 1, count):
         cache.advance(torch.arange(first, end, device="cpu")[None], end)
@@ -145,3 +152,31 @@ def _random_inputs(module: nn.Module, kind: PooledIndexer, count: int) -> dict[s
         given["position_embeddings"] = tuple(torch.randn(1, count, _NUM_ANGLES, device="cpu") for _ in range(2))
         given["attention_mask"] = torch.full((1, 1, count, count), torch.finfo(torch.float32).min, device="cpu").triu(1)
     return given
+
+
+@register
+@dataclass(frozen=True)
+class Indexed(Keys):
+    """Keys and values by slot, and keys of an indexer that chooses which of them a query sees."""
+
+    layer_types = frozenset(LAYER_TYPES["indexed"])
+    sources = ()
+    is_written = False
+    reads_mask = True
+    obstacles = {
+        Use.REPEATED_POSITIONS: "indexers, which choose tokens by a mask that modules are not given; expected layers "
+        "of attention to all tokens, or to windows of them. Use a drafter of another family"
+    }
+    layer_class = IndexedLayer
+    patches = staticmethod(pooled_indexers)
+
+    @classmethod
+    def detect(cls, layer: Any) -> Indexed | None:
+        return cls() if hasattr(layer, UPDATE_INDEXER) else None
+
+    @classmethod
+    def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
+        """Also of models whose configuration does not name such layers, such as a decoder of one layer."""
+        forwards = {inspect.unwrap(kind.forward) for kind in map(type, modules_of(model))}
+        has_indexers = any(UPDATE_INDEXER in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+        return cls.obstacles.get(use) if has_indexers else None

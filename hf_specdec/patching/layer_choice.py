@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..device_policy import policy_of
-from .patch import runs_engine
+from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
+from .patch import this_thread
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -15,7 +15,9 @@ def uses_layer_kernels(states: torch.Tensor) -> bool:
 
     Not in code that is to be compiled: the compiler fuses small operations with their neighbours, residual sums, too.
     """
-    return not torch.compiler.is_compiling() and runs_engine() and has_layer_kernels(states.device)
+    if torch.compiler.is_compiling() or this_thread.engine is None:
+        return False
+    return DEVICE_POLICIES.get(states.device.type, DEFAULT_POLICY).layer_kernels
 
 
 def has_layer_kernels(device: torch.device) -> bool:

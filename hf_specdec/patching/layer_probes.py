@@ -22,6 +22,7 @@ from ..layer_ops import ACTIVATIONS, MAX_NORM_WIDTH, AnglesKind, NormKind
 from .layer_choice import DTYPES
 from .linear import PLAIN_WEIGHTS
 from .module_hooks import has_hooks
+from .signature import OF_EVERY_MODULE, PLAIN_VALUES
 
 NORM_KINDS = [
     NormKind(cast_first, offset, centered)
@@ -34,9 +35,6 @@ _WIDTH = 64
 _NORM_SCALES, _MLP_SCALES = (1e-3, 1.0, 30.0), (0.1, 1.0, 30.0, 3000.0)
 # Share of elements of a norm that may differ in their last bit: 1 / sqrt is computed in several ways in float32.
 _ROUNDED_OTHERWISE = 0.005
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN_VALUES = (bool, int, float, str, type(None), torch.dtype)
 
 
 class Norm(NamedTuple):
@@ -166,18 +164,15 @@ def _is_function(module: nn.Module) -> bool:
 
 def _settings(module: nn.Module) -> tuple[Hashable, ...]:
     """What the outputs of `module` may depend on besides its parameters and children; objects by identity."""
-    names = sorted(vars(module).keys() - _OF_EVERY_MODULE)
+    names = sorted(vars(module).keys() - OF_EVERY_MODULE)
     return type(module), type(module).forward, *((name, _stand_in(vars(module)[name])) for name in names)
 
 
 def _stand_in(value: Any) -> Hashable:
     if isinstance(value, functools.partial):  # such as the functions of activations
-        return (
-            value.func,
-            *map(_stand_in, value.args),
-            *((name, _stand_in(one)) for name, one in value.keywords.items()),
-        )
-    return value if isinstance(value, _PLAIN_VALUES) else id(value)
+        named = ((name, _stand_in(one)) for name, one in value.keywords.items())
+        return value.func, *map(_stand_in, value.args), *named
+    return value if type(value) in PLAIN_VALUES else id(value)
 
 
 def _copy(module: nn.Module, **changes: dict[str, Any]) -> nn.Module:
@@ -244,12 +239,12 @@ def _find_angles(module: nn.Module, sizes: dict[str, tuple[int, torch.dtype]], l
         candidates = [
             one
             for one in candidates
-            if all(map(_equal, found, layer_ops.rotary_angles(buffers[one.buffer], positions, dtype, one.kind)))
+            if all(map(same_bits, found, layer_ops.rotary_angles(buffers[one.buffer], positions, dtype, one.kind)))
         ]
     return candidates[0] if candidates else None
 
 
-def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
@@ -277,7 +272,7 @@ def _find_gated_mlp(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> Gat
     for candidate in _candidates(sizes):
         gate, up = candidate.gate_and_up(stubs, inputs)
         expected = stubs[candidate.down](layer_ops.gated_activation(gate, up, candidate.activation))
-        if _equal(found, expected):
+        if same_bits(found, expected):
             return candidate
     return None
 

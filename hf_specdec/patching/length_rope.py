@@ -24,7 +24,9 @@ from transformers import DynamicCache, PreTrainedModel
 from ..host.caches import OUTPUT_NAME, given_cache
 from ..host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from .hidden_states import modules_of
+from .layer_kinds import PlugIn, PositionMarker, Use, register
 from .patch import Replacements, engine, runs_engine
+from .signature import fact
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 LENGTH_DEPENDENT = frozenset({LONGROPE, DYNAMIC})
@@ -69,56 +71,35 @@ class RopeLimits(NamedTuple):
     fixed: int | None = None
     recomputes: bool = False
 
-    def last_draft(self, length: int) -> int | None:
-        """The longest text that a pass over drafts may reach after `length` tokens, for all to have the frequencies
-        that each would have in a pass of its own; None for any.
-        """
-        if self.fixed is not None:
-            return max(self.fixed, length)
-        return self.long if self.long is not None and length <= self.long else None
+
+def _limit(module: nn.Module, layer_type: str | None, kind: str) -> int:
+    """The length up to which RoPE of a rotary embedding does not change."""
+    if kind == DYNAMIC:
+        return int(module.original_max_seq_len)
+    parameters = module.config.rope_parameters
+    return int((parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"])
 
 
-def _limit_of(module: nn.Module) -> tuple[str, int] | None:
-    """Kind of RoPE of a rotary embedding, and the length up to which it does not change; None if it never does.
-
-    Raises:
-        ValueError: expected the same for all types of layers.
-    """
-    found = set()
-    for layer_type, kind in _types_of(module).items():
-        limit = module.original_max_seq_len
-        if kind == LONGROPE:
-            parameters = module.config.rope_parameters
-            limit = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
-        found.add((kind, int(limit)))
-    return _only(found)
-
-
-def _only(limits: set[tuple[str, int]]) -> tuple[str, int] | None:
-    if len(limits) > 1:
-        several = ", ".join(f"{kind}: {at}" for kind, at in sorted(limits))
-        raise ValueError(f"RoPE changes at several lengths ({several})")
-    return next(iter(limits), None)
-
-
-def rope_limits(model: PreTrainedModel) -> RopeLimits:
-    """The limits of the text model of `model`.
-
-    Raises:
-        ValueError: there are several; or RoPE depends on length as its configuration says, but does not read the
-            frequencies that transformers sets.
-    """
+@fact
+def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
+    """The limits of the text model of `model`, or the reason why they cannot be told."""
     modules = [module for module in modules_of(model) if _undecorated(type(module)) is not None]
-    limits = {limit for limit in map(_limit_of, modules) if limit is not None}
-    only = _only(limits)
-    if only is None:
-        if not modules and (kinds := _configured_types(model)):
-            raise ValueError(f"RoPE ({', '.join(sorted(kinds))}) changes with the length of the text")
-        return RopeLimits()
-    kind, limit = only
+    limits = {(kind, _limit(module, layer, kind)) for module in modules for layer, kind in _types_of(module).items()}
+    if len(limits) > 1:
+        return f"RoPE changes at several lengths ({', '.join(f'{kind}: {at}' for kind, at in sorted(limits))})"
+    if not limits:
+        kinds = () if modules else _configured_types(model)
+        return f"RoPE ({', '.join(sorted(kinds))}) changes with the length of the text" if kinds else RopeLimits()
+    kind, limit = limits.pop()
     if kind == DYNAMIC:
         return RopeLimits(fixed=limit)
     return RopeLimits(long=limit, recomputes=recomputes_keys(model, limit))
+
+
+def length_limits(model: PreTrainedModel) -> RopeLimits:
+    """Where RoPE of `model` changes with the length of the text; nowhere if that cannot be told."""
+    limits = _rope_limits(model)
+    return RopeLimits() if isinstance(limits, str) else limits
 
 
 def _configured_types(model: PreTrainedModel) -> set[str]:
@@ -164,7 +145,7 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
         name = f"{prefixes[layer_type]}inv_freq"
         short[name] = getattr(module, f"{prefixes[layer_type]}original_inv_freq").to(device, copy=True)
         if kind == LONGROPE:
-            _, limit = _limit_of(module)
+            limit = _limit(module, layer_type, kind)
             options = {} if layer_type is None else {"layer_type": layer_type}
             long[name], _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=limit + 1, **options)
     found = device, _Frequencies(module, short), _Frequencies(module, short | long) if long else None
@@ -172,23 +153,9 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
     return found
 
 
-def _rotate(
-    module: nn.Module,
-    short: _Frequencies,
-    long: _Frequencies | None,
-    x: torch.Tensor,
-    position_ids: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`forward` of a rotary embedding: the factors of the rotation of each token.
-
-    Args:
-        module: the rotary embedding.
-        short, long: its frequencies; without `long` it has those for short texts only.
-        x: whose dtype the factors have.
-        position_ids: `[..., B, n]` int64, complemented where a token is rotated by the long factors.
-        args, kwargs: others of the module.
+def _rotate(module, short, long, x, position_ids, *args, **kwargs):
+    """`forward` of a rotary embedding with the frequencies `short`, and `long` where `position_ids` `[..., B, n]` int64
+    are complemented; None if it has no long ones.
     """
     if not runs_engine():
         return type(module).forward(module, x, position_ids, *args, **kwargs)
@@ -222,33 +189,12 @@ def _make_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def mark_long(
-    position_ids: torch.Tensor, limit: int, prompt_lengths: torch.Tensor, ahead: torch.Tensor
+    position_ids: torch.Tensor, prompt_lengths: torch.Tensor, prompt_length_gap: torch.Tensor, limit: int
 ) -> torch.Tensor:
-    """`position_ids` for a model inside `length_rope`.
-
-    Args:
-        position_ids: `[B, n]` int64.
-        limit: the longest text that is rotated by the short factors.
-        prompt_lengths: `[B]` int64.
-        ahead: `[B]` int64, how many more tokens than a row's the longest prompt of the batch has.
-
-    Returns:
-        `[B, n]` int64, complemented where the long factors rotate.
-    """
+    """See `PositionMarker`: complemented where a text is longer than `limit`, so that the long factors rotate."""
     # The length reached by the longest row in the pass in which plain `generate()` runs a token.
     lengths = torch.maximum(position_ids + 1, prompt_lengths[:, None])
-    return torch.where(lengths + ahead[:, None] > limit, ~position_ids, position_ids)
-
-
-class _FilledCache(DynamicCache):
-    """A cache that claims to hold keys of `length` tokens."""
-
-    def __init__(self, model: PreTrainedModel, length: int):
-        super().__init__(config=model.config.get_text_config())
-        self._length = length
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return self._length
+    return torch.where(lengths + prompt_length_gap[:, None] > limit, ~position_ids, position_ids)
 
 
 def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
@@ -257,7 +203,8 @@ def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
     `prepare_inputs_for_generation` of Phi-3 does so with the first pass over more than `limit` columns.
     """
     tokens = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
-    cache = _FilledCache(model, limit)
+    cache = DynamicCache(config=model.config.get_text_config())
+    cache.get_seq_length = lambda *args, **kwargs: limit  # it claims to hold keys
     inputs = model.prepare_inputs_for_generation(
         tokens, **{OUTPUT_NAME: cache}, attention_mask=torch.ones_like(tokens), next_sequence_length=1, use_cache=True
     )
@@ -266,14 +213,8 @@ def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
 
 @torch.no_grad()
 def why_not_marked(model: PreTrainedModel, longest_short: int, limit: float) -> str | None:
-    """The reason why `model` does not take position ids of `mark_long`; None if it does.
-
-    Runs the model, which must not be patched yet, on a few tokens twice.
-
-    Args:
-        model: whose RoPE depends on length.
-        longest_short: the longest text that is rotated by the short factors.
-        limit: largest difference of logits, relative to their spread.
+    """The reason why `model` does not take position ids of `mark_long` beyond `longest_short`; see
+    `PlugIn.why_not_same`.
     """
     tokens = torch.arange(1, 1 + NUM_PROBE_TOKENS, device=model.device)[None]
     positions = tokens - 1 + longest_short
@@ -287,3 +228,70 @@ def why_not_marked(model: PreTrainedModel, longest_short: int, limit: float) -> 
     if difference <= limit:
         return None
     return f"its logits for a text of more than {longest_short} tokens differ there by {difference:.2g}"
+
+
+@register
+class LengthRope(PlugIn):
+    """RoPE that depends on length."""
+
+    patches = staticmethod(length_rope)
+
+    @classmethod
+    def why_not_hosted(cls, model: PreTrainedModel) -> str | None:
+        limits = _rope_limits(model)
+        return limits if isinstance(limits, str) else None
+
+    @classmethod
+    def why_not_same(cls, model: PreTrainedModel, limit: float) -> str | None:
+        long = length_limits(model).long
+        return None if long is None else why_not_marked(model, long, limit)
+
+    @classmethod
+    def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
+        limits = length_limits(model)
+        changes = limits.long is not None and use in (Use.PACKING, Use.PREFIX_REUSE)
+        changes |= limits.fixed is not None and use is Use.PREFIX_REUSE
+        return "RoPE that depends on the length of the whole prompt" if changes else None
+
+    @classmethod
+    def why_not_texts(
+        cls, model: PreTrainedModel, width: int, longest: int, cached: int, is_chunked: bool
+    ) -> str | None:
+        # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.
+        limits = length_limits(model)
+        if limits.fixed is not None and longest > limits.fixed:
+            outgrown = f"outgrows {limits.fixed}, from where on RoPE changes with every token"
+            return f"a text of up to {longest + 1} tokens {outgrown}"
+        if limits.long is None or longest <= limits.long:
+            return None
+        if limits.recomputes and (width <= limits.long or cached):
+            return (
+                f"a text that begins with {width} tokens and may have {longest + 1} outgrows {limits.long}, where the "
+                "keys of all tokens are computed again with other factors of RoPE"
+            )
+        if is_chunked and width > limits.long:
+            return f"RoPE changes inside of the prompt, after {limits.long} tokens, and the prompt is read in chunks"
+        return None
+
+    @classmethod
+    def why_not_alone(cls, model: PreTrainedModel, longest: int) -> str | None:
+        limits = length_limits(model)
+        limit = limits.long or limits.fixed
+        if limit is None or longest <= limit:
+            return None
+        return (
+            f"a text of up to {longest + 1} tokens outgrows {limit}, and plain generate() chooses RoPE of all rows by "
+            "the longest one"
+        )
+
+    @classmethod
+    def longest_with_drafts(cls, model: PreTrainedModel, length: int) -> int | None:
+        limits = length_limits(model)
+        if limits.fixed is not None:
+            return max(limits.fixed, length)
+        return limits.long if limits.long is not None and length <= limits.long else None
+
+    @classmethod
+    def position_marker(cls, model: PreTrainedModel) -> PositionMarker | None:
+        long = length_limits(model).long
+        return None if long is None else functools.partial(mark_long, limit=long)

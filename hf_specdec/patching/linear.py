@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .. import ops
-from ..device_policy import policy_of
+from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 from .hidden_states import modules_of
-from .patch import Replacements, runs_engine
+from .patch import Replacements, this_thread
 
 # Rows up to which `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
 
 # Types of weights that are neither quantised nor sharded: parameters, and the local shards that `local_linears` sets.
-PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
+PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of `tensor`, sharing its memory; `tensor` itself if it is not a `DTensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,7 +42,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     rows = inputs.numel() // inputs.shape[-1]
     flat = inputs.reshape(rows, inputs.shape[-1])
-    policy = policy_of(inputs.device)
+    policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
     if policy.few_row_linear and ops.has_fast_linear(flat, weight):
         out = ops.linear(flat, weight, bias)
     elif rows > MAX_TRANSPOSED_ROWS or not policy.transposed_linear or weight.dtype != torch.float32:
@@ -50,7 +55,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    if not runs_engine():
+    if not (torch.compiler.is_compiling() or this_thread.engine is not None):
         return nn.Linear.forward(module, inputs)
     return linear(inputs, module.weight, module.bias)
 
@@ -84,8 +89,4 @@ def patched_linear(*models: nn.Module) -> Replacements:
         and _is_unchanged(module)
         and (_has_own(module.weight.device) or id(module) in heads)
     )
-    return Replacements({"forward": [(module, _make_forward) for module in chosen]})
-
-
-def _make_forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    return functools.partial(_forward, module)
+    return Replacements({"forward": [(module, functools.partial(functools.partial, _forward)) for module in chosen]})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from ..errors import first_line
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from .implementations import registered_attention
-from .support import cache_windows, cached_by_settings
+from .signature import fact
+from .support import cache_windows
 
 # Lengths of prompts, unequal so that wrong treatment of padding shows.
 PROMPT_LENGTHS = (7, 4)
@@ -31,11 +32,8 @@ _DISTANCES = tuple(distance for power in range(20) for distance in (1 << power, 
 
 
 class MaskRule(NamedTuple):
-    """Which keys a query sees: those up to its own position, as far as the rule does not exclude them.
-
-    Attributes:
-        window: sliding window: position s is seen from t only if t - s < window.
-        chunk: chunks of this many positions: s is seen from t only if s // chunk == t // chunk.
+    """Which keys a query sees: those up to its own position t; with a sliding window those s with t - s < window, with
+    chunks of positions those with s // chunk == t // chunk.
     """
 
     window: int | None = None
@@ -100,8 +98,6 @@ class _Attention(NamedTuple):
 
 
 class _Probe(threading.local):
-    """Calls of the probe's attention and mask functions in this thread."""
-
     def __init__(self) -> None:
         self.calls: list[_Attention] = []
         self.masks: list[_Mask] = []
@@ -127,19 +123,14 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_mask)
 
 
 def _rule_of(mask: _Mask, is_causal: bool) -> MaskRule | None:
-    """The rule by which `mask` was made; None if it is none of those that are known.
-
-    Args:
-        mask: of a prompt.
-        is_causal: whether it must be causal among the tokens of the prompt, too.
-    """
+    """The rule by which `mask` was made, among the tokens of the prompt, too, if `is_causal`; None if it is unknown."""
     size = mask.window
     known = [MaskRule()] if size is None else [MaskRule(window=size), MaskRule(chunk=size), MaskRule()]
     return next((rule for rule in known if _follows(mask, rule, is_causal)), None)
 
 
 def _follows(mask: _Mask, rule: MaskRule, is_causal: bool) -> bool:
-    """Whether `mask` is a causal mask with `rule`; arguments as of `_rule_of`."""
+    """Whether `mask` is a causal mask with `rule`."""
 
     def is_as_expected(query: int, key: int) -> bool:
         return bool(mask.function(0, 0, torch.tensor(query), torch.tensor(key))) == rule.sees(query, key)
@@ -167,20 +158,11 @@ class _Rules(NamedTuple):
     kept: int | None
 
 
-@cached_by_settings
-def _rules(model: PreTrainedModel) -> _Rules | str:
-    """See `_find_rules`; of causal masks."""
-    return _find_rules(model, is_causal=True)
-
-
-@cached_by_settings
-def _rules_after_prompts(model: PreTrainedModel) -> _Rules | str:
-    """See `_find_rules`; of masks that are causal after the prompt."""
-    return _find_rules(model, is_causal=False)
-
-
-def _find_rules(model: PreTrainedModel, is_causal: bool) -> _Rules | str:
-    """The rules of the attention layers of `model`, or the reason why they cannot be told."""
+@fact
+def _rules(model: PreTrainedModel) -> tuple[_Rules | str, _Rules | str]:
+    """The rules of the attention layers of `model`, or the reason why they cannot be told: of masks that are causal,
+    and of those that are after the prompt.
+    """
     _probe.__init__()
     try:
         with torch.no_grad(), registered_attention(model, PROBE_NAME):
@@ -189,9 +171,13 @@ def _find_rules(model: PreTrainedModel, is_causal: bool) -> _Rules | str:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
-        return f"its masks cannot be told ({type(error).__name__}: {first_line(error)})"
+        return (f"its masks cannot be told ({type(error).__name__}: {first_line(error)})",) * 2
     finally:
         _probe.__init__()
+    return _rules_of(model, calls, is_causal=True), _rules_of(model, calls, is_causal=False)
+
+
+def _rules_of(model: PreTrainedModel, calls: Sequence[_Attention], is_causal: bool) -> _Rules | str:
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, tuple[MaskRule, MaskRule]] = {}
     rule_of = functools.cache(functools.partial(_rule_of, is_causal=is_causal))
@@ -202,23 +188,16 @@ def _find_rules(model: PreTrainedModel, is_causal: bool) -> _Rules | str:
         if rule is None or not is_new or (rule != stated and call.module not in names):
             handed = "no window" if call.window is None else f"a window of {call.window}"
             return f"the mask of attention {number} is of no kind that is known (it is called with {handed})"
-    by_name = {names[module]: rule for module, (rule, stated) in found.items() if rule != stated}
     unknown = {call.module for call in calls if call.has_own_mask}
-    known = {module: rule for module, (rule, _) in found.items() if module not in unknown}
-    return _Rules(by_name, _fewest_kept(model, known))
-
-
-def _fewest_kept(model: PreTrainedModel, rules: Mapping[nn.Module, MaskRule]) -> int | None:
-    """See `_Rules.kept`; `rules` of the attention layers of `model`."""
     windows, kept = cache_windows(model), []
-    for module, rule in rules.items():
+    for module, (rule, _) in found.items():
         layer_idx = getattr(module, "layer_idx", None)
-        if layer_idx is None or layer_idx >= len(windows):  # it stores no keys
-            continue
-        window, seen = windows[layer_idx], rule.window or rule.chunk
-        if window is not None and (seen is None or seen > window):
-            kept.append(window)
-    return min(kept, default=None)
+        if module not in unknown and layer_idx is not None and layer_idx < len(windows):  # it stores keys
+            window, seen = windows[layer_idx], rule.window or rule.chunk
+            if window is not None and (seen is None or seen > window):
+                kept.append(window)
+    by_name = {names[module]: rule for module, (rule, stated) in found.items() if rule != stated}
+    return _Rules(by_name, min(kept, default=None))
 
 
 def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
@@ -228,7 +207,7 @@ def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
         model: to run on a few tokens, once for a class and configuration.
         is_causal: whether the tokens of a prompt, too, must see none after them: not if the target itself runs prompts.
     """
-    rules = (_rules if is_causal else _rules_after_prompts)(model)
+    rules = _rules(model)[0 if is_causal else 1]
     return rules if isinstance(rules, str) else None
 
 
@@ -237,7 +216,7 @@ def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
 
     The first call for a class and configuration runs the model on a few tokens.
     """
-    rules = "there are no weights" if model.device.type == "meta" else _rules_after_prompts(model)
+    rules = "there are no weights" if model.device.type == "meta" else _rules(model)[1]
     if isinstance(rules, str):
         return []
     return [(model.get_submodule(name), rule) for name, rule in rules.by_name.items()]
@@ -255,7 +234,7 @@ def why_not_kept(model: PreTrainedModel, columns: int | None) -> str | None:
     """
     if not any(cache_windows(model)):
         return None
-    rules = _rules_after_prompts(model)
+    rules = _rules(model)[1]
     kept = None if isinstance(rules, str) else rules.kept
     if kept is None or (columns is not None and columns <= kept):
         return None

@@ -2,7 +2,7 @@
 
 Such attention is given a mask over the cache's slots (`attention.slot_mask`). It may still have a rule of its own for
 what a query sees, made of the numbers of queries and keys: GPT-Neo's is that queries are the last of the keys. On a
-`RaggedCache` they are not, so one pass with many more slots than tokens, and tokens in another order, tells.
+`RaggedCache` they are not, so one pass with many more slots than tokens, and tokens in another order, shows it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,10 @@ from transformers import PreTrainedModel
 
 from ..errors import first_line
 from .attention import ragged_attention
-from .cache import LayerKind, RaggedCache, RaggedLayer
-from .compressed_attention import compressed_attention
-from .indexer_probes import pooled_indexers
+from .cache import RaggedCache
+from .layer_kinds import patches_of
 from .mask_rules import ordinary_tokens
-from .recurrent_functions import recurrent_functions
-from .recurrent_layers import RecurrentLayer
-from .support import (
-    cache_layers,
-    cache_name,
-    has_compressed_layers,
-    has_recurrent_layers,
-    longest_window,
-    stated_positions,
-)
+from .support import cache_layers, cache_name, parts, stated_positions
 
 # Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
 # number, since keys and values of one layer take memory; the first number where it states none.
@@ -36,32 +26,14 @@ FEWEST_SLOTS, MOST_SLOTS = 512, 4096
 NUM_TOKENS = 64
 
 
-class _PassingLayer(RaggedLayer):
-    """A layer that keeps no keys and values, so that those of one layer at a time take memory."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.lazy_initialization(key_states, value_states)
-        given = super().update(key_states, value_states)
-        self.keys = self.values = None
-        return given
-
-
-class _PassingCache(RaggedCache):
-    def _new_layer(self, kind: LayerKind) -> RaggedLayer | RecurrentLayer:
-        is_ordinary = kind.num_states or kind.compress_rate
-        return super()._new_layer(kind) if is_ordinary else _PassingLayer(self)
-
-
 @torch.no_grad()
 def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
-    """The reason why the attention of `model` does not do what a mask over slots says; None if it does.
+    """The reason why the attention of `model` does not follow a mask over slots; None if it does.
 
     Runs the model, which must not be patched yet, on a few tokens twice.
 
     Args:
-        model: whose layers take a mask, see `LayerKind`.
+        model: whose layers take a mask, see `LayerKinds`.
         limit: largest difference of logits, relative to their spread.
     """
     is_training = model.training
@@ -80,26 +52,26 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
     device = model.device
     span = min(stated_positions(model) or FEWEST_SLOTS, MOST_SLOTS)
     # One row at the end of the slots, one at their beginning; windows of tokens are counted from slot 0.
-    is_compressed = has_compressed_layers(model)
-    count = min(NUM_TOKENS + longest_window(model), span - 1)
-    starts = torch.tensor([0, 0] if is_compressed else [span - count, 1], device=device)
+    kinds = cache_layers(model)
+    count = min(NUM_TOKENS + kinds.longest_window, span - 1)
+    starts = torch.tensor([0, 0] if kinds.longest_window else [span - count, 1], device=device)
     steps = torch.arange(count, device=device).expand(len(starts), -1)
     tokens = torch.tensor(ordinary_tokens(model, steps.numel()), device=device).view_as(steps)
     mask = torch.ones_like(tokens)
     expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.double()
 
-    # Their order in a pass does not matter where slots say what a token sees; it does to windows and to a recurrence.
-    in_order = is_compressed or has_recurrent_layers(model)
-    order = slice(None) if in_order else torch.arange(count - 1, -1, -1, device=device)
+    # Their order in a pass does not matter where slots determine what a token sees; it does to windows and recurrences.
+    order = slice(None) if not kinds.is_by_slot else torch.arange(count - 1, -1, -1, device=device)
     tokens, steps = tokens[:, order], steps[:, order]
     slots = starts[:, None] + steps
-    cache = _PassingCache(cache_layers(model), span + 1, starts, starts + count)
+    cache = RaggedCache(kinds, span + 1, starts, starts + count)
+    cache.keeps_keys = False  # so those of one layer at a time take memory
     cache.restart()
     cache.advance(slots, span)
-    replaced = (ragged_attention, recurrent_functions, pooled_indexers, compressed_attention)
     with ExitStack() as stack:
-        for patches in replaced:
-            stack.enter_context(patches(model))
+        stack.enter_context(ragged_attention(model))
+        for patch in patches_of(parts(model), model):
+            stack.enter_context(patch)
         found = model(
             input_ids=tokens,
             attention_mask=cache.attention_mask(slots),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TypeVar
 
 from torch import nn
@@ -27,32 +27,25 @@ _HOOKS = (
 
 
 def has_hooks(modules: Iterable[nn.Module], of_engines: bool = True) -> bool:
-    """Whether `modules` have forward hooks, of their own or global ones.
+    """Whether `modules` have forward hooks, see `hooks_of`."""
+    return bool(hooks_of(modules, of_engines))
+
+
+def hooks_of(modules: Iterable[nn.Module], of_engines: bool = False) -> tuple[int, ...]:
+    """The numbers that torch gives to each forward hook of `modules` or of all modules when it is registered.
 
     Hooks that transformers installs for good when a call asks for hidden states do not count: they do nothing in
-    others.
-
-    Args:
-        modules: to look at.
-        of_engines: whether those count that engines register for the time of a call.
+    others. Those that engines register for the time of a call count if `of_engines`.
     """
-    return next(_found(modules, of_engines), None) is not None
-
-
-def hooks_of(modules: Iterable[nn.Module]) -> tuple[int, ...]:
-    """The numbers that torch gives to each hook when it is registered, of those of the caller; see `has_hooks`."""
-    return tuple(_found(modules, of_engines=False))
-
-
-def _found(modules: Iterable[nn.Module], of_engines: bool) -> Iterator[int]:
-    yield from all_modules._global_forward_hooks
-    yield from all_modules._global_forward_pre_hooks
     harmless = (output_capturing.__name__,) if of_engines else (output_capturing.__name__, f"{_PACKAGE}.")
-    for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks:
-            for number, hook in (*module._forward_hooks.items(), *module._forward_pre_hooks.items()):
-                if not (getattr(hook, "__module__", None) or "").startswith(harmless):
-                    yield number
+    hooks = [
+        number
+        for module in modules
+        if module._forward_hooks or module._forward_pre_hooks
+        for number, hook in (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+        if not (getattr(hook, "__module__", None) or "").startswith(harmless)
+    ]
+    return *all_modules._global_forward_hooks, *all_modules._global_forward_pre_hooks, *hooks
 
 
 def without_hooks(model: _M) -> _M:

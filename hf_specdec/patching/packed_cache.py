@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from .cache import RaggedCache, RaggedLayer
-
-
-class PackedLayer(RaggedLayer):
-    """Keys and values of a layer of another cache as those of one row, `[1, B * slots, kv_heads, head_dim]`.
-
-    Args:
-        cache: of this layer.
-        layer: of the other cache.
-        batch: rows of the other cache.
-    """
-
-    def __init__(self, cache: PackedCache, layer: RaggedLayer, batch: int):
-        super().__init__(cache)
-        self._layer, self._batch = layer, batch
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if not self._layer.is_initialized:
-            self._layer.allocate(key_states, value_states, self._batch)
-        self.keys, self.values = (one.flatten(0, 1)[None] for one in (self._layer.keys, self._layer.values))
-        self.is_initialized = True
+from .cache import RaggedCache
+from .layer_kinds import LayerKinds
 
 
 class PackedCache(RaggedCache):
     """All rows of a `RaggedCache` as one, in which that of row b begins at slot b * slots: for packed prompts.
 
-    It has the buffers of the other cache, whose layers store keys and values only, and whose attention takes no mask.
+    It has the buffers of the other cache, see `Use.PACKING`.
     Its dummy slot is that of the last row. A query attends to slots of its own row only.
 
     Args:
@@ -39,8 +20,8 @@ class PackedCache(RaggedCache):
     """
 
     def __init__(self, cache: RaggedCache, batch: int):
-        super().__init__((), batch * cache.slots)
-        self.layers = [PackedLayer(self, layer, batch) for layer in cache.layers]
+        super().__init__(LayerKinds(), batch * cache.slots)
+        self.kinds, self.layers = cache.kinds, [layer.packed(self, batch) for layer in cache.layers]
         self._row_slots, self._row_starts = cache.slots, cache.starts
 
     def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:
@@ -54,4 +35,4 @@ class PackedCache(RaggedCache):
         return starts if self._row_starts is None else starts + self._row_starts[rows]
 
     def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
-        self.positions, self.span = positions, self.slots
+        self.positions, self.span, self._block = positions, self.slots, None

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,17 +26,18 @@ class _Thread(threading.local):
     default_device = _HOST
 
 
-_thread = _Thread()
+# What it runs; what is called for every layer reads `engine` itself, see `runs_engine`.
+this_thread = _Thread()
 
 
 def current_engine() -> object | None:
     """An object that identifies the innermost `engine` context of this thread; None outside of any."""
-    return _thread.engine
+    return this_thread.engine
 
 
 def runs_engine() -> bool:
     """Whether an engine runs the current code. True while torch.compile traces, since only engines compile patches."""
-    return torch.compiler.is_compiling() or _thread.engine is not None
+    return torch.compiler.is_compiling() or this_thread.engine is not None
 
 
 @contextmanager
@@ -46,32 +46,32 @@ def engine() -> Iterator[None]:
 
     Tensors are on the host unless a device is named, whatever `torch.set_default_device` says.
     """
-    before = _thread.engine, _thread.is_inference, _thread.default_device
-    _thread.engine, _thread.is_inference = object(), torch.is_inference_mode_enabled()
-    _thread.default_device = torch.get_default_device()
+    before = this_thread.engine, this_thread.is_inference, this_thread.default_device
+    this_thread.engine, this_thread.is_inference = object(), torch.is_inference_mode_enabled()
+    this_thread.default_device = torch.get_default_device()
     try:
-        with _with_default(_HOST, _thread.default_device):
+        with _with_default(_HOST, this_thread.default_device):
             yield
     finally:
-        _thread.engine, _thread.is_inference, _thread.default_device = before
+        this_thread.engine, this_thread.is_inference, this_thread.default_device = before
 
 
 @contextmanager
-def caller() -> Iterator[None]:
-    """Context, within `engine`, for functions of the caller, such as logits processors.
+def user_code() -> Iterator[None]:
+    """Context, within `engine`, for functions of the user, such as logits processors.
 
     Replaced functions behave as the original ones, and inference mode and the default device are those of where
     `engine` was entered.
     """
-    before = _thread.engine
+    before = this_thread.engine
     # Tensors that were made in inference mode cannot be modified outside of it.
-    is_left = _thread.is_inference and not torch.is_inference_mode_enabled()
-    _thread.engine = None
+    is_left = this_thread.is_inference and not torch.is_inference_mode_enabled()
+    this_thread.engine = None
     try:
-        with torch.inference_mode() if is_left else nullcontext(), _with_default(_thread.default_device, _HOST):
+        with torch.inference_mode() if is_left else nullcontext(), _with_default(this_thread.default_device, _HOST):
             yield
     finally:
-        _thread.engine = before
+        this_thread.engine = before
 
 
 def on_host() -> AbstractContextManager[Any]:
@@ -84,16 +84,9 @@ def _with_default(device: torch.device, now: torch.device) -> AbstractContextMan
     return nullcontext() if device == now else device
 
 
-@dataclass
-class _Replaced:
-    """An attribute of `owner` that contexts have replaced: its original value, and theirs by context, latest last."""
-
-    owner: object
-    original: Any
-    values: dict[object, Any] = field(default_factory=dict)
-
-
-_replaced: dict[tuple[int, str], _Replaced] = {}
+# By the `id` of an owner and the name of an attribute that contexts have replaced: the owner, the original value, and
+# theirs by context, latest last.
+_replaced: dict[tuple[int, str], tuple[object, Any, dict[object, Any]]] = {}
 _lock = threading.Lock()
 
 
@@ -114,10 +107,8 @@ def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
         with _lock:
             for owner, value in values:
                 attributes = vars(owner)
-                entry = _replaced.get((id(owner), name))
-                if entry is None:
-                    entry = _replaced[id(owner), name] = _Replaced(owner, attributes.get(name, ABSENT))
-                entry.values[token] = value
+                before = attributes.get(name, ABSENT)
+                _replaced.setdefault((id(owner), name), (owner, before, {}))[2][token] = value
                 if value is ABSENT:
                     attributes.pop(name, None)
                 else:
@@ -126,25 +117,17 @@ def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
     finally:
         with _lock:
             for owner, _ in values:
-                entry = _replaced.get((id(owner), name))
-                if entry is not None and token in entry.values:
-                    _restore(entry, name, token)
-
-
-def _restore(entry: _Replaced, name: str, token: object) -> None:
-    current = next(reversed(entry.values.values()))
-    del entry.values[token]
-    if vars(entry.owner).get(name, ABSENT) is current:
-        _set(entry.owner, name, next(reversed(entry.values.values()), entry.original))
-    if not entry.values:
-        del _replaced[id(entry.owner), name]
-
-
-def _set(owner: object, name: str, value: Any) -> None:
-    if value is ABSENT:
-        vars(owner).pop(name, None)
-    else:
-        vars(owner)[name] = value
+                _, before, own = _replaced.get((id(owner), name), (owner, ABSENT, {}))
+                if token in own:
+                    current = next(reversed(own.values()))
+                    del own[token]
+                    value = next(reversed(own.values()), before)
+                    if vars(owner).get(name, ABSENT) is current and value is ABSENT:
+                        vars(owner).pop(name, None)
+                    elif vars(owner).get(name, ABSENT) is current:
+                        vars(owner)[name] = value
+                    if not own:
+                        del _replaced[id(owner), name]
 
 
 class Patch(AbstractContextManager[None]):
@@ -152,13 +135,17 @@ class Patch(AbstractContextManager[None]):
 
     It keeps none of them alive. Each is entered once; copies (`copy.copy`) share what was looked up and are contexts of
     their own, which may overlap.
+
+    Attributes:
+        is_empty: whether there is nothing to patch.
     """
 
+    is_empty = False
     _entered: ExitStack
 
     def _enter(self, stack: ExitStack) -> None:
         """Patch the objects, by contexts that are entered on `stack`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement _enter().")
+        raise NotImplementedError
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
@@ -170,19 +157,17 @@ class Patch(AbstractContextManager[None]):
 
 
 class Replacements(Patch):
-    """A context in which attributes are `replaced`.
-
-    Args:
-        values: for each attribute, pairs of an owner and the function that makes the value from the owner.
-    """
+    """A context in which attributes are `replaced`: each by pairs of an owner and what makes the value from it."""
 
     def __init__(self, values: Mapping[str, Iterable[tuple[object, Callable[[Any], Any]]]]):
-        self._values = {name: [(weakref.ref(owner), make) for owner, make in pairs] for name, pairs in values.items()}
+        found = {name: [(weakref.ref(owner), make) for owner, make in pairs] for name, pairs in values.items()}
+        self._values = {name: pairs for name, pairs in found.items() if pairs}
+        self.is_empty = not self._values
 
     def _enter(self, stack: ExitStack) -> None:
         for name, pairs in self._values.items():
-            owners = [(owner(), make) for owner, make in pairs]
-            stack.enter_context(replaced(name, [(one, make(one)) for one, make in owners if one is not None]))
+            owners = [(owner, make(owner)) for reference, make in pairs if (owner := reference()) is not None]
+            stack.enter_context(replaced(name, owners))
 
 
 def constant(value: Any) -> Callable[[object], Any]:
@@ -197,6 +182,6 @@ def is_anything_replaced() -> bool:
 
 def original(owner: object, name: str) -> Any:
     """The attribute `name` of `owner` without any `replaced` context; None if its `__dict__` has none."""
-    entry = _replaced.get((id(owner), name))
-    value = vars(owner).get(name) if entry is None else entry.original
+    found = _replaced.get((id(owner), name))
+    value = vars(owner).get(name) if found is None else found[1]
     return None if value is ABSENT else value

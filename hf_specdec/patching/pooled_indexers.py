@@ -85,13 +85,9 @@ def visible_slots(chosen: torch.Tensor, span: int) -> torch.Tensor:
 
 
 def _at_slots(angles: torch.Tensor, slots: torch.Tensor, cache: RaggedCache, span: int) -> torch.Tensor:
-    """Cosines or sines at slots, `[B, P, R]`.
+    """Cosines or sines at `slots` `[B, P]` int64 among the `span` that `cache` shows, `[B, P, R]`.
 
-    Args:
-        angles: `[B, n, R]` of the pass's columns, or `[B, span + n, R]`, with those of slots as of before the pass.
-        slots: `[B, P]` int64.
-        cache: at whose positions the columns are.
-        span: slots that the cache shows.
+    `angles` are `[B, n, R]` of the pass's columns, or `[B, span + n, R]`, with those of slots as of before the pass.
     """
     batch, columns = cache.positions.shape
     held = angles.shape[1] - columns
@@ -124,9 +120,6 @@ def _choose_by_means(
         position_embeddings: see `_at_slots`.
         attention_mask: not read.
         cache: at whose positions the tokens are.
-
-    Returns:
-        see `Pools.choose`.
     """
     columns, width = hidden_states.shape[1], module.index_head_dim
     rotate = inspect.unwrap(type(module).forward).__globals__[ROTATION]
@@ -156,14 +149,9 @@ def _choose_by_gates(
     """By the mean of the keys of a pool, weighted by gates; GLM-5-next's.
 
     Args:
-        module: the indexer.
-        hidden_states: `[B, n, H]`.
+        module, hidden_states, cache: as of `_choose_by_means`.
         q_resid: `[B, n, rank]`, of which queries are made.
         attention_mask: `[B, n]`, stored with the keys as transformers does.
-        cache: at whose positions the tokens are.
-
-    Returns:
-        see `Pools.choose`.
     """
     query = module.wq_b(q_resid).unflatten(-1, (-1, module.head_dim))
     key = module.k_norm(module.wk(hidden_states))

@@ -10,88 +10,89 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from ..host.caches import Cache, given_cache, given_cache_name
-from ..host.modeling import ACT2FN, RECURRENCES, RECURRENT_MASK, UPDATE_CONV_STATE
+from .. import ops
+from ..host.caches import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    given_cache,
+    given_cache_name,
+)
+from ..host.modeling import ACT2FN, LAYER_TYPES, RECURRENCES, RECURRENT_MASK, UPDATE_CONV_STATE
 from ..host.parts import any_of
 from .cache import RaggedCache
 from .former_inputs import former_inputs
 from .hidden_states import modules_of
+from .layer_kinds import LayerKind, LayerMemory, Use, register
 from .patch import Replacements, original
-from .recurrent_layers import UNBOUNDED, ConvolutionInputs, ConvolutionState, RecurrentLayer, RecurrentState
-from .running_layer import next_state, running_layer_forwards
+from .recurrent_layers import (
+    UNBOUNDED,
+    ConvolutionInputs,
+    ConvolutionState,
+    KeyedRecurrentLayer,
+    RecurrentLayer,
+    RecurrentState,
+)
+from .running_layer import is_stateless, next_state, running_layer_forwards
+from .signature import files_of
 from .state_forms import StateForm
-from .variants import files_of
 
 
-def _delta_rule(
-    function: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    initial_state: RecurrentState | torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
-    """Gated delta rule (arXiv 2412.06464) and Kimi delta attention (arXiv 2510.26692).
+def _where(name: str, kind: type) -> Callable[[Callable], Callable]:
+    """Decorator of a replacement, which runs where the argument `name` is of `kind`; elsewhere the model's own does.
+
+    The replacement has the parameters of the model's own function, behind that function.
+    """
+
+    def decorate(run: Callable) -> Callable:
+        names = tuple(inspect.signature(run).parameters)[1:]
+
+        @functools.wraps(run)
+        def replacement(function: Callable, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            return run(function, **given) if isinstance(given.get(name), kind) else function(*args, **kwargs)
+
+        return replacement
+
+    return decorate
+
+
+@_where("initial_state", RecurrentState)
+def _delta_rule(function, query, key, value, g, beta, *, initial_state, use_qk_l2norm_in_kernel=False, **rest):
+    """Gated delta rule (arXiv 2412.06464) and Kimi delta attention (arXiv 2510.26692), as in flash-linear-attention.
 
     Args:
-        function: the model's own, with the arguments of flash-linear-attention.
+        function: the model's own.
         query, key: `[B, n, Hk, K]`.
         value: `[B, n, H, V]`.
         g: log decay, `[B, n, H]` or `[B, n, H, K]`.
         beta: `[B, n, H]`.
     """
-    if not isinstance(initial_state, RecurrentState):
-        return function(
-            query,
-            key,
-            value,
-            g=g,
-            beta=beta,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **kwargs,
-        )
 
     def chunked(is_token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # A column without decay and without update leaves the state as it is.
         is_live = is_token[..., None]
-        return function(
-            query,
-            key,
-            value,
-            g=torch.where(is_live if g.dim() == 3 else is_live[..., None], g, 0),
-            beta=torch.where(is_live, beta, 0),
-            initial_state=state,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **kwargs,
-        )
+        g_of_tokens = torch.where(is_live if g.dim() == 3 else is_live[..., None], g, 0)
+        options = {**rest, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "output_final_state": True}
+        beta_of_tokens = torch.where(is_live, beta, 0)
+        return function(query, key, value, g=g_of_tokens, beta=beta_of_tokens, initial_state=state, **options)
 
-    out = initial_state.run(
-        query,
-        key,
-        value,
-        g.float(),
-        beta,
-        chunked,
-        delta=True,
-        normalize=use_qk_l2norm_in_kernel,
-        scale=query.shape[-1] ** -0.5,
-    )
-    return out, initial_state
+    options = {"delta": True, "normalize": use_qk_l2norm_in_kernel, "scale": query.shape[-1] ** -0.5}
+    return initial_state.run(query, key, value, g.float(), beta, chunked, **options), initial_state
 
 
 def _time_steps(
@@ -112,90 +113,46 @@ def _time_steps(
     return torch.where(is_prompt[..., None], steps.clamp(*limits), steps)
 
 
+@_where("initial_states", RecurrentState)
 def _mamba2_scan(
-    function: Callable,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    *,
-    chunk_size: int,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: RecurrentState | torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = UNBOUNDED,
-    return_final_states: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Mamba-2 (arXiv 2405.21060) over several tokens.
+    function, hidden_states, dt, A, B, C, *, initial_states, D=None, dt_bias=None, dt_softplus=False, **rest
+):
+    """Mamba-2 (arXiv 2405.21060) over several tokens, as in mamba_ssm.
 
     Args:
-        function: the model's own, with the arguments of mamba_ssm.
+        function: the model's own.
         hidden_states: `[B, n, H, P]`.
         dt: `[B, n, H]`.
         A: `[H]`.
         B, C: `[B, n, groups, N]`.
         D, dt_bias: `[H]`.
     """
-    options = {"chunk_size": chunk_size, "return_final_states": return_final_states, **kwargs}
-    if not isinstance(initial_states, RecurrentState):
-        return function(
-            hidden_states,
-            dt,
-            A,
-            B,
-            C,
-            D=D,
-            dt_bias=dt_bias,
-            initial_states=initial_states,
-            dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
-            **options,
-        )
-    initial_states.step_limits = tuple(dt_limit)
+    returns_states = rest.pop("return_final_states", False)
+    initial_states.step_limits = tuple(rest.pop("dt_limit", UNBOUNDED))
     steps = _time_steps(initial_states, dt, dt_bias, dt_softplus, initial_states.step_limits)
 
     def chunked(is_token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # A step of 0 leaves the state as it is. transformers keeps it transposed.
         inert = torch.where(is_token[..., None], steps, 0.0)
         before = state.transpose(-1, -2).contiguous()
-        out, final = function(
-            hidden_states, inert, A, B, C, initial_states=before, **{**options, "return_final_states": True}
-        )
+        out, final = function(hidden_states, inert, A, B, C, initial_states=before, return_final_states=True, **rest)
         return out, final.transpose(-1, -2)
 
     out = _state_space(initial_states, hidden_states, steps, A, B, C, D, chunked)
-    return (out, initial_states) if return_final_states else out
+    return (out, initial_states) if returns_states else out
 
 
-def _mamba2_step(
-    function: Callable,
-    state: RecurrentState | torch.Tensor,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    *,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor:
+@_where("state", RecurrentState)
+def _mamba2_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None, dt_bias=None, dt_softplus=False, **_):
     """Mamba-2 over a single token.
 
     Args:
-        function: the model's own, with the arguments of mamba_ssm.
+        function: the model's own.
         hidden_states, dt: `[B, H, P]`.
         A: `[H, P, N]`.
         B, C: `[B, groups, N]`.
         D, dt_bias: `[H, P]`.
     """
-    if not isinstance(state, RecurrentState):
-        return function(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
     bias = None if dt_bias is None else dt_bias[:, 0]
     # A pass over several tokens, which names the limits, has come before: a prefill has two columns at least.
     steps = _time_steps(state, dt[:, None, :, 0], bias, dt_softplus, state.step_limits)
@@ -205,16 +162,7 @@ def _mamba2_step(
     return out if z is None else out * F.silu(z)
 
 
-def _state_space(
-    state: RecurrentState,
-    hidden_states: torch.Tensor,
-    steps: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    chunked: Callable | None = None,
-) -> torch.Tensor:
+def _state_space(state, hidden_states, steps, A, B, C, D, chunked=None):
     """Outputs `[B, n, H, P]` of a state-space model; `steps` `[B, n, H]` float32, the others as of `_mamba2_scan`."""
     decay = steps * A.float()
     options = {"form": StateForm.VALUES_FIRST, "delta": False, "normalize": False, "scale": 1.0}
@@ -222,76 +170,37 @@ def _state_space(
     return out if D is None else (out + hidden_states * D[:, None]).to(hidden_states.dtype)
 
 
-def _mamba_scan(
-    function: Callable,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Mamba-1 (arXiv 2312.00752) over several tokens, from the state of the layer that runs.
+def _mamba_scan(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Mamba-1 (arXiv 2312.00752) over several tokens, from the state of the layer that runs, as in mamba_ssm."""
+    state = next_state()
+    return function(*args, **kwargs) if state is None else _scan(state, *args, **kwargs)
+
+
+def _scan(state, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **rest):
+    """See `_mamba_scan`.
 
     Args:
-        function: the model's own, with the arguments of mamba_ssm.
-        hidden_states, dt: `[B, P, n]`.
+        hidden_states, dt, z: `[B, P, n]`; `z` is the gate.
         A: `[P, N]`.
         B, C: `[B, N, n]`.
         D, delta_bias: `[P]`.
-        z: `[B, P, n]`, the gate.
     """
-    state = next_state()
-    if state is None:
-        options = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, "return_last_state": return_last_state}
-        return function(hidden_states, dt, A, B, C, D=D, z=z, **options, **kwargs)
     gate = None if z is None else z.transpose(1, 2)
     inputs, dt, B, C = (part.transpose(1, 2) for part in (hidden_states, dt, B, C))
     out = _selective_state_space(state, inputs, dt, A, B, C, D, gate, delta_bias, delta_softplus).transpose(1, 2)
     # Models stack what they are given for the final states of heads: nothing, as these are in their place.
-    return (out, out.new_empty(0)) if return_last_state else out
+    return (out, out.new_empty(0)) if rest.get("return_last_state") else out
 
 
-def _mamba_step(
-    function: Callable,
-    state: RecurrentState | torch.Tensor,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    *,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Mamba-1 over a single token: `hidden_states`, `dt` and `z` `[B, P]`, `B` and `C` `[B, N]`; see `_mamba_scan`."""
-    if not isinstance(state, RecurrentState):
-        return function(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
+@_where("state", RecurrentState)
+def _mamba_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None, dt_bias=None, dt_softplus=False, **_):
+    """Mamba-1 over a single token: `hidden_states`, `dt` and `z` `[B, P]`, `B` and `C` `[B, N]`; see `_scan`."""
     gate = None if z is None else z[:, None]
     inputs, dt, B, C = (part[:, None] for part in (hidden_states, dt, B, C))
     return _selective_state_space(state, inputs, dt, A, B, C, D, gate, dt_bias, dt_softplus)[:, 0]
 
 
-def _selective_state_space(
-    state: RecurrentState,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    softplus: bool,
-) -> torch.Tensor:
+def _selective_state_space(state, hidden_states, dt, A, B, C, D, gate, bias, softplus):
     """Outputs `[B, n, P]` of Mamba-1: `hidden_states`, `dt` and `gate` likewise, `B` and `C` `[B, n, N]`."""
     steps = _time_steps(state, dt, bias, softplus, state.step_limits)
     # One head; the logarithm of a factor is step * A, of another A for each element of the state.
@@ -304,60 +213,39 @@ def _selective_state_space(
     return (out if gate is None else out * F.silu(gate)).to(hidden_states.dtype)
 
 
-def _convolution(
-    function: Callable,
-    hidden_states: ConvolutionInputs | torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Depthwise causal convolution.
+@_where("hidden_states", ConvolutionInputs)
+def _convolution(function, hidden_states, weight, bias=None, activation=None, **_):
+    """Depthwise causal convolution, as in causal_conv1d.
 
     Args:
-        function: the model's own, with the arguments of causal_conv1d.
-        hidden_states: `[B, C, n]`.
+        function: the model's own.
+        hidden_states: of `[B, C, n]`.
         weight: `[C, W]`.
         bias: `[C]`.
     """
-    if not isinstance(hidden_states, ConvolutionInputs):
-        return function(hidden_states, weight, bias, activation=activation, **kwargs)
-    is_silu = activation in ("silu", "swish")
-    out = hidden_states.convolve(weight, bias, is_silu)
+    cache, ring, is_silu = hidden_states.cache, hidden_states.ring, activation in ("silu", "swish")
+    inputs = hidden_states.inputs.transpose(1, 2)
+    out = ops.short_conv(inputs, ring, cache.positions, cache.dummy_slot, weight, bias, is_silu).transpose(1, 2)
     return out if activation is None or is_silu else ACT2FN[activation](out)
 
 
-def _convolution_step(
-    function: Callable,
-    hidden_states: torch.Tensor,
-    conv_state: ConvolutionState | torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+@_where("conv_state", ConvolutionState)
+def _convolution_step(function, hidden_states, conv_state, weight, bias=None, activation=None, **_):
     """Depthwise causal convolution of a single token, `hidden_states` `[B, C, 1]`; the others as of `_convolution`."""
-    if not isinstance(conv_state, ConvolutionState):
-        return function(hidden_states, conv_state, weight, bias, activation=activation, **kwargs)
-    inputs = conv_state.followed_by(hidden_states, weight.shape[-1])
+    inputs = conv_state.layer.update_conv_state(hidden_states, conv_state.index, weight.shape[-1])
     return _convolution(function, inputs, weight, bias, activation)
 
 
-class _ExtendedInputs:
-    """What a convolution that is no function of its file is given as a cache: one that hands out tensors.
+class _ExtendedInputs(NamedTuple):
+    """What a convolution that is no function of its file is given as a cache: one that hands out tensors."""
 
-    Args:
-        cache: a `RaggedCache`.
-    """
-
-    def __init__(self, cache: Cache):
-        self._cache = cache
+    cache: Cache
 
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
         """See `RecurrentLayer.extended`."""
-        return self._cache.layers[layer_idx].extended(inputs, state_idx, conv_kernel_size)
+        return self.cache.layers[layer_idx].extended(inputs, state_idx, conv_kernel_size)
 
 
 def _own_convolution(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -410,14 +298,6 @@ def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor |
 _MASKS: dict[str, Callable] = {RECURRENT_MASK: _token_mask}
 
 
-def why_not_replaced(model: nn.Module) -> str | None:
-    """The reason why recurrent layers of `model` cannot run on a `RaggedCache`, as far as it is known beforehand."""
-    if all(_REPLACEMENTS.keys().isdisjoint(vars(file)) for file in files_of(map(type, modules_of(model)))):
-        names = (name for names in RECURRENCES.values() for name in names)
-        return f"recurrent layers call no function that the engine can replace ({any_of(tuple(names))})"
-    return None
-
-
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
     files, functions = files_of(map(type, modules_of(*models))), _REPLACEMENTS | _MASKS
@@ -441,3 +321,61 @@ def _over_original(name: str, file: ModuleType) -> Callable:
 def _over(replacement: Callable, function: Callable) -> Callable:
     """`replacement` of `function`; the same object for the same two, since compiled code depends on it."""
     return functools.partial(replacement, function)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(LayerKind):
+    """States of linear attention and state-space models, and inputs of short convolutions; perhaps keys, too.
+
+    Attributes:
+        num_states: how many recurrent states, and as many convolutions.
+        stores_keys: see `LayerKind`.
+    """
+
+    num_states: int = 1
+    stores_keys: bool = False
+
+    layer_types = frozenset(LAYER_TYPES["recurrent"])
+    sources = (
+        LinearAttentionLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+        LinearAttentionAndStaticFullAttentionLayer,
+        LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    )
+    keeps_states = True
+    is_by_slot = False
+    obstacles = {
+        Use.PACKING: "recurrent states, which are not stored by slot",
+        Use.PREFIX_REUSE: "recurrent states, which are of the last position only",
+        Use.BATCH_INVARIANCE: "recurrent layers, whose sums depend on how many drafts were accepted; expected "
+        "attention",
+        Use.REPEATED_POSITIONS: "recurrent states, but modules run positions more than once; expected layers of "
+        "attention",
+        Use.UNROLLED_STEPS: "recurrent layers, whose states do not follow the steps before; expected num_steps=1, or a "
+        "draft model of attention layers",
+        Use.OTHER_INPUTS_CONTINUED: "recurrent states",
+    }
+    patches = staticmethod(recurrent_functions)
+
+    @classmethod
+    def detect(cls, layer: Any) -> Recurrent | None:
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            return None
+        return cls(num_states=layer.number_of_states, stores_keys=isinstance(layer, CacheLayerMixin))
+
+    @property
+    def layer_class(self) -> type[LayerMemory]:
+        return KeyedRecurrentLayer if self.stores_keys else RecurrentLayer
+
+    @classmethod
+    def forgets_states(cls, model: PreTrainedModel) -> bool:
+        return any(is_stateless(type(module)) for module in modules_of(model))
+
+    @classmethod
+    def why_not_hosted(cls, model: PreTrainedModel) -> str | None:
+        if all(_REPLACEMENTS.keys().isdisjoint(vars(file)) for file in files_of(map(type, modules_of(model)))):
+            names = (name for names in RECURRENCES.values() for name in names)
+            return f"recurrent layers call no function that the engine can replace ({any_of(tuple(names))})"
+        return None

@@ -4,22 +4,24 @@ A recurrent state cannot be indexed by position, so rejected tokens cannot be le
 Instead a layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later
 tokens in a ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to the
 position at which the block begins. Tokens that are certain (below the row's length) become part of the stored state on
-the way; draft tokens are only put into the ring. So the position of the next block tells how many drafts were accepted,
+the way; draft tokens are only put into the ring. So the position of the next block shows how many drafts were accepted,
 nothing is rolled back or copied, and the state is read and written once a pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import ops
-from ..host.caches import LinearAttentionCacheLayerMixin
+from ..host.caches import Cache, LinearAttentionCacheLayerMixin
 from ..kernels.types import RecurrenceRing
-from .recurrent_positions import RecurrencePositions
-from .rings import Block
+from .key_layers import RaggedLayer
+from .layer_kinds import LayerKind, LayerMemory
+from .rings import like
 from .state_forms import StateForm, check_shape, held_states
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
@@ -27,18 +29,6 @@ from .state_forms import StateForm, check_shape, held_states
 MOST_STEPS = 256
 # Limits of the time steps of a state-space model.
 UNBOUNDED = (0.0, float("inf"))
-
-
-class PositionedCache(Protocol):
-    """What a layer reads of the cache that it belongs to, a `RaggedCache`."""
-
-    slots: int
-    dummy_slot: int
-    ring_slots: int
-    positions: torch.Tensor
-    recurrence: RecurrencePositions
-
-    def convolution_slots(self, kernel_size: int) -> int: ...
 
 
 class RecurrentState:
@@ -54,7 +44,7 @@ class RecurrentState:
         heads: states of the heads after the first, where a model runs them one by one; this is then the first one's.
     """
 
-    def __init__(self, cache: PositionedCache):
+    def __init__(self, cache: Cache):
         self.cache = cache
         self.state: torch.Tensor | None = None
         self.ring: RecurrenceRing | None = None
@@ -66,11 +56,9 @@ class RecurrentState:
     def __getitem__(self, index: tuple[slice, int]) -> RecurrentState:
         """The state of one head, which models take as `state[:, head]`."""
         _, head = index
-        if head == 0:
-            return self
-        if head not in self.heads:
+        if head > 0 and head not in self.heads:
             self.heads[head] = RecurrentState(self.cache)
-        return self.heads[head]
+        return self.heads[head] if head > 0 else self
 
     def to(self, *args: Any, **kwargs: Any) -> RecurrentState:
         """Itself: it is float32 already."""
@@ -104,25 +92,12 @@ class RecurrentState:
             out, final = chunked(cache.positions < cache.dummy_slot, self.state)
             self.state.copy_(final)
             return out
-        recurrence = cache.recurrence
-        return ops.recurrence(
-            query,
-            key,
-            value,
-            decay,
-            beta,
-            self.state,
-            self.ring,
-            recurrence.base,
-            recurrence.certain,
-            cache.positions,
-            cache.dummy_slot,
-            **options,
-        )
+        inputs, bounds = (query, key, value, decay, beta), (cache.recurrence.base, cache.recurrence.certain)
+        return ops.recurrence(*inputs, self.state, self.ring, *bounds, cache.positions, cache.dummy_slot, **options)
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor) -> None:
         batch, _, heads, width = value.shape
-        slots = self.cache.ring_slots
+        slots = self.cache.ring_slots()
         self.state = value.new_zeros(batch, heads, key.shape[-1], width, dtype=torch.float32)
         self.ring = RecurrenceRing(
             key.new_zeros(batch, slots, *key.shape[2:]),
@@ -143,8 +118,8 @@ class RecurrentState:
         if source.state is None:
             return
         if self.state is None:
-            batch = len(self.cache.recurrence.base)
-            self.state, *ring = (part.new_zeros(batch, *part.shape[1:]) for part in (source.state, *source.ring))
+            parts = source.state, *source.ring
+            self.state, *ring = (part.new_zeros(self.cache.batch, *part.shape[1:]) for part in parts)
             self.ring = RecurrenceRing(*ring)
         for name in ("step_limits", "form", "normalizes", "has_rates"):
             setattr(self, name, getattr(source, name))
@@ -181,6 +156,7 @@ class RecurrentState:
         return torch.stack(parts, dim=1) if self.heads else parts[0]
 
 
+@dataclass
 class ConvolutionInputs:
     """Inputs of a short convolution, in the place of the tensor that a model's function takes.
 
@@ -190,54 +166,45 @@ class ConvolutionInputs:
         inputs: `[B, C, n]`.
     """
 
-    def __init__(self, cache: PositionedCache, ring: torch.Tensor, inputs: torch.Tensor):
-        self.cache, self.ring, self.inputs = cache, ring, inputs
-
-    def convolve(self, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
-        """`[B, C, n]`: see `ops.short_conv`."""
-        cache = self.cache
-        inputs = self.inputs.transpose(1, 2)
-        return ops.short_conv(inputs, self.ring, cache.positions, cache.dummy_slot, weight, bias, silu).transpose(1, 2)
+    cache: Cache
+    ring: torch.Tensor
+    inputs: torch.Tensor
 
 
+@dataclass
 class ConvolutionState:
-    """Inputs of a short convolution before a block, in the place of the tensor that a model's functions update.
+    """Inputs before a block of the convolution `index` of `layer`, in the place of the tensor that functions update."""
 
-    Attributes:
-        layer: that holds them.
-        index: of the convolution in the layer.
-    """
-
-    def __init__(self, layer: RecurrentLayer, index: int):
-        self.layer, self.index = layer, index
-
-    def followed_by(self, inputs: torch.Tensor, kernel_size: int) -> ConvolutionInputs:
-        """`inputs` `[B, C, 1]` as those of a block of one column."""
-        return self.layer.update_conv_state(inputs, self.index, kernel_size)
+    layer: RecurrentLayer
+    index: int
 
 
-class RecurrentLayer(LinearAttentionCacheLayerMixin):
+class _Inputs(NamedTuple):
+    """The last inputs of each row: `[B, slots, ...]`, what stands before the first, and how many transformers keeps."""
+
+    ring: torch.Tensor
+    fill: float
+    width: int
+
+
+class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass.
 
     Args:
         cache: that it is a layer of.
-        num_states: how many recurrent states and how many convolutions the layer has.
+        kind: `num_states` of it is how many recurrent states and how many convolutions the layer has.
     """
 
-    is_compileable = True
-
-    def __init__(self, cache: PositionedCache, num_states: int):
-        super().__init__(number_of_states=num_states)
-        self._cache = cache
+    def __init__(self, cache: Cache, kind: LayerKind):
+        num_states = kind.num_states
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states=num_states)
+        LayerMemory.__init__(self, cache, kind)
         # Most models then run a single token through the functions for several.
         self.record_past = True
         self.has_previous_state = dict.fromkeys(range(num_states), True)
         self.recurrent_states = {index: RecurrentState(cache) for index in range(num_states)}
         self.conv_states = {index: ConvolutionState(self, index) for index in range(num_states)}
-        self._rings: dict[int, torch.Tensor] = {}
-        # What rings hold where no token has been, and of how many tokens transformers' layer holds such inputs.
-        self._fills: dict[int, float] = {}
-        self._widths: dict[int, int] = {}
+        self._inputs: dict[int, _Inputs] = {}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """States and rings are allocated where they are first needed."""
@@ -245,11 +212,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> ConvolutionInputs | torch.Tensor:
-        """Take the inputs `[B, C, n]` of a short convolution.
-
-        Returns:
-            what the model's convolution is to run over: for up to `MOST_STEPS` columns the inputs for its replacement,
-            which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, the inputs with those before them.
+        """What a model's convolution runs over, of inputs `[B, C, n]`: for up to `MOST_STEPS` columns something for its
+        replacement, which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, with those before them.
         """
         if conv_states.shape[-1] > MOST_STEPS:
             return self.extended(conv_states, state_idx, conv_kernel_size)
@@ -260,11 +224,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self, state_idx: int, inputs: torch.Tensor, kernel_size: int, width: int, fill: float = 0
     ) -> torch.Tensor:
         """`[B, slots, ...]`, in which the last ones of inputs `[B, n, ...]` are kept: allocated at the first pass."""
-        if state_idx not in self._rings:
-            slots = self._cache.convolution_slots(kernel_size)
-            self._rings[state_idx] = inputs.new_full((len(inputs), slots, *inputs.shape[2:]), fill)
-            self._fills[state_idx], self._widths[state_idx] = fill, width
-        return self._rings[state_idx]
+        if state_idx not in self._inputs:
+            slots = self._cache.ring_slots(kernel_size)
+            ring = inputs.new_full((len(inputs), slots, *inputs.shape[2:]), fill)
+            self._inputs[state_idx] = _Inputs(ring, fill, width)
+        return self._inputs[state_idx].ring
 
     def with_former(
         self, inputs: torch.Tensor, state_idx: int, count: int, fill: float = 0, width: int | None = None
@@ -279,22 +243,14 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             width: of how many tokens transformers' layer holds inputs; `count` if None.
 
         Returns:
-            `[B, count + n, ...]`. Columns of the block that are no tokens have the inputs of tokens before it, too.
+            `[B, count + n, ...]`.
         """
         ring = self._ring(state_idx, inputs, count + 1, count if width is None else width, fill)
-        block = Block.of(self._cache.positions, self._cache.dummy_slot)
-        first, last = block.first, block.last
-        positions = first + torch.arange(-count, inputs.shape[1], device=first.device)
-        held = _gather(ring, positions % ring.shape[1]).to(inputs.dtype)
-        held = torch.where(_like(positions >= 0, held), held, self._fills[state_idx])
-        is_token = _like(self._cache.positions < self._cache.dummy_slot, inputs)
-        whole = torch.cat([held[:, :count], torch.where(is_token, inputs, held[:, count:])], dim=1)
-        # The column of the latest position that a slot is for; before the block it keeps what it has.
-        slots = torch.arange(ring.shape[1], device=first.device)
-        columns = last - (last - slots) % ring.shape[1] - first
-        latest = _gather(whole, columns.clamp(min=0) + count)
-        ring.copy_(torch.where(_like(columns >= 0, ring), latest, ring))
-        return whole
+        block = self._cache.block
+        positions = block.first + torch.arange(-count, inputs.shape[1], device=inputs.device)
+        whole = block.at(positions, ring, inputs)
+        block.keep(ring, inputs)
+        return torch.where(like(positions >= 0, whole), whole, self._inputs[state_idx].fill)
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
         """The `inputs` `[B, C, n]` of a short convolution with those before them, `[B, C, kernel_size - 1 + n]`; they
@@ -319,27 +275,25 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def is_allocated(self) -> bool:
-        return bool(self._rings)
+        return bool(self._inputs)
 
     def restart(self) -> None:
-        """Begin with no text in any row."""
         for state in self.recurrent_states.values():
             state.restart()
-        for index, ring in self._rings.items():
-            ring.fill_(self._fills.get(index, 0))
+        for inputs in self._inputs.values():
+            inputs.ring.fill_(inputs.fill)
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, taken: slice | torch.Tensor, slots: int) -> None:
         for index, state in source.recurrent_states.items():
             self.recurrent_states[index].copy_rows(rows, state, taken)
-        for index, ring in source._rings.items():
-            if index not in self._rings:
-                self._rings[index] = ring.new_zeros(len(self._cache.recurrence.base), *ring.shape[1:])
-                self._fills, self._widths = dict(source._fills), dict(source._widths)
-            self._rings[index][rows] = ring[taken]
+        for index, theirs in source._inputs.items():
+            if index not in self._inputs:
+                ring = theirs.ring.new_zeros(self._cache.batch, *theirs.ring.shape[1:])
+                self._inputs[index] = theirs._replace(ring=ring)
+            self._inputs[index].ring[rows] = theirs.ring[taken]
 
     @property
     def can_replay(self) -> bool:
-        """Whether states can be brought further by what rings hold, without a pass of the model."""
         return not any(state.has_rates for state in self.recurrent_states.values())
 
     @property
@@ -347,7 +301,6 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         return any(state.step_limits != UNBOUNDED for state in self.recurrent_states.values())
 
     def replay(self, positions: torch.Tensor) -> None:
-        """See `RecurrentState.replay`."""
         for state in self._used_states().values():
             state.replay(positions)
 
@@ -356,49 +309,58 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         return {index: state for index, state in self.recurrent_states.items() if state.state is not None}
 
     def read_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> None:
-        """Take what a layer of transformers' cache holds of texts in the first rows; a pass has allocated the buffers.
-
-        Args:
-            layer: whose states and inputs of convolutions are those of `n` rows.
-            ends: `[n]` int64, how many tokens of each row are in them.
-
-        Raises:
-            ValueError: it lacks some of them, or they have other shapes.
-        """
         for index, state in self._used_states().items():
             state.read(held_states(layer, "recurrent_states", index), ends)
         rows = torch.arange(len(ends), device=ends.device)[:, None]
-        for index, ring in self._rings.items():
-            inputs = held_states(layer, "conv_states", index)[..., -self._widths[index] :].movedim(-1, 1)
+        for index, (ring, _, width) in self._inputs.items():
+            inputs = held_states(layer, "conv_states", index)[..., -width:].movedim(-1, 1)
             check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
             positions = ends[:, None] + torch.arange(-inputs.shape[1], 0, device=ends.device)
             slots = positions % ring.shape[1]
-            ring[rows, slots] = torch.where(_like(positions >= 0, ring), inputs.to(ring), ring[rows, slots])
+            ring[rows, slots] = torch.where(like(positions >= 0, ring), inputs.to(ring), ring[rows, slots])
 
-    def written_states(self, ends: torch.Tensor) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Recurrent states and inputs of convolutions of the first rows, by number, as transformers' layers hold them.
-
-        Args:
-            ends: `[n]` int64, how many tokens of each row are in the states.
-        """
+    def write_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> Callable[[], None]:
         rows = torch.arange(len(ends), device=ends.device)[:, None]
         states, inputs = {index: state.written(len(ends)) for index, state in self._used_states().items()}, {}
-        for index, ring in self._rings.items():
-            positions = ends[:, None] + torch.arange(-self._widths[index], 0, device=ends.device)
+        for index, (ring, fill, width) in self._inputs.items():
+            positions = ends[:, None] + torch.arange(-width, 0, device=ends.device)
             held = ring[rows, positions % ring.shape[1]]
-            held = torch.where(_like(positions >= 0, held), held, self._fills[index])
+            held = torch.where(like(positions >= 0, held), held, fill)
             inputs[index] = held.movedim(1, -1).clone(memory_format=torch.contiguous_format)
-        return states, inputs
+        for index, held in states.items():
+            if not layer.is_recurrent_states_initialized[index]:
+                layer.lazy_initialization(recurrent_states=held, state_idx=index)
+        for index, held in inputs.items():
+            if not layer.is_conv_states_initialized[index]:
+                layer.lazy_initialization(conv_states=held, state_idx=index, conv_kernel_size=held.shape[-1])
+
+        def write() -> None:
+            for index, held in states.items():
+                layer.recurrent_states[index].copy_(held)
+            for index, held in inputs.items():
+                # In place, as graphs may read them there; a layer that records its past holds more.
+                is_same = layer.conv_states[index].shape == held.shape
+                layer.conv_states[index] = layer.conv_states[index].copy_(held) if is_same else held
+                layer.has_previous_state[index] = True
+
+        return write
 
     def get_max_length(self) -> int:
         return self._cache.slots
 
 
-def _like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`values` `[B, n]` as `[B, n, 1, ...]`, with as many dimensions as `other`."""
-    return values.view(*values.shape, *[1] * (other.dim() - 2))
+class KeyedRecurrentLayer(RecurrentLayer, RaggedLayer):
+    """A layer with keys and values as well as recurrent states."""
 
+    lazy_initialization = RaggedLayer.lazy_initialization
+    get_max_length = RaggedLayer.get_max_length
 
-def _gather(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`[B, m, ...]`: `columns` `[B, m]` int64 of `values` `[B, n, ...]`."""
-    return values.gather(1, _like(columns, values).expand(-1, -1, *values.shape[2:]))
+    def __init__(self, cache: Cache, kind: LayerKind):
+        RaggedLayer.__init__(self, cache, kind)
+        RecurrentLayer.__init__(self, cache, kind)
+
+    def copy_rows(
+        self, rows: torch.Tensor, source: KeyedRecurrentLayer, taken: slice | torch.Tensor, slots: int
+    ) -> None:
+        RaggedLayer.copy_rows(self, rows, source, taken, slots)
+        RecurrentLayer.copy_rows(self, rows, source, taken, slots)

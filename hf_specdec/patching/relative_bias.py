@@ -1,8 +1,8 @@
 """Attention with relative biases of a modeling file over a `RaggedCache` (Inkling).
 
-Such attention adds to a score what its query says about the distance of the key. Modeling files make these biases for
-all keys, of the numbers of queries and keys, which are the same for all rows. Inside `relative_biases` the modules that
-make them hand on what the queries say of each distance, and attention takes it by the positions of its rows.
+Such attention adds to a score a bias of the query for the distance of the key. Modeling files make these biases for all
+keys, from the numbers of queries and keys, which are the same for all rows. Inside `relative_biases` the modules that
+make them hand on the biases of each distance, and attention takes them by the positions of its rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..host.modeling import RELATIVE_BIASES
 from .hidden_states import modules_of
+from .layer_kinds import PlugIn, register
 from .patch import Replacements, runs_engine
 
 
@@ -43,9 +44,8 @@ def _forward(module: nn.Module, states: torch.Tensor, *others: torch.Tensor) -> 
     """The `forward` of a module that makes biases.
 
     Args:
-        module: it.
-        states: what queries say of distances, `[B, n, heads, d_rel]`; or, with a module that computes that, the hidden
-            states `[B, n, H]`.
+        states: of queries, which the biases are products of, `[B, n, heads, d_rel]`; or, with a module that computes
+            these, the hidden states `[B, n, H]`.
         others: positions of queries and keys, `[n]` and `[m]` int64; or distances `[n, m]` and position ids `[B, n]`.
 
     Returns:
@@ -105,3 +105,10 @@ def biased_attention(
         scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
     return (weights @ values).transpose(1, 2).contiguous()
+
+
+@register
+class RelativeBias(PlugIn):
+    """Attention with relative biases."""
+
+    patches = staticmethod(relative_biases)

@@ -34,14 +34,31 @@ class Block(NamedTuple):
         )
 
     def at(self, positions: torch.Tensor, ring: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What is known at `positions` `[B, m]` int64, `[B, m, C]`: of tokens of the pass or of earlier ones.
+        """What is known at `positions` `[B, m]` int64, `[B, m, ...]`: of tokens of the pass or of earlier ones.
 
         Args:
             positions: anything is returned for those after the last token, before the text, and too far back.
-            ring: `[B, R, C]`, of earlier tokens.
-            tokens: `[B, n, C]`, of the columns of the pass.
+            ring: `[B, R, ...]`, of earlier tokens.
+            tokens: `[B, n, ...]`, of the columns of the pass.
         """
         size = ring.shape[1]
         index = torch.where(positions < self.begin, positions % size, size + positions - self.first)
-        index = index.clamp(0, size + tokens.shape[1] - 1)[..., None].expand(-1, -1, tokens.shape[-1])
-        return torch.cat([ring.to(tokens.dtype), tokens], dim=1).gather(1, index)
+        return _gather(torch.cat([ring.to(tokens.dtype), tokens], dim=1), index.clamp(0, size + tokens.shape[1] - 1))
+
+    def keep(self, ring: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Put the last of `tokens` `[B, n, ...]`, of the columns of the pass, into `ring` `[B, R, ...]`."""
+        slots = torch.arange(ring.shape[1], device=ring.device)
+        # The column of the latest position that a slot is for; before the first token it keeps what it has.
+        columns = self.last - (self.last - slots) % ring.shape[1] - self.first
+        latest = _gather(tokens, columns.clamp(min=0)).to(ring.dtype)
+        ring.copy_(torch.where(like(columns >= self.begin - self.first, ring), latest, ring))
+
+
+def like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`values` `[B, n]` as `[B, n, 1, ...]`, with as many dimensions as `other`."""
+    return values.view(*values.shape, *[1] * (other.dim() - 2))
+
+
+def _gather(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`[B, m, ...]`: `columns` `[B, m]` int64 of `values` `[B, n, ...]`."""
+    return values.gather(1, like(columns, values).expand(-1, -1, *values.shape[2:]))

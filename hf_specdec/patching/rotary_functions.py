@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -24,8 +25,9 @@ from .deferred import plain, rotated
 from .hidden_states import modules_of
 from .layer_choice import DTYPES, uses_layer_kernels
 from .layer_kernels import any_has_layer_kernels
+from .layer_probes import same_bits
 from .patch import Replacements, original
-from .variants import Identity, files_of, functions_of
+from .signature import files_of, functions_of
 
 _ALL_KINDS = (RotaryKind(*flags) for flags in itertools.product((False, True), repeat=len(RotaryKind._fields)))
 ROTARY_KINDS = [kind for kind in _ALL_KINDS if kind.shared_angles or not kind.half_angles]
@@ -37,13 +39,8 @@ _states = itertools.count()
 
 
 def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **kwargs: Any) -> Any:
-    """`function` of query and key, or of one of them, `count` tensors, with cosines and sines.
-
-    Args:
-        function: the model's own, with transformers' arguments.
-        state: a number for the functions that it may call, as `_state_of` gives it.
-        count: how many tensors it rotates, its first arguments: `[B, heads, n, D]`, or `[B, n, heads, D]` if
-            `unsqueeze_dim` is 2. Cosines and sines follow.
+    """`function`, the model's own, of query and key, or of one of them: `count` tensors `[B, heads, n, D]`, or
+    `[B, n, heads, D]` if `unsqueeze_dim` is 2. Cosines and sines follow. `state` tells what functions it may call.
     """
     heads_dim = kwargs.get("unsqueeze_dim", 1)
     is_understood = len(args) == count + 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
@@ -87,13 +84,8 @@ def _kind_of(
     angles: int,
     options: tuple[tuple[str, Any], ...],
 ) -> RotaryKind | None:
-    """What `function` does with heads of `size` elements and so many cosines; None if it is nothing known.
-
-    Args:
-        function, state, count: of `_rotary`.
-        dtype, angle_dtype: of the heads, and of cosines and sines.
-        size, angles: last dimensions of both.
-        options: keyword arguments of `function`.
+    """What `function` does with heads of `size` elements and so many `angles`, given keyword arguments `options`; None
+    if it is nothing known. Other arguments as of `_rotary`.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -113,13 +105,9 @@ def _kind_of(
             is_whole = kind.half_angles or angles % 2 == 0
             if is_whole and angles * (2 if kind.half_angles else 1) <= size:
                 expected = layer_ops.rotary(cos, sin, states, kind)
-                if all(_are_equal(*pair) for pair in zip(found, expected, strict=True)):
+                if all(same_bits(*pair) for pair in zip(found, expected, strict=True)):
                     return kind
     return None
-
-
-def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 def rotary_functions(*models: nn.Module) -> Replacements:
@@ -140,23 +128,18 @@ def rotary_functions(*models: nn.Module) -> Replacements:
 def _over_original(name: str, file: ModuleType) -> Callable:
     function = original(file, name)
     called = functions_of([inspect.getmodule(function) or file])
-    return _over(function, _state_of(frozenset(map(Identity, called))))
+    return _over(function, _state_of(frozenset(map(weakref.ref, called))))
 
 
 @functools.lru_cache(maxsize=256)
-def _state_of(called: frozenset[Identity]) -> int:
+def _state_of(called: frozenset[weakref.ref]) -> int:
     """A number for the functions of a file: another one if any was replaced, such as `rotate_half`."""
     return next(_states)
 
 
 @functools.lru_cache(maxsize=256)
 def _over(function: Callable, state: int) -> Callable:
-    """What replaces `function`: itself if its arguments are not understood; the same object every time.
-
-    Args:
-        function: of a file.
-        state: see `_state_of`.
-    """
+    """What replaces `function`: itself if its arguments are not understood; the same object every time."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -52,20 +52,15 @@ def next_state() -> RecurrentState | None:
 
 
 @functools.cache
-def _is_stateless(kind: type[nn.Module]) -> bool:
+def is_stateless(kind: type[nn.Module]) -> bool:
     """Whether modules of a class call a function of `STATELESS`."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is not None and not STATELESS.isdisjoint(code.co_names)
 
 
-def forgets_states(model: nn.Module) -> bool:
-    """Whether layers of `model`, where it is not patched, begin without a state in passes over several tokens."""
-    return any(_is_stateless(type(module)) for module in modules_of(model))
-
-
 def running_layer_forwards(*models: nn.Module) -> list[tuple[nn.Module, Callable[[Any], Any]]]:
     """For `Replacements` of `forward`: the modules of `models` that call a function of `STATELESS`."""
-    return [(module, _make_forward) for module in modules_of(*models) if _is_stateless(type(module))]
+    return [(module, _make_forward) for module in modules_of(*models) if is_stateless(type(module))]
 
 
 def _make_forward(module: nn.Module) -> Callable[..., Any]:

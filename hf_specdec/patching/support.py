@@ -5,106 +5,43 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..host.caches import (
     OUTPUT_NAME,
-    STORE_COMPRESSED,
-    CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
     model_cache_name,
     why_no_cache,
 )
 from ..host.modeling import (
+    ALL_ATTENTION_FUNCTIONS,
+    ATTENTION_ENTRY,
     ATTENTION_INTERFACE,
     HOOK_OF_ACCELERATE,
-    LAYER_TYPES,
-    NO_SETTINGS,
-    UPDATE_INDEXER,
     states_attention_interface,
 )
 from ..host.parts import why_broken
-from .cache import LayerKind, attention_layers
-from .hidden_states import ModuleTree, decoder_layers, find_decoder_layers, modules_of
-from .length_rope import RopeLimits, rope_limits
-from .recurrent_functions import why_not_replaced
-from .variants import keep, variant_of
+from .hidden_states import decoder_layers, find_decoder_layers, modules_of
+from .key_layers import attention_layers
+from .layer_kinds import (
+    LayerKinds,
+    PlugIn,
+    PositionMarker,
+    Use,
+    detect,
+    first_reason,
+    known_layer_types,
+    parts_of,
+    plug_ins,
+)
+from .patch import original
+from .signature import fact, files_of, signature_of
 
-_T = TypeVar("_T")
-
-# Layers with an indexer.
-_INDEXED = frozenset(LAYER_TYPES["indexed"])
-SUPPORTED_LAYER_TYPES = _INDEXED.union(LAYER_TYPES["others"])
-
-# Types whose values are compared as they are; values of other types are compared by their `repr`.
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
-
-
-class _Thread(threading.local):
-    # By the `id` of a model, with it: what results are cached by, see `cached_by_settings`; None outside of
-    # `settings_read_once`.
-    models: dict[int, tuple[PreTrainedModel, Hashable]] | None = None
-
-
-_thread = _Thread()
-# Of settings; numbers are compared in no time.
-_numbers: dict[Hashable, int] = {}
-_next_number = itertools.count()
-
-
-@contextmanager
-def settings_read_once() -> Iterator[None]:
-    """Context in which this thread looks once at what each model is. Nothing may change it meanwhile."""
-    before, _thread.models = _thread.models, {}
-    try:
-        yield
-    finally:
-        _thread.models = before
-
-
-def settings_of(config: PreTrainedConfig) -> int:
-    """A number for the entries of `config` that determine how its model computes, equal for equal ones."""
-    settings = _read_settings(config)
-    number = _numbers.get(settings)
-    return keep(_numbers, settings, next(_next_number)) if number is None else number
-
-
-def _read_settings(config: PreTrainedConfig) -> tuple[Hashable, ...]:
-    """The entries of `config` that determine how its model computes, hashable."""
-    settings: list[Hashable] = [type(config)]
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            settings.append((name, _read_settings(value)))
-        elif name not in NO_SETTINGS:
-            settings.append((name, value if type(value) in _PLAIN else repr(value)))
-    return tuple(settings)
-
-
-def cached_by_settings(function: Callable[[PreTrainedModel], _T]) -> Callable[[PreTrainedModel], _T]:
-    """Decorator: caches what `function` returns by the class, the settings and the variant of the model."""
-    results: dict[Hashable, _T] = {}
-
-    @functools.wraps(function)
-    def cached(model: PreTrainedModel) -> _T:
-        known = _thread.models
-        if known is not None and id(model) in known:
-            _, key = known[id(model)]
-        else:
-            key = type(model), settings_of(model.config), variant_of(model)
-            if known is not None:
-                known[id(model)] = model, key
-        if key in results:
-            return results[key]
-        return keep(results, key, function(model))
-
-    return cached
+_EAGER = "eager_attention_forward"
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
@@ -118,62 +55,45 @@ def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
         return []
 
 
-@cached_by_settings
-def _configured_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What the layers of transformers' cache for `model` store, see `_layers_of_cache`."""
-    return tuple(
-        LayerKind(
-            has_keys=isinstance(layer, CacheLayerMixin),
-            num_states=layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
-            compress_rate=layer.compress_rate if hasattr(layer, STORE_COMPRESSED) else 0,
-        )
-        for layer in _layers_of_cache(model)
-    )
+@fact
+def configured_layers(model: PreTrainedModel) -> LayerKinds:
+    """The kinds of the layers of transformers' cache for `model`; none if its configuration describes no cache."""
+    return LayerKinds(detect(_layers_of_cache(model)))
 
 
-@cached_by_settings
+@fact
 def cache_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
     """For each layer of transformers' cache for `model` how many keys it keeps, that of the query included; None for
     all of them."""
     return tuple(getattr(layer, "sliding_window", None) for layer in _layers_of_cache(model))
 
 
-def cache_layers(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What the layers of a cache of `model` store; a decoder layer may have more than one."""
-    kinds = _configured_layers(model) or attention_layers(len(decoder_layers(model)))
-    if uses_attention_interface(model):
-        return kinds
-    return tuple(kind._replace(takes_mask=kind.has_keys) for kind in kinds)
+@fact
+def cache_layers(model: PreTrainedModel) -> LayerKinds:
+    """The kinds of the layers of a cache of `model`; a decoder layer may have more than one."""
+    kinds = configured_layers(model) or attention_layers(len(decoder_layers(model)))
+    return LayerKinds(kinds.layers, takes_mask=not uses_attention_interface(model))
 
 
-def has_recurrent_layers(model: PreTrainedModel) -> bool:
-    """Whether layers of `model` keep a recurrent state, from which a rejected token cannot be removed."""
-    return any(kind.num_states for kind in _configured_layers(model))
+@fact
+def parts(model: PreTrainedModel) -> list[type[PlugIn]]:
+    """The plug-ins that may have something to say about `model`, and the kinds of its layers."""
+    return parts_of(configured_layers(model))
 
 
-def has_only_states(model: PreTrainedModel) -> bool:
-    """Whether layers of `model` keep recurrent states and no keys: its caches do not know how long a text is."""
-    kinds = _configured_layers(model)
-    return any(kind.num_states for kind in kinds) and not any(kind.has_keys for kind in kinds)
+@fact
+def why_not_used(model: PreTrainedModel, use: Use) -> str | None:
+    """The reason why the memory of the layers of `model` does not allow `use`."""
+    reasons = (part.why_not_used(model, use) for part in plug_ins())
+    return cache_layers(model).why_not(use) or first_reason(reasons)
 
 
-def has_compressed_layers(model: PreTrainedModel) -> bool:
-    """Whether layers of `model` keep keys of windows of tokens, whose last tokens' projections are in no slots."""
-    return longest_window(model) > 0
+def position_markers(model: PreTrainedModel) -> list[PositionMarker]:
+    """What position ids pass through before `model`, which is patched, is given them."""
+    return [mark for part in parts(model) if (mark := part.position_marker(model)) is not None]
 
 
-def longest_window(model: PreTrainedModel) -> int:
-    """Tokens of the longest windows of which layers of `model` keep keys; 0 if there are none."""
-    return max((kind.compress_rate for kind in _configured_layers(model)), default=0)
-
-
-def has_indexers(model: PreTrainedModel) -> bool:
-    """Whether modules of `model` keep keys of an indexer in the cache, by which it chooses what a query sees."""
-    forwards = {inspect.unwrap(kind.forward) for kind in map(type, modules_of(model))}
-    return any(UPDATE_INDEXER in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
-
-
-@cached_by_settings
+@fact
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Whether attention layers of `model` look their function up in transformers' attention interface and read no mask.
 
@@ -183,22 +103,15 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     the interface; whether these are all is found by the equivalence check. Attention layers of a model where none does
     take a mask. A model may have no attention layers.
     """
-    kinds = _configured_layers(model)
-    if kinds and not any(kind.has_keys for kind in kinds):
+    kinds = configured_layers(model)
+    if kinds and not kinds.stores_keys:
         return True
-    if not _INDEXED.isdisjoint(getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        return False
-    if has_compressed_layers(model):
+    if kinds.reads_mask:
         return False
     if states_attention_interface(model):
         return True
     forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in modules_of(model.get_decoder())}}
     return any(ATTENTION_INTERFACE in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
-
-
-@cached_by_settings
-def _why_not_recurrent(model: PreTrainedModel) -> str | None:
-    return why_not_replaced(model) if has_recurrent_layers(model) else None
 
 
 def cache_name(model: PreTrainedModel) -> str:
@@ -213,7 +126,7 @@ def stated_positions(model: PreTrainedModel) -> int | None:
     return next((value for value in stated if isinstance(value, int)), None)
 
 
-@cached_by_settings
+@fact
 def num_positions(model: PreTrainedModel) -> int | None:
     """Size of the table of position embeddings of `model`, learned or fixed; None if it has none, such as with RoPE."""
     stated = stated_positions(model)
@@ -236,29 +149,13 @@ def num_positions(model: PreTrainedModel) -> int | None:
     return stated if any(0 <= size - stated <= 8 for size in itertools.chain(tables, fixed)) else None
 
 
-@cached_by_settings
-def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
-    """Where RoPE changes with the length of the text; or the reason why that cannot be told."""
-    try:
-        return rope_limits(model)
-    except ValueError as error:
-        return str(error)
+@fact
+def _why_not_hosted(model: PreTrainedModel) -> str | None:
+    return first_reason(part.why_not_hosted(model) for part in parts(model))
 
 
-def length_limits(model: PreTrainedModel) -> RopeLimits:
-    """Where RoPE of `model` changes with the length of the text; nowhere if that cannot be told."""
-    limits = _rope_limits(model)
-    return RopeLimits() if isinstance(limits, str) else limits
-
-
-def why_not_supported(model: PreTrainedModel, role: str = "the target", tree: ModuleTree | None = None) -> str | None:
-    """The reason why `model` cannot run on a `RaggedCache`; None if it can.
-
-    Args:
-        model: to run.
-        role: what the reason calls it.
-        tree: of `model`, if there is one.
-    """
+def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
+    """The reason why `model`, which is called by its `role`, cannot run on a `RaggedCache`; None if it can."""
     if (reason := why_broken()) is not None:
         return reason
     text, layers = model.config.get_text_config(), find_decoder_layers(model)
@@ -267,18 +164,52 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target", tree: Mo
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
-    tree = ModuleTree.of(model) if tree is None else tree
-    dispatched = tree.having(HOOK_OF_ACCELERATE)
+    dispatched = signature_of(model).having(HOOK_OF_ACCELERATE)
     if dispatched and not set(dispatched).isdisjoint(modules_of(layers)):
         return f"{role}'s layers run under accelerate hooks"
     if (reason := why_no_cache(type(model))) is not None:
         return f"{role} {reason}"
-    if (reason := _why_not_recurrent(model)) is not None:
-        return f"{role}'s {reason}"
-    others = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    others = set(getattr(text, "layer_types", None) or ()) - known_layer_types()
     if others:
         return f"{role} has layers of type {', '.join(sorted(others))}"
     if getattr(text, "cross_attention_layers", None):
         return f"{role} has cross-attention layers, whose keys and values have no positions"
-    limits = _rope_limits(model)
-    return f"{role}'s {limits}" if isinstance(limits, str) else None
+    reason = _why_not_hosted(model)
+    return None if reason is None else f"{role}'s {reason}"
+
+
+@fact
+def why_not_known_attention(model: PreTrainedModel) -> str | None:
+    """The reason why it is not known which attention `model` runs; None if it is transformers' own, or its class's.
+
+    What any other function computes with a longer text, a short one need not show.
+    """
+    signature = signature_of(model)
+    names = {original(config, ATTENTION_ENTRY) for config in signature.configs}
+    chosen = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
+    for name, function in chosen.items():
+        if function is not None and not _is_of(function, "transformers"):
+            return _not_own(name, function)
+    if "eager" in names:
+        for file in files_of(set(map(type, signature.modules))):
+            function = original(file, _EAGER)
+            if function is not None and not _is_of(function, "transformers", file.__name__):
+                return _not_own("eager", function)
+    return None
+
+
+def _not_own(name: str, function: Callable) -> str:
+    place = f"{_file_of(function)}.{getattr(function, '__qualname__', type(function).__name__)}"
+    return f"the target's attention ({name!r}) is a function that is not transformers' own ({place})"
+
+
+def _file_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    # Decorators copy `__module__`.
+    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or "unknown"
+
+
+def _is_of(function: Any, *places: str) -> bool:
+    file = _file_of(function)
+    return any(file == place or file.startswith(f"{place}.") for place in places)

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from ..host.generation import allowed_tokens_of
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
 
@@ -96,7 +96,7 @@ def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tenso
             others[row] = scores[0, row]
             texts = input_ids[row].repeat(batch, 1)
             try:
-                with caller():
+                with user_code():
                     beside = processor(input_ids.clone(), scores[0].clone())[row]
                     apart = processor(texts, others)[row]
             except Exception:  # of a text that this row does not have, such as one outside of its grammar
@@ -271,7 +271,7 @@ class BlockProcessor:
             batch_scores = scores[:, 0].clone()
             batch_scores[rows] = scores[rows, at]
             for processor in self._processors:
-                with nullcontext() if type(processor) in POINTWISE_PROCESSORS else caller():
+                with nullcontext() if type(processor) in POINTWISE_PROCESSORS else user_code():
                     batch_scores = LogitsProcessorList([processor])(texts[:, :length], batch_scores)
             scores[rows, at] = batch_scores[rows].to(scores.dtype)
 

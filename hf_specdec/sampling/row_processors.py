@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from types import MappingProxyType
+from collections.abc import Hashable
 
 import torch
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
-from ..patching.patch import caller
+from ..patching.patch import user_code
 from ..state import DecodeState
 from .logits import certain
 from .processors import BlockProcessor
-
-_NONE: Mapping[int, LogitsProcessorList] = MappingProxyType({})
 
 # Where transformers' own processors are, which are defined for every text.
 _DEFINED_EVERYWHERE = "transformers.generation.logits_process"
@@ -31,21 +28,21 @@ class RowsProcessor:
         shared: of all other rows; it reads no text.
 
     Attributes:
-        own: gives the processors of the rows that have some, by row.
+        own: the processors of the rows that have some, by row.
     """
 
     def __init__(self, shared: BlockProcessor):
         self._shared = shared
-        self.own: Callable[[], Mapping[int, LogitsProcessorList]] = _NONE.copy
+        self.own: dict[int, LogitsProcessorList] = {}
 
     @property
     def key(self) -> Hashable | None:
         """See `BlockProcessor.key`; None while rows have processors of their own."""
-        return None if self.own() else self._shared.key
+        return None if self.own else self._shared.key
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
         """See `BlockProcessor.__call__`."""
-        scores, own = self._shared(logits, block, state), self.own()
+        scores, own = self._shared(logits, block, state), self.own
         if not own:
             return scores
         scores = scores.to(torch.float32, copy=True)
@@ -65,7 +62,7 @@ def _processed(
     """`[n, V]` float32: `logits` `[n, V]` of positions of `row`, after `text` up to `length` and its next tokens."""
     scores, is_everywhere = logits.to(torch.float32, copy=True), all(map(_is_defined_everywhere, processors))
     for step in range(len(scores)):
-        with caller():
+        with user_code():
             scores[step] = processors(text[None, : length + step], scores[step : step + 1].clone())[0]
         if not is_everywhere and step + 1 < len(scores):
             draft = text[length + step]

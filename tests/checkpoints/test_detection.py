@@ -12,19 +12,20 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specdec import AutoDrafter
-from hf_specdec.checkpoints.detection import (
-    CACHE_READER,
-    DFLASH,
-    DFLASH2,
-    DOMINO,
-    DRAFT_MODEL,
-    DSPARK,
-    MTP,
-    P_EAGLE,
-    PARD2,
-    check_family,
+from hf_specdec.checkpoints.detection import Published
+from hf_specdec.drafters import (
+    CacheReaderDrafter,
+    DFlash2Drafter,
+    DFlashDrafter,
+    DominoDrafter,
+    DraftModelDrafter,
+    DSparkDrafter,
+    Eagle3Drafter,
+    MtpDrafter,
+    Pard2Drafter,
+    PEagleDrafter,
 )
-from hf_specdec.checkpoints.detection import EAGLE3 as EAGLE_3
+from hf_specdec.drafters.registry import find_family
 
 SPEC = Spec()
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 128}
@@ -90,100 +91,104 @@ REFUSED = {
 }
 
 RECOGNISED = {
-    "p-eagle of speculators": (SPECULATORS | {"speculators_model_type": "peagle", "mask_token_id": 3}, [], P_EAGLE),
+    "p-eagle of speculators": (
+        SPECULATORS | {"speculators_model_type": "peagle", "mask_token_id": 3},
+        [],
+        PEagleDrafter,
+    ),
     "p-eagle of speculators, by its name too": (
         SPECULATORS | {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]},
         ["fc.weight"],
-        P_EAGLE,
+        PEagleDrafter,
     ),
-    "p-eagle by token": (EAGLE3 | {"ptd_token_id": 7}, [], P_EAGLE),
-    "p-eagle by pard_token": (EAGLE3 | {"pard_token": 7}, [], P_EAGLE),
-    "p-eagle by tensor": (EAGLE3, MASK, P_EAGLE),
-    "p-eagle by tensor with a prefix": (LLAMA, ["model.fc.weight", "model.mask_hidden"], P_EAGLE),
-    "p-eagle by name": (EAGLE3 | {"architectures": ["PEagleDraftModel"]}, [], P_EAGLE),
-    "dflash": (BLOCK | {"dflash_config": {}}, [], DFLASH),
-    "dflash of speculators": (SPECULATORS | {"speculators_model_type": "dflash"}, [], DFLASH),
-    "dflash of transformers": ({"architectures": ["MuseGlimmerAssistantModel"]}, [], DFLASH),
-    "dflash with a mask token": (EAGLE3 | {"dflash_config": {"mask_token_id": 3}}, ["fc.weight"], DFLASH),
+    "p-eagle by token": (EAGLE3 | {"ptd_token_id": 7}, [], PEagleDrafter),
+    "p-eagle by pard_token": (EAGLE3 | {"pard_token": 7}, [], PEagleDrafter),
+    "p-eagle by tensor": (EAGLE3, MASK, PEagleDrafter),
+    "p-eagle by tensor with a prefix": (LLAMA, ["model.fc.weight", "model.mask_hidden"], PEagleDrafter),
+    "p-eagle by name": (EAGLE3 | {"architectures": ["PEagleDraftModel"]}, [], PEagleDrafter),
+    "dflash": (BLOCK | {"dflash_config": {}}, [], DFlashDrafter),
+    "dflash of speculators": (SPECULATORS | {"speculators_model_type": "dflash"}, [], DFlashDrafter),
+    "dflash of transformers": ({"architectures": ["MuseGlimmerAssistantModel"]}, [], DFlashDrafter),
+    "dflash with a mask token": (EAGLE3 | {"dflash_config": {"mask_token_id": 3}}, ["fc.weight"], DFlashDrafter),
     "dflash by its block": (
         {"model_type": "qwen3", "block_size": 8},
         ["fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"],
-        DFLASH,
+        DFlashDrafter,
     ),
     "dflash of DeepSpec, by name dspark": (
         LLAMA | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "block_size": 7},
         ["fc.weight"],
-        DFLASH,
+        DFlashDrafter,
     ),
-    "dspark of DeepSpec": (LLAMA | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, [], DSPARK),
-    "dspark of SpecForge": (BLOCK | {"dflash_config": {"markov_rank": 256}}, [], DSPARK),
-    "dspark of newer SpecForge": (BLOCK | {"dspark_config": {"markov_rank": 256}}, [], DSPARK),
-    "dspark of speculators": (SPECULATORS | {"speculators_model_type": "dspark", "markov_rank": 8}, [], DSPARK),
-    "dspark by tensor": (BLOCK, ["markov_w1.weight"], DSPARK),
-    "dflash-2": (BLOCK | {"architectures": ["DFlash2DraftModel"]}, [], DFLASH2),
-    "dflash-2 by another name": (BLOCK | {"architectures": ["MiniMaxDFlash2DraftModel"]}, [], DFLASH2),
-    "dflash-2 of speculators": (SPECULATORS | {"speculators_model_type": "dflash2"}, [], DFLASH2),
-    "dflash-2 by tensor": (BLOCK, ["candidate_selector.predecessor_codebook"], DFLASH2),
-    "dflash-2 by key": (BLOCK | {"dflash_config": {"selector_rank": 256}}, [], DFLASH2),
-    "domino": (BLOCK | {"architectures": ["DominoDraftModel"]}, [], DOMINO),
-    "domino of ModelOpt": (BLOCK | {"dflash_config": {"projector_type": "domino"}}, [], DOMINO),
-    "domino of its authors": (BLOCK | {"dflash_config": {"projector_type": "causal_v5"}}, [], DOMINO),
-    "domino by tensor": (BLOCK, ["logit_head.prefix_gru.weight_hh_l0"], DOMINO),
+    "dspark of DeepSpec": (LLAMA | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, [], DSparkDrafter),
+    "dspark of SpecForge": (BLOCK | {"dflash_config": {"markov_rank": 256}}, [], DSparkDrafter),
+    "dspark of newer SpecForge": (BLOCK | {"dspark_config": {"markov_rank": 256}}, [], DSparkDrafter),
+    "dspark of speculators": (SPECULATORS | {"speculators_model_type": "dspark", "markov_rank": 8}, [], DSparkDrafter),
+    "dspark by tensor": (BLOCK, ["markov_w1.weight"], DSparkDrafter),
+    "dflash-2": (BLOCK | {"architectures": ["DFlash2DraftModel"]}, [], DFlash2Drafter),
+    "dflash-2 by another name": (BLOCK | {"architectures": ["MiniMaxDFlash2DraftModel"]}, [], DFlash2Drafter),
+    "dflash-2 of speculators": (SPECULATORS | {"speculators_model_type": "dflash2"}, [], DFlash2Drafter),
+    "dflash-2 by tensor": (BLOCK, ["candidate_selector.predecessor_codebook"], DFlash2Drafter),
+    "dflash-2 by key": (BLOCK | {"dflash_config": {"selector_rank": 256}}, [], DFlash2Drafter),
+    "domino": (BLOCK | {"architectures": ["DominoDraftModel"]}, [], DominoDrafter),
+    "domino of ModelOpt": (BLOCK | {"dflash_config": {"projector_type": "domino"}}, [], DominoDrafter),
+    "domino of its authors": (BLOCK | {"dflash_config": {"projector_type": "causal_v5"}}, [], DominoDrafter),
+    "domino by tensor": (BLOCK, ["logit_head.prefix_gru.weight_hh_l0"], DominoDrafter),
     "p-eagle with nested layers": (
         {"architectures": ["LlamaForCausalLM"], "transformer_layer_config": {}, "ptd_token_id": 7},
         ["fc.weight"],
-        P_EAGLE,
+        PEagleDrafter,
     ),
     "p-eagle of Automodel": (
         EAGLE3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "mask_token_id": 3},
         ["model.fc.weight"],
-        P_EAGLE,
+        PEagleDrafter,
     ),
     "p-eagle with keys of others": (
         EAGLE3 | {"dflash_config": {"mask_token_id": 3}, "dspark_noise_token_id": 3, "num_nextn_predict_layers": 1},
         MASK,
-        P_EAGLE,
+        PEagleDrafter,
     ),
     "eagle-3 of Automodel": (
         EAGLE3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": False, "mask_token_id": 3},
         ["model.fc.weight"],
-        EAGLE_3,
+        Eagle3Drafter,
     ),
     "eagle-3 of DeepSpec": (
         {"model_type": "qwen3", "architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 9, 17, 25, 33]},
         ["fc.weight", "layers.0.hidden_norm.weight"],
-        EAGLE_3,
+        Eagle3Drafter,
     ),
     "mtp of deepseek": (
         {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
         ["model.layers.61.enorm.weight"],
-        MTP,
+        MtpDrafter,
     ),
     "mtp of qwen3-next, which does not say so": (
         {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
         ["model.embed_tokens.weight", "mtp.fc.weight"],
-        MTP,
+        MtpDrafter,
     ),
-    "mtp of qwen3.5": ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}, [], MTP),
+    "mtp of qwen3.5": ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}, [], MtpDrafter),
     "mtp of speculators": (
         SPECULATORS | {"speculators_model_type": "mtp", "transformer_layer_config": {"model_type": "qwen3"}},
         ["mtp_layers.0.input_proj.weight"],
-        MTP,
+        MtpDrafter,
     ),
-    "pard": (LLAMA | {"pard_token": 7, "spd_type": "pard"}, ["model.embed_tokens.weight"], DRAFT_MODEL),
-    "pard-2": (LLAMA | {"pard2_target_dim": 128, "pard2_scale": 0.02, "pard_token": 5}, [], PARD2),
-    "pard-2 by type": (LLAMA | {"spd_type": "pard2", "pard_token": 5}, [], PARD2),
-    "pard-2 by tensor": (LLAMA | {"pard_token": 5}, ["model.norm.weight", "target_proj.weight"], PARD2),
-    "draft model": (LLAMA, ["model.layers.0.mlp.up_proj.weight"], DRAFT_MODEL),
+    "pard": (LLAMA | {"pard_token": 7, "spd_type": "pard"}, ["model.embed_tokens.weight"], DraftModelDrafter),
+    "pard-2": (LLAMA | {"pard2_target_dim": 128, "pard2_scale": 0.02, "pard_token": 5}, [], Pard2Drafter),
+    "pard-2 by type": (LLAMA | {"spd_type": "pard2", "pard_token": 5}, [], Pard2Drafter),
+    "pard-2 by tensor": (LLAMA | {"pard_token": 5}, ["model.norm.weight", "target_proj.weight"], Pard2Drafter),
+    "draft model": (LLAMA, ["model.layers.0.mlp.up_proj.weight"], DraftModelDrafter),
     "draft model with latent attention": (
         LLAMA | {"architectures": ["DeepseekV2ForCausalLM"]},
         ["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"],
-        DRAFT_MODEL,
+        DraftModelDrafter,
     ),
     "draft model with a layer c_fc": (
         {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
         ["transformer.h.0.mlp.c_fc.weight"],
-        DRAFT_MODEL,
+        DraftModelDrafter,
     ),
 }
 
@@ -215,7 +220,7 @@ def test_refused_by_name(case, target, tmp_path):
 @pytest.mark.parametrize("case", RECOGNISED)
 def test_recognised(case):
     config, tensors, family = RECOGNISED[case]
-    assert check_family("it", config, tensors) == family
+    assert find_family(Published("it", config, tensors)).drafter is family
 
 
 def test_error_for_an_unknown_dialect_names_the_expected_tensors(target, tmp_path):
@@ -249,7 +254,8 @@ def plain_config(model_type):
 @pytest.mark.core
 @pytest.mark.parametrize("model_type", ["big_bird", "deepseek_v3", "glm4_moe", "llama", "minimax", "qwen3_5"])
 def test_language_models_are_draft_models(model_type):
-    assert check_family("it", plain_config(model_type), ["model.embed_tokens.weight"]) == DRAFT_MODEL
+    found = Published("it", plain_config(model_type), ["model.embed_tokens.weight"])
+    assert find_family(found).drafter is DraftModelDrafter
 
 
 def test_no_language_model_is_called_a_drafter_of_another_family():
@@ -262,12 +268,13 @@ def test_no_language_model_is_called_a_drafter_of_another_family():
             continue
         if any(head in name for name in config["architectures"] for head in ("CausalLM", "LMHead")):
             try:
-                found[model_type] = check_family("it", config, ["model.embed_tokens.weight"])
+                published = Published("it", config, ["model.embed_tokens.weight"])
+                found[model_type] = find_family(published).drafter
             except ValueError as error:
                 found[model_type] = str(error)
     assert len(found) > 100
-    assistants = {"gemma4_assistant": CACHE_READER, "gemma4_unified_assistant": CACHE_READER}
-    others = {model_type: family for model_type, family in found.items() if family != DRAFT_MODEL}
+    assistants = {"gemma4_assistant": CacheReaderDrafter, "gemma4_unified_assistant": CacheReaderDrafter}
+    others = {model_type: family for model_type, family in found.items() if family != DraftModelDrafter}
     assert others.items() <= assistants.items()
 
 

@@ -22,7 +22,8 @@ from hf_specdec.checkpoints.mtp_layouts import FAMILIES
 from hf_specdec.cli import main
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
-from hf_specdec.patching.cache import RaggedCache, attention_layers
+from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.key_layers import attention_layers
 
 
 class CountingFile:
@@ -228,7 +229,7 @@ def test_refused_checkpoints(tmp_path):
         (folder / "config.json").write_text(json.dumps(config | changes))
 
     refuse(folder, target, "holds MTP modules", "no aux_hidden_state_layer_ids", aux_hidden_state_layer_ids=[1])
-    refuse(folder, target, "no parallel drafting", parallel_drafting=True)
+    refuse(folder, target, "no parallel_drafting", parallel_drafting=True)
     with pytest.raises(ValueError, match=r"chaining is 'both'; expected one of 'modules', 'target'"):
         AutoDrafter.from_pretrained(folder, target, chaining="both")
     with pytest.raises(ValueError, match=r"hidden_size 32, but .* has hidden_size 48"):

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from hf_specdec import AutoDrafter
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.peagle import PEagleDrafter
+from hf_specdec.drafters.eagle3 import Eagle3Drafter, PEagleDrafter
 from hf_specdec.drafters.registry import register_drafter
 
 SPEC = Spec(norm_before_residual=True, num_layers=2, own_embedding=True)
@@ -158,7 +157,7 @@ def test_field_names_of_earlier_versions(target, tmp_path):
 @pytest.mark.core
 def test_registered_family_loads(target, tmp_path, monkeypatch):
     """A family that a user adds is found by its model_type and held to the same checks."""
-    monkeypatch.setattr("hf_specdec.drafters.registry._FAMILIES", {})
+    monkeypatch.setattr("hf_specdec.drafters.registry._registered", [])
 
     class OwnConfig(Eagle3Config):
         model_type = "someones_drafter"

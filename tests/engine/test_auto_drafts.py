@@ -60,7 +60,7 @@ class Simulation:
 
     def __init__(self, rows, first=3, delay=1, seed=0, tokens=2048, **options):
         self.acceptance, self.times, self.left = Acceptance(7), RoundTimes(rows), tokens
-        self.drafts = AutoDrafts(7, first, self.acceptance, self.times, lambda: self.left, **options)
+        self.drafts = AutoDrafts(7, first, self.acceptance, self.times, **options)
         self.rows, self._delay, self._random = rows, delay, random.Random(seed)
         self._late, self._last = [], None
         self.chosen = []
@@ -69,7 +69,7 @@ class Simulation:
         """Run until a row is expected to have `tokens` more; returns expected tokens a millisecond and row."""
         total = milliseconds = 0.0
         while total < tokens:
-            count = self.drafts.next()
+            count = self.drafts.next(lambda: self.left)
             self.chosen.append(count)
             time = cost(self.rows, count) * self._random.uniform(0.98, 1.02)
             late = time if self._last in (None, count) else time * 7 / 6
@@ -121,8 +121,8 @@ def test_rounds_that_change():
     fewer = Simulation(8, first=simulation.drafts.current)
     fewer.drafts._acceptance = fewer.acceptance = simulation.acceptance
     assert fewer.run(SHARES["good"], 1000) > 0.97 * best_rate(8, SHARES["good"])
-    again = AutoDrafts(7, 3, fewer.acceptance, fewer.times, lambda: 100)
-    assert again.next() == fewer.drafts.current == 7
+    again = AutoDrafts(7, 3, fewer.acceptance, fewer.times)
+    assert again.next(lambda: 100) == fewer.drafts.current == 7
 
 
 def test_positions_that_are_not_reached_are_not_counted():
@@ -281,8 +281,8 @@ def test_graphs_are_captured_as_they_are_tried(monkeypatch):
 @pytest.mark.core
 def test_no_memory_for_any_number_of_drafts():
     """The last candidate that is refused is an error of memory."""
-    drafts = AutoDrafts(1, 1, Acceptance(1), RoundTimes(1), lambda: 9.0)
+    drafts = AutoDrafts(1, 1, Acceptance(1), RoundTimes(1))
     drafts.refuse(1)
-    assert drafts.next() == 0
+    assert drafts.next(lambda: 9.0) == 0
     with pytest.raises(torch.OutOfMemoryError, match="There is no memory for rounds of 0 drafts"):
         drafts.refuse(0)

@@ -16,7 +16,7 @@ from torch import nn
 from hf_specdec import NoDrafter, ops
 from hf_specdec.engine.equivalence import why_not_batch_invariant
 from hf_specdec.patching.batch_invariance import batch_invariant
-from hf_specdec.patching.patch import caller, engine
+from hf_specdec.patching.patch import engine, user_code
 
 OTHERS = ["gpt2", "olmo2", "cohere2", "phi3", "glm4_moe", "llama4_text"]
 PROMPT = padded_prompts(PROMPTS[3])
@@ -26,7 +26,7 @@ PROMPT = padded_prompts(PROMPTS[3])
 def supported(monkeypatch):
     """A CPU counts as a device that has the kernels."""
     set_policy(monkeypatch, "cpu", batch_invariant=True, layer_kernels=True)
-    monkeypatch.setattr("hf_specdec.integration.batch_invariance.why_not_batch_invariant", lambda model: None)
+    monkeypatch.setattr("hf_specdec.integration.eligibility.why_not_batch_invariant", lambda model: None)
 
 
 @pytest.mark.usefixtures("supported")
@@ -71,7 +71,7 @@ def test_bits_are_compared_when_a_target_first_runs(monkeypatch):
     target, outcomes = tiny_target("llama"), [None, "50% of the logits have other bits"]
     assert why_not_batch_invariant(target) == why_not_batch_invariant(target)
     for outcome in outcomes:
-        monkeypatch.setattr("hf_specdec.engine.equivalence._outcomes", {})
+        monkeypatch.setattr("hf_specdec.patching.signature._facts", {})
         monkeypatch.setattr("hf_specdec.engine.equivalence._compare_bits", lambda model, outcome=outcome: outcome)
         drafter = NoDrafter(target, batch_invariant=True)
         if outcome is None:
@@ -192,5 +192,5 @@ def test_operations_of_the_caller_are_its_own():
             torch.linalg.vector_norm(inputs)
         with pytest.raises(ValueError, match=r"aten\.index_put"):
             inputs.index_put((torch.tensor([0, 0]),), torch.ones(2, 4), accumulate=True)
-        with caller():
+        with user_code():
             torch.linalg.vector_norm(inputs)

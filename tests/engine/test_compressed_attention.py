@@ -11,7 +11,7 @@ from oracle import copy_of, random_draft_model
 from targets import build_target, padded_prompts
 from transformers import ContinuousBatchingConfig, DynamicCache
 
-from hf_specdec.engine import prefix_reuse
+from hf_specdec.engine import prefix_cache
 from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import compressed_layers
@@ -142,7 +142,7 @@ def test_replayed_graphs(monkeypatch):
 
 
 def test_equal_prompts_are_prefilled_once(monkeypatch):
-    monkeypatch.setattr(prefix_reuse, "FEWEST_SAVED", 8)
+    monkeypatch.setattr(prefix_cache, "FEWEST_SAVED", 8)
     target = target_of(NAME)
     inputs = {name: tensor.expand(3, -1) for name, tensor in padded_prompts(ROW).items()}
     drafter = random_draft_model(target)

@@ -3,8 +3,9 @@
 import copy
 import functools
 import itertools
-import math
+import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +29,11 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, request_rows
-from hf_specdec.engine.continuous import ContinuousRun
-from hf_specdec.engine.request_rows import RequestRows
+from hf_specdec.engine import buckets, groups, run
+from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.row_request import ContinuousBatching, RowRequest
+from hf_specdec.engine.runner import Runner
+from hf_specdec.integration import continuous as bulk
 from hf_specdec.stats import Counters
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
@@ -124,9 +126,9 @@ def test_random_workloads(data):
         for prompt in prompts_of(lengths)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_rows, "GROUP_SIZES", data.draw(st.sampled_from([(1,), (1, 3), (2, 8)])))
-        patch.setattr(request_rows, "MOST_GROUP_TOKENS", data.draw(st.sampled_from([4, 64, 4096])))
-        patch.setattr(request_rows, "SHARE_TO_ADMIT", data.draw(st.sampled_from([0.1, 1.0])))
+        patch.setattr(groups, "GROUP_SIZES", data.draw(st.sampled_from([(1,), (1, 3), (2, 8)])))
+        patch.setattr(groups, "MOST_GROUP_TOKENS", data.draw(st.sampled_from([4, 64, 4096])))
+        patch.setattr(run, "SHARE_TO_ADMIT", data.draw(st.sampled_from([0.1, 1.0])))
         texts, _ = generate_batch(target, drafter, lengths, rows, max_new_tokens=6, eos_token_id=end)
     assert texts == [row.tolist() for row in expected]
 
@@ -135,7 +137,7 @@ def test_rows_are_taken_as_others_end(monkeypatch):
     """With 12 requests on 4 rows there are fewer rounds than in three padded batches of 4."""
     target = tiny_target("llama")
     drafter = NoDrafter(target)
-    monkeypatch.setattr(request_rows, "SHARE_TO_ADMIT", 0)
+    monkeypatch.setattr(run, "SHARE_TO_ADMIT", 0)
     texts, _ = generate_batch(target, drafter, LENGTHS, 4)
     by_length = sorted(zip(LENGTHS, texts, strict=True), key=lambda pair: -pair[0])
     batches = [[len(text) for _, text in by_length[first : first + 4]] for first in (0, 4, 8)]
@@ -221,7 +223,7 @@ def test_an_admission_does_not_wait_for_the_device(monkeypatch, kind):
         return watched
 
     for name in ("prefill", "prefill_next"):
-        monkeypatch.setattr(ContinuousRun, name, watch(getattr(ContinuousRun, name)))
+        monkeypatch.setattr(ContinuousRunner, name, watch(getattr(ContinuousRunner, name)))
     target = tiny_target("llama")
     generate_batch(target, KINDS[kind](target), (9, 4, 6), rows=4)
     assert len(admitted) > 0
@@ -302,6 +304,20 @@ def test_use_cache_is_ignored():
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=END, use_cache=False)
     out = target.generate_batch(prompts_of(LENGTHS[:3]), config, assistant_model=NoDrafter(target))
     assert [one.generated_tokens for one in out.values()] == alone("llama", LENGTHS)[:3] and not config.use_cache
+
+
+def test_a_configuration_alone_is_not_warned_about(caplog):
+    """transformers warns of settings that are passed beside a configuration."""
+    target = tiny_target("llama")
+    config = GenerationConfig(max_new_tokens=2, do_sample=False)
+    logger = logging.getLogger("transformers")
+    logging.getLogger("transformers.generation.utils").warning_once.cache_clear()
+    logger.addHandler(caplog.handler)
+    try:
+        target.generate_batch([[5, 6]], config, assistant_model=NoDrafter(target))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not [one.getMessage() for one in caplog.records if "is deprecated" in one.getMessage()]
 
 
 def test_prompts_are_lists_or_tensors():
@@ -385,53 +401,45 @@ def test_an_interrupted_call_leaves_nothing_behind(monkeypatch):
 
 def test_admission():
     """All rows at first; then only when enough are free; the longest group is bounded in rows and in tokens."""
-    groups = []
+    entered, limits = [], groups.Groups(None, SimpleNamespace(is_captured=True), is_continuous=True)
 
-    class Place:
-        num_rows, capacity, prefix_margin, merges_equal = 4, 100, None, False
+    class Rows(Runner):
+        num_rows, capacity, state = 4, 100, SimpleNamespace(tokens=torch.zeros(4))
+        memory = None
 
-        def prefill(self, prefixes, group):
-            groups.append(([one.row for one in prefixes], group))
+        def __init__(self):
+            pass
+
+        def fits_group(self, count, longest):
+            return limits.fits(count, longest)
+
+        def prefill(self, prefixes, group, running):
+            entered.append(([one.row for one in prefixes], group))
 
         def prefill_next(self):
-            return True
-
-        def group_size(self, count):
-            return 1 if count == 1 else 3
-
-        def room(self, rows):
-            return math.inf
-
-        def bytes_for(self, slots):
-            return slots
-
-        def share(self, prefixes):
-            return prefixes
-
-        def reserve(self, lengths):
-            return True
+            return None if not entered else (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4)), {})
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
     requests = [RowRequest(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
-    rows = RequestRows(Place(), requests, Counters(8, 1), ContinuousBatching())
+    rows = run.Run(Rows(), requests, Counters(8, 1), ContinuousBatching())
 
     def finish(*which):
         committed = [1 if row in which else 0 for row in range(4)]
-        occupants = [one if row in which else None for row, one in enumerate(rows.occupants())]
-        rows.take(occupants, [[END[0], 0]] * 4, [0] * 4, committed)
+        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed))
+        occupied = [(row, one) for row, one in rows._occupied if row in which]
+        rows._take(run._Launched(occupied, report, num_drafts=1, start=0.0, end=0.0))
         rows.admit()
-        return [[one.index for one in group] for _, group in groups]
+        return [[one.index for one in group] for _, group in entered]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_rows, "GROUP_SIZES", (1, 3))
-        patch.setattr(request_rows, "MOST_GROUP_TOKENS", 24)
-        patch.setattr(request_rows, "SHARE_TO_ADMIT", 0.5)
+        patch.setattr(groups, "GROUP_SIZES", (1, 3))
+        patch.setattr(groups, "MOST_GROUP_TOKENS", 24)
+        patch.setattr(run, "SHARE_TO_ADMIT", 0.5)
         rows.admit()
-        assert [[one.index for one in group] for _, group in groups] == [[0], [1, 2, 3]]
-        assert rows.longest() == 9
+        assert [[one.index for one in group] for _, group in entered] == [[0], [1, 2, 3]]
         assert finish(2) == [[0], [1, 2, 3]], "one free row is not enough"
         assert finish(0) == [[0], [1, 2, 3], [4, 5]]
-        assert sorted(groups[-1][0]) == [0, 2]
+        assert sorted(entered[-1][0]) == [0, 2]
         assert finish(0, 1, 2) == [[0], [1, 2, 3], [4, 5], [6, 7]], "fewer than there is room for wait"
         finish(3)
         assert not rows.is_complete
@@ -443,19 +451,18 @@ def test_admission():
 @pytest.mark.core
 def test_memory_is_linear_in_the_tokens(monkeypatch):
     """Many short prompts beside a long one are not padded to its length."""
-    target, given = tiny_target("llama"), []
-    generate = type(target).generate
+    target, given, run_all = tiny_target("llama"), [], bulk.generate_continuously
 
-    def noted(self, *args, **kwargs):
-        given.append(kwargs["input_ids"].numel() + kwargs["attention_mask"].numel())
-        return generate(self, *args, **kwargs)
+    def noted(request, *args):
+        given.append(request.prompts.input_ids.numel())
+        return run_all(request, *args)
 
-    monkeypatch.setattr(type(target), "generate", noted)
+    monkeypatch.setattr(bulk, "generate_continuously", noted)
     prompts = [*prompts_of([4] * 60), *prompts_of([200])]
     out = target.generate_batch(
         prompts, assistant_model=NoDrafter(target), max_new_tokens=4, do_sample=False, eos_token_id=None
     )
-    assert given == [4 * 200]
+    assert given == [2 * 200]
     monkeypatch.undo()
     for prompt, result in zip(prompts[-2:], list(out.values())[-2:], strict=True):
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}

@@ -15,7 +15,7 @@ from varying_drafts import vary_drafts
 
 from hf_specdec.bench.synthetic import scripted_acceptance
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.engine import buckets, cuda_graphs, lazy_target, lease, sessions
+from hf_specdec.engine import buckets, cuda_graphs, hosted_target, lease, sessions
 from hf_specdec.kernels.types import Proposal
 from hf_specdec.patching import experts
 from hf_specdec.patching.hidden_states import modules_of
@@ -542,7 +542,7 @@ def test_experts_implementation_of_a_patched_target(family):
 
     def implementations():
         """While the target is hosted, and while a round of it is captured."""
-        with lazy_target.patched_target(target, drafter, keep_hidden_states=False):
+        with hosted_target.patched_target(target, drafter, keep_hidden_states=False):
             found = [target.config.get_text_config()._experts_implementation]
             with experts.capturable_experts(target, drafter):
                 return [*found, target.config.get_text_config()._experts_implementation]

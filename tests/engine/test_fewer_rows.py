@@ -16,7 +16,7 @@ from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, continuous
-from hf_specdec.engine.continuous import ContinuousRun
+from hf_specdec.engine.continuous import ContinuousRunner
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
 END, NEW = list(range(3, 96, 7)), 40
@@ -46,14 +46,14 @@ def in_rows(drafter, rows, **options):
 @pytest.fixture
 def moves(monkeypatch):
     """Numbers of rows that requests have moved to, with how many."""
-    made, move = [], ContinuousRun.move
+    made, move = [], ContinuousRunner.move
 
     def noting(self, rows, *args):
-        stage = move(self, rows, *args)
-        made.append((None if stage is None else self.num_rows, len(rows)))
-        return stage
+        count = move(self, rows, *args)
+        made.append((None if count is None else self.num_rows, len(rows)))
+        return count
 
-    monkeypatch.setattr(ContinuousRun, "move", noting)
+    monkeypatch.setattr(ContinuousRunner, "move", noting)
     return made
 
 
@@ -99,7 +99,7 @@ def test_captured_rounds(monkeypatch, moves, stand_in):
     """Both sessions are kept, and the next call captures nothing."""
     captures = stand_in(monkeypatch)
     monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 4)
-    monkeypatch.setattr(ContinuousRun, "_is_worth_moving", lambda *args: True)
+    monkeypatch.setattr(ContinuousRunner, "_is_worth_moving", lambda *args: True)
     drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3, compile_rounds=False)
     counts = []
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_graphs_are_captured_when_they_are_worth_it(monkeypatch, moves):
     monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 4)
     drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3)
     with monkeypatch.context() as patch:
-        patch.setattr(ContinuousRun, "_is_worth_moving", lambda *args: False)
+        patch.setattr(ContinuousRunner, "_is_worth_moving", lambda *args: False)
         in_rows(drafter, 16)
     session = max((one for _, one in drafter.sessions._idle), key=lambda one: len(one.rounds))
     session.capture_seconds = 1e6

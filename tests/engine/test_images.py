@@ -14,9 +14,9 @@ from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mt
 from targets import padded_prompts
 from transformers import DynamicCache
 
-from hf_specdec.engine import equivalence, static_engine
+from hf_specdec.engine import first_pass, static_engine
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.integration import dispatch
+from hf_specdec.patching import signature
 from hf_specdec.patching.module_hooks import has_hooks
 
 NEW = 12
@@ -263,7 +263,7 @@ def test_positions_of_earlier_images_are_not_used():
     assert deltas.any()
     for known in (True, False):
         if not known:
-            equivalence._outcomes.clear()
+            signature._facts.clear()
         target.generate(**inputs, **OPTIONS, assistant_model=drafter)
         assert torch.equal(target.model.rope_deltas, deltas)
     assert torch.equal(target.generate(**text, **OPTIONS, assistant_model=drafter), expected)
@@ -393,15 +393,15 @@ def test_classes_that_differ_run_on_the_stock_engine(monkeypatch):
     target, drafter = model_of(QWEN), random_draft_model(model_of(QWEN))
     inputs = image_prompts(target, ROWS[:1])
     expected = target.generate(**inputs, **OPTIONS)
-    right = dispatch.position_offsets
-    monkeypatch.setattr(equivalence, "_outcomes", {})
-    monkeypatch.setattr(dispatch, "position_offsets", lambda *args: [one + 1 for one in right(*args)])
+    right = first_pass.position_offsets
+    monkeypatch.setattr(signature, "_facts", {})
+    monkeypatch.setattr(first_pass, "position_offsets", lambda *args: [one + 1 for one in right(*args)])
     assert torch.equal(target.generate(**inputs, **OPTIONS, assistant_model=drafter), expected)
     assert drafter.stats.engine == "stock" and "logits differ there from plain generate()'s" in drafter.stats.reason
 
 
 def test_wrong_inputs_are_not_remembered(monkeypatch):
-    monkeypatch.setattr(equivalence, "_outcomes", {})
+    monkeypatch.setattr(signature, "_facts", {})
     target, drafter = model_of(LLAVA), random_draft_model(model_of(LLAVA))
     inputs = image_prompts(target, ROWS[:1])
     with pytest.raises(ValueError, match="do not match"):
@@ -449,8 +449,8 @@ def test_copies_of_keys_are_freed(monkeypatch):
     target.generate(**prompts_of(LLAVA), **OPTIONS, assistant_model=drafter)  # the first call of a class is checked
     passes, made = [], static_engine.FirstPass
     monkeypatch.setattr(static_engine, "FirstPass", lambda *args: passes.append(made(*args)) or passes[-1])
-    loop = static_engine.RoundLoop.run
-    monkeypatch.setattr(static_engine.RoundLoop, "run", lambda self: kept.append(passes[-1]._cache) or loop(self))
+    loop = static_engine.Run.run
+    monkeypatch.setattr(static_engine.Run, "run", lambda self: kept.append(passes[-1]._cache) or loop(self))
     target.generate(**prompts_of(LLAVA), **OPTIONS, assistant_model=drafter)
     assert kept == [None]
 

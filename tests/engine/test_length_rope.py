@@ -12,8 +12,8 @@ from oracle import copy_of, random_draft_model, random_eagle3
 from targets import build_target, padded_prompts
 from transformers import Phi3ForCausalLM, modeling_rope_utils
 
-from hf_specdec.patching.length_rope import RopeLimits, why_not_marked
-from hf_specdec.patching.support import length_limits, why_not_supported
+from hf_specdec.patching.length_rope import LengthRope, RopeLimits, length_limits, why_not_marked
+from hf_specdec.patching.support import why_not_supported
 
 LIMIT = 32
 LONGROPE = {
@@ -154,14 +154,14 @@ def test_limits():
     assert length_limits(target_of("phi3")) == RopeLimits(long=LIMIT, recomputes=True)
     assert length_limits(target_of("dynamic")) == RopeLimits(fixed=LIMIT)
     assert length_limits(build_target("llama")) == RopeLimits()
-    for limits, length, last in (
-        (RopeLimits(long=32), 30, 32),
-        (RopeLimits(long=32), 33, None),
-        (RopeLimits(fixed=32), 30, 32),
-        (RopeLimits(fixed=32), 40, 40),
-        (RopeLimits(), 40, None),
+    for target, length, last in (
+        (target_of("llama"), LIMIT - 2, LIMIT),
+        (target_of("llama"), LIMIT + 1, None),
+        (target_of("dynamic"), LIMIT - 2, LIMIT),
+        (target_of("dynamic"), LIMIT + 8, LIMIT + 8),
+        (build_target("llama"), LIMIT + 8, None),
     ):
-        assert limits.last_draft(length) == last
+        assert LengthRope.longest_with_drafts(target, length) == last
 
 
 def test_frequencies_that_are_not_read():

@@ -12,7 +12,9 @@ from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache, StoppingCriteria
 
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching.cache import LayerKind, RaggedCache
+from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.layer_kinds import LayerKinds
+from hf_specdec.patching.recurrent_functions import Recurrent
 from hf_specdec.patching.recurrent_layers import RecurrentLayer
 
 NEW = 8
@@ -210,11 +212,11 @@ def test_caches_are_as_they_were_after_an_error(monkeypatch):
         raise RuntimeError("on purpose")
 
     layers = []
-    written = RecurrentLayer.written_states
+    written = RecurrentLayer.write_states
     monkeypatch.setattr(
         RecurrentLayer,
-        "written_states",
-        lambda self, ends: fail() if layers else layers.append(self) or written(self, ends),
+        "write_states",
+        lambda self, *given: fail() if layers else layers.append(self) or written(self, *given),
     )
     for options in ({"logits_processor": LogitsProcessorList([Fails()])}, {}):
         for given, cache in ((turn, copy.deepcopy(filled)), (inputs, new_cache(target))):
@@ -244,7 +246,7 @@ def test_states_of_other_models_are_refused():
 @pytest.mark.core
 def test_accepted_drafts_in_rings_become_part_of_states():
     lengths, generator = torch.tensor([6, 9, 4]), torch.Generator().manual_seed(0)
-    cache = RaggedCache([LayerKind(False, 1)], 32, None, lengths, 3)
+    cache = RaggedCache(LayerKinds((Recurrent(),)), 32, None, lengths, 3)
     cache.restart()
     layer = cache.layers[0]
     state = layer.recurrent_states[0]

@@ -30,7 +30,9 @@ from zoo_models import generate, instantiate, prompts, rows_of
 from hf_specdec import NoDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching import recurrent_functions, recurrent_layers
-from hf_specdec.patching.cache import LayerKind, RaggedCache
+from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.patching.layer_kinds import LayerKinds
+from hf_specdec.patching.recurrent_functions import Recurrent
 from hf_specdec.patching.support import cache_name
 
 MAX_NEW_TOKENS = 16
@@ -357,7 +359,7 @@ def test_models_without_attention(family):
 
 
 def test_states_that_a_model_has_computed_by_itself_are_refused():
-    layer = RaggedCache([LayerKind(False, 1)], 8, lengths=torch.ones(1, dtype=torch.int64)).layers[0]
+    layer = RaggedCache(LayerKinds((Recurrent(),)), 8, lengths=torch.ones(1, dtype=torch.int64)).layers[0]
     with pytest.raises(TypeError, match=r"has computed a state by itself \(Tensor\); expected it to call one of"):
         layer.update_recurrent_state(torch.zeros(1))
 

@@ -9,9 +9,10 @@ from targets import PAD, padded_prompts, tiny_target
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from hf_specdec.engine.hosted_target import HostedTarget
 from hf_specdec.engine.prompts import read_prompts
 from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE, Request
-from hf_specdec.engine.static_engine import StaticRun
+from hf_specdec.engine.static_engine import Lockstep, decode
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.patch import engine
 from hf_specdec.sampling.logits import RowTemperature
@@ -84,31 +85,29 @@ def test_records_are_kept_for_returned_dictionaries_only():
 
 @torch.no_grad()
 def test_steps_of_a_run():
-    """After `prepare` the prompts are prefilled; `run_rounds` generates; `finish` hands over."""
+    """`open` prefills the prompts and commits a token after each, `run_rounds` generates, `complete` hands over."""
     request = make_request(return_dict_in_generate=True)
     plain = request.model.generate(**padded_prompts([5, 3]), max_new_tokens=6, do_sample=False)
-    with engine(), StaticRun(request) as run:
-        run.prepare()
-        state = run._lease.session.state
-        assert state.lengths.tolist() == [5, 3] and not state.finished.any()
+    with engine(), HostedTarget(request.model, request.drafter) as target:
+        call = Lockstep(request, target)
+        run, state = call.open(), call.state
+        assert state.lengths.tolist() == [6, 4] and not state.finished.any()
         assert state.aux_hidden_states.shape[:2] == (2, 4)
         assert state.prompt_logits.argmax(-1).tolist() == plain[:, 5].tolist()
-        run.run_rounds()
+        call.run_rounds(run)
         assert state.lengths.tolist() == [11, 9] and state.finished.all()
-    out = run.finish()
+    out = call.complete(run)
     assert torch.equal(out.sequences, plain)
     assert request.drafter.stats is out.speculation and out.speculation.committed == 10
     assert isinstance(out[OUTPUT_NAME], DynamicCache) and out[OUTPUT_NAME].get_seq_length() == 10
 
 
 @torch.no_grad()
-def test_a_cache_of_the_caller_is_filled():
+def test_a_cache_of_the_user_is_filled():
     cache = DynamicCache()
     request = dataclasses.replace(make_request(lengths=(5,), return_dict_in_generate=True), cache=cache)
-    with engine(), StaticRun(request) as run:
-        run.prepare()
-        run.run_rounds()
-    out = run.finish()
+    with engine():
+        out = decode(request)
     assert out[OUTPUT_NAME] is cache and cache.get_seq_length() == out.sequences.shape[1] - 1
 
 

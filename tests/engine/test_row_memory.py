@@ -9,6 +9,7 @@ import random
 import re
 from collections import deque
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,9 +27,12 @@ from transformers import ContinuousBatchingConfig
 from hf_specdec import NoDrafter, ops, virtual_memory, virtual_pages
 from hf_specdec.engine import key_layout, lease, row_memory
 from hf_specdec.engine.cuda_graphs import Fence
-from hf_specdec.engine.request_rows import RequestRows
 from hf_specdec.engine.row_request import Arrived, ContinuousBatching, RowRequest
-from hf_specdec.integration.dispatch import continuous_batching
+from hf_specdec.engine.run import Run, _Launched
+from hf_specdec.engine.runner import Runner
+from hf_specdec.host.generation import prepared_config
+from hf_specdec.integration.continuous import call_of
+from hf_specdec.integration.dispatch import generate_continuously
 from hf_specdec.stats import Counters
 from hf_specdec.virtual_memory import RowMemory, committed_bytes
 
@@ -49,8 +53,8 @@ def all_memory_is_given_back():
 @pytest.fixture
 def rooms(monkeypatch):
     """Requests that have lost their rows, or would have."""
-    made, make_room = [], RequestRows.make_room
-    monkeypatch.setattr(RequestRows, "make_room", lambda self: (made.append(self), make_room(self)))
+    made, preempt = [], Run.preempt
+    monkeypatch.setattr(Run, "preempt", lambda self: (made.append(self), preempt(self)))
     return made
 
 
@@ -223,21 +227,16 @@ def test_any_memory(data):
             use_aliasing_pages(patch)
             patch.setattr(virtual_memory, "_MOST_PIECE", 8192)
         patch.setattr(virtual_memory, "STEP_SLOTS", 8)
-        patch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 8)
+        patch.setattr("hf_specdec.engine.run.TOKENS_AHEAD", 8)
         drafter = KINDS[kind](tiny_target("llama"))
         # The longest text needs 110 tokens of at most 2 KB each.
         set_policy(patch, "cpu", cache_bytes=committed_bytes(CPU) + data.draw(st.integers(260, 1200)) * 1024)
         settings_ = ContinuousBatching(data.draw(st.integers(1, 6)), arrivals=Script(), longest=120)
-        with continuous_batching(settings_):
-            tiny_target("llama").generate(
-                torch.zeros(1, 1, dtype=torch.int64),
-                attention_mask=torch.ones(1, 1, dtype=torch.int64),
-                max_new_tokens=64,
-                eos_token_id=END,
-                pad_token_id=0,
-                do_sample=False,
-                assistant_model=drafter,
-            )
+        target = tiny_target("llama")
+        options = {"max_new_tokens": 64, "eos_token_id": END, "pad_token_id": 0, "do_sample": False}
+        config, _ = prepared_config(target, None, **options)
+        call = call_of(target, drafter, config, [torch.zeros(1, dtype=torch.int64)])
+        generate_continuously(*call, (), settings_)
         drafter.release()
     for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True)):
         assert one.is_over and (one.error is None or number in cancelled), one.error
@@ -299,7 +298,7 @@ def test_texts_that_begin_alike_share_memory(monkeypatch, kind):
 @pytest.mark.parametrize(("kind", "limits"), [("noisy-copy", (700, 300)), ("mtp", (200, 120))])
 def test_requests_that_have_lost_their_rows_come_back(monkeypatch, rooms, kind, limits):
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
-    monkeypatch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 8)
+    monkeypatch.setattr("hf_specdec.engine.run.TOKENS_AHEAD", 8)
     prompts = prompts_of((5, 60, 9, 30, 17, 70))
     expected = [alone("llama", tuple(one), NEW, (500,)) for one in prompts]
     drafter, found = KINDS[kind](tiny_target("llama")), []
@@ -331,7 +330,7 @@ def test_sampled_requests_with_seeds_do_not_depend_on_memory(monkeypatch, rooms,
     drafter = NoDrafter(target) if kind == "none" else drafter_of(target, kind, "soft")
     prompts, found = prompts_of((5, 60, 9, 30, 17)), []
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
-    monkeypatch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 1)
+    monkeypatch.setattr("hf_specdec.engine.run.TOKENS_AHEAD", 1)
     options = {"do_sample": True, "temperature": 1.4, "top_k": 40, "seeds": [1, 2, 3, 4, 5], "eos_token_id": 500}
     for changes in ({"virtual_memory": False}, {"virtual_memory": True}, {"cache_bytes": 120 * 1024}):
         set_policy(monkeypatch, "cpu", **changes)
@@ -354,15 +353,26 @@ def test_captured_rounds_of_longer_texts(monkeypatch):
     drafter.release()
 
 
-class SimulatedRows(row_memory.MemoryOfRows):
-    """A `Place` without a model, which knows what every slot of every row holds."""
+class Reported(NamedTuple):
+    """The result of a round."""
 
-    merges_equal, prefix_margin, session = False, 1, None
+    tokens: list
+    accepted: list
+    committed: list
+
+    def read(self):
+        return self
+
+
+class SimulatedRows(Runner):
+    """A `Runner` without a model, which knows what every slot of every row holds."""
+
+    prefix_margin = 1
 
     def __init__(self, rows, slots):
         self.memory = RowMemory(rows, slots, 64, CPU)
-        state = SimpleNamespace(tokens=torch.zeros(rows))
-        self.session = SimpleNamespace(row_memory=self.memory, fence=Fence(CPU), state=state)
+        self.state = SimpleNamespace(tokens=torch.zeros(rows))
+        self.session = SimpleNamespace(fence=Fence(CPU))
         self.held = [[] for _ in range(rows)]
         self.num_rows, self.capacity = rows, self.memory.capacity
         self.finished = set(range(rows))
@@ -378,19 +388,10 @@ class SimulatedRows(row_memory.MemoryOfRows):
     def leave_target(self):
         pass
 
-    def group_size(self, count):
-        return None
-
-    def why_refused(self, request):
-        return None
-
-    def is_to_move(self, *args):
-        return False
-
     def finish(self, rows):
         self.finished.update(rows)
 
-    def prefill(self, prefixes, requests):
+    def prefill(self, prefixes, requests, running):
         for prefix, request in zip(prefixes, requests, strict=True):
             text = request.text.tolist()[: request.num_prefilled]
             assert self.held[prefix.source][: prefix.length] == text[: prefix.length]
@@ -402,7 +403,8 @@ class SimulatedRows(row_memory.MemoryOfRows):
             self.finished.discard(prefix.row)
 
     def prefill_next(self):
-        return "first"
+        rows = self.num_rows
+        return Reported([[7]] * rows, [0] * rows, [1] * rows), {}
 
 
 def test_equal_prompts_take_rows_that_share_memory():
@@ -415,11 +417,11 @@ def test_equal_prompts_take_rows_that_share_memory():
         def shares(self, row, length):
             return True
 
-        def prefill(self, prefixes, requests):
+        def prefill(self, prefixes, requests, running):
             entered.extend(requests)
 
     requests = [RowRequest(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
-    rows = RequestRows(Place(2, 1024), requests, Counters(2, 1), ContinuousBatching())
+    rows = Run(Place(2, 1024), requests, Counters(2, 1), ContinuousBatching())
     rows.admit()
     assert [one.index for one in entered] == [0, 1] and not any(one.is_over for one in requests)
 
@@ -427,7 +429,7 @@ def test_equal_prompts_take_rows_that_share_memory():
 def test_ten_thousand_requests_lose_nothing(monkeypatch):
     chance = random.Random(0)
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
-    monkeypatch.setattr("hf_specdec.engine.request_rows.TOKENS_AHEAD", 1)
+    monkeypatch.setattr("hf_specdec.engine.run.TOKENS_AHEAD", 1)
     pages = use_aliasing_pages(monkeypatch)
     monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 4096)
     place, ended = SimulatedRows(16, 1024), []
@@ -446,33 +448,31 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
         def next(self, is_idle, leave_target):
             count = chance.choice([0, 0, 1, 3, 20]) if not is_idle else 1
             new = [arriving.popleft() for _ in range(min(count, len(arriving)))]
-            there = [one for one in rows.occupants() if one is not None] if chance.random() < 0.01 else []
+            there = [one for _, one in rows._occupied] if chance.random() < 0.01 else []
             return Arrived(new, [(one, "withdrawn") for one in there[:1]], bool(arriving))
 
     setting = ContinuousBatching(arrivals=Script(), on_finished=ended.append)
-    rows = RequestRows(place, [], Counters(1, 3), setting)
+    rows = Run(place, [], Counters(1, 3), setting)
     waits = 0
     while True:
         rows.admit()
-        for occupants, _ in rows.first_tokens():
-            rows.take_first(occupants, [[7]] * len(occupants), [0] * len(occupants), [1] * len(occupants))
+        rows._read_results(0)
         if rows.is_complete:
             break
         assert place.memory.committed <= limit
         if not rows.reserve(8):
-            rows.make_room()
+            rows.preempt()
             waits += 1
             continue
-        occupants = rows.occupants()
-        committed = [0 if one is None else min(chance.randrange(1, 5), one.left) for one in occupants]
-        for row, one in enumerate(occupants):
-            if one is not None:
-                assert row not in place.finished and place.memory.committed_slots(row) >= min(
-                    one.length + 4, one.longest
-                )
-                assert len(place.held[row]) <= one.length
-                place.held[row] = [*one.prompt_ids, *one.tokens]
-        rows.take(occupants, [[7, 7, 7, 7]] * 16, [0] * 16, committed)
+        committed = [0] * 16
+        for row, one in rows._occupied:
+            committed[row] = min(chance.randrange(1, 5), one.left)
+            assert row not in place.finished
+            assert place.memory.committed_slots(row) >= min(one.length + 4, one.longest)
+            assert len(place.held[row]) <= one.length
+            place.held[row] = [*one.prompt_ids, *one.tokens]
+        report = Reported([[7, 7, 7, 7]] * 16, [0] * 16, committed)
+        rows._take(_Launched(rows._occupied, report, num_drafts=3, start=0.0, end=0.0))
     assert len(ended) == len({id(one) for one in ended}) == 10_000 and waits > 100 and pages.num_aliased > 1000
     for one in requests:
         assert one.is_over and one.error in (None, "withdrawn")

@@ -18,9 +18,9 @@ from transformers import (
 )
 from transformers.generation.utils import GenerationMixin
 
-from hf_specdec.engine import equivalence
 from hf_specdec.engine.separate_rows import _input_of_row
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.patching import signature
 from hf_specdec.sampling.logits import RowTemperature
 
 LENGTHS = PROMPTS[3]
@@ -247,7 +247,7 @@ def test_padding_that_changes_the_text(monkeypatch, caplog):
             inputs["position_ids"] = torch.arange(input_ids.shape[1])[None, -inputs["input_ids"].shape[1] :] ** 2
             return inputs
 
-    monkeypatch.setattr(equivalence, "_outcomes", {})
+    monkeypatch.setattr(signature, "_facts", {})
     torch.manual_seed(0)
     target = Columns(tiny_target("llama").config).eval()
     target.load_state_dict(tiny_target("llama").state_dict())

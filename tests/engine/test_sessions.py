@@ -16,8 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hf_specdec.engine import capture, cuda_graphs, lease, sessions
-from hf_specdec.engine.fingerprint import fingerprint, torch_settings
-from hf_specdec.patching.hidden_states import ModuleTree
+from hf_specdec.patching.signature import Fingerprint, Signature, torch_settings
 
 CPU = torch.device("cpu")
 
@@ -233,6 +232,10 @@ def test_fingerprint_of_torch_settings():
             assert torch_settings(CPU) != before
 
 
+def fingerprint_of(target):
+    return Fingerprint.of(CPU, Signature(target))
+
+
 class Settings:
     def __init__(self, window):
         self.window = window
@@ -270,24 +273,22 @@ ATTRIBUTES = [
 @pytest.mark.parametrize(("one", "other"), ATTRIBUTES)
 def test_fingerprint_of_attributes(one, other):
     target = own_target()
-    tree = ModuleTree.of(target)
     norm = target.model.norm
     found = []
     for value in (one, other, one):
         norm.own = value
-        found.append(fingerprint(tree, CPU))
-        assert fingerprint(tree, CPU) == found[-1]
+        found.append(fingerprint_of(target))
+        assert fingerprint_of(target) == found[-1]
     assert found[0] == found[2] and found[0] != found[1] and found[1] != found[2]
     del norm.own
-    assert fingerprint(tree, CPU) not in found
+    assert fingerprint_of(target) not in found
 
 
 def test_fingerprint_of_changes_inside_attributes():
     target = own_target()
-    tree = ModuleTree.of(target)
     norm = target.model.norm
     norm.own = {"scaling": {"a": 1.0}, "names": ["a"], "object": Settings(3)}
-    seen = [fingerprint(tree, CPU)]
+    seen = [fingerprint_of(target)]
     for change in (
         lambda: norm.own["scaling"].update(a=2.0),
         lambda: norm.own["names"].append("b"),
@@ -298,37 +299,35 @@ def test_fingerprint_of_changes_inside_attributes():
         lambda: target.half(),
     ):
         change()
-        seen.append(fingerprint(tree, CPU))
-        assert seen[-1] == fingerprint(tree, CPU) and seen[-1] not in seen[:-1]
+        seen.append(fingerprint_of(target))
+        assert seen[-1] == fingerprint_of(target) and seen[-1] not in seen[:-1]
 
 
 @pytest.mark.core
 def test_fingerprint_of_class_forwards(monkeypatch):
     target = own_target()
-    tree = ModuleTree.of(target)
-    before = fingerprint(tree, CPU)
+    before = fingerprint_of(target)
     forward = type(target.model.norm).forward
     monkeypatch.setattr(type(target.model.norm), "forward", lambda self, hidden: 2 * forward(self, hidden))
-    assert fingerprint(tree, CPU) != before
+    assert fingerprint_of(target) != before
 
 
 def test_fingerprint_keeps_no_references():
     target = own_target()
-    tree = ModuleTree.of(target)
     norm = target.model.norm
     norm.forward = lambda hidden: hidden
     norm.own = Settings(3)
     norm.weights = [torch.ones(3)]
     gone = [weakref.ref(one) for one in (norm.forward, norm.own, norm.weights[0], norm.weight, norm)]
-    before = fingerprint(tree, CPU)
+    before = fingerprint_of(target)
     del norm.forward, norm.own, norm.weights
     gc.collect()
     norm.forward = lambda hidden: hidden
     norm.own = Settings(3)
     assert [one() is None for one in gone] == [True, True, True, False, False]
-    assert fingerprint(tree, CPU) != before
+    assert fingerprint_of(target) != before
     target.model.norm = copy.deepcopy(norm)
-    del norm, tree
+    del norm
     gc.collect()
     assert [one() is None for one in gone] == [True] * 5
     assert before.is_past(before)

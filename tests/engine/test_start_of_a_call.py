@@ -14,12 +14,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter
+from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching import hidden_states
-from hf_specdec.patching.cache import attention_layers
-from hf_specdec.patching.hidden_states import ModuleTree
-from hf_specdec.patching.support import settings_of, settings_read_once
-from hf_specdec.patching.variants import note_variant, variant_of
+from hf_specdec.patching import signature
+from hf_specdec.patching.key_layers import attention_layers
+from hf_specdec.patching.signature import Signature, looked_at_once, signature_of
 from hf_specdec.state import DecodeState, Shape
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 3}
@@ -31,34 +30,30 @@ def target():
     return new_target("llama", num_layers=1)
 
 
-def variant_now(target):
-    note_variant(target, ModuleTree.of(target))
-    return variant_of(target)
-
-
 @pytest.mark.core
 def test_a_call_walks_over_modules_once(monkeypatch):
     target = tiny_target("llama")
-    drafter, walk, walked = NoDrafter(target), hidden_states.modules_of, []
+    drafter, walk, walked = NoDrafter(target), signature.modules_of, []
     replay_on_cpu(monkeypatch)
     target.generate(**padded_prompts([5]), **OPTIONS, assistant_model=drafter)
-    monkeypatch.setattr(hidden_states, "modules_of", lambda *models: walked.append(models) or walk(*models))
+    monkeypatch.setattr(signature, "modules_of", lambda *models: walked.append(models) or walk(*models))
     target.generate(**padded_prompts([5]), **OPTIONS, assistant_model=drafter)
     assert walked == [(target,), (drafter,)]
 
 
-def test_a_tree_tells_own_attributes_and_hooks(target):
+def test_a_signature_tells_own_attributes_and_hooks(target):
     layer, norm = target.model.layers[0], target.model.norm
     norm.forward = norm.forward
     after = layer.register_forward_hook(lambda *args: None)
     before = norm.register_forward_pre_hook(lambda *args: None)
-    tree = ModuleTree.of(target)
-    assert tree.having("forward") == [norm] and set(tree.hooked) == {layer, norm}
+    found = Signature(target)
+    assert found.having("forward") == [norm] and set(found.hooked) == {layer, norm}
     after.remove(), before.remove()
-    assert not ModuleTree.of(target).hooked
+    assert not Signature(target).hooked
     extra = nn.Sequential(norm, nn.ReLU())
-    both = tree.with_model(extra)
-    assert both.modules == [*tree.modules, extra, extra[1]]
+    both = Signature(target, extra)
+    assert both.modules[0] is target and len(both.modules) == len(found.modules) + 2
+    assert set(both.modules) == {*found.modules, extra, extra[1]}
     assert all(one is vars(module) for module, one in zip(both.modules, both.attributes, strict=True))
 
 
@@ -84,23 +79,24 @@ CHANGES = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_variant_is_that_of_now(target, monkeypatch, change):
-    before = variant_now(target)
-    assert variant_now(target) == before
+def test_a_kind_is_that_of_now(target, monkeypatch, change):
+    before = Signature(target).kind
+    assert Signature(target).kind == before
     with monkeypatch.context() as patch:
         CHANGES[change](target, patch)
-        changed = variant_now(target)
-        assert changed != before and variant_now(target) == changed
-    assert variant_now(target) == before
+        changed = Signature(target).kind
+        assert changed != before and Signature(target).kind == changed
+    assert Signature(target).kind == before
 
 
-def test_variants_of_functions_that_take_the_place_of_freed_ones(target):
+def test_kinds_with_functions_that_take_the_place_of_freed_ones(target):
     """Python gives a new object the `id` of one that is gone."""
     norm, seen = target.model.norm, []
     forward = norm.forward
     for number in range(4):
         norm.forward = lambda states, number=number: forward(states) + number
-        seen.append(variant_now(target))
+        seen.append(Signature(target).kind)
+        hash(seen[-1])  # while it lives, as where facts are looked up
         del norm.forward
         gc.collect()
     assert len(set(seen)) == 4
@@ -108,18 +104,28 @@ def test_variants_of_functions_that_take_the_place_of_freed_ones(target):
 
 def test_settings_are_read_anew_outside(target):
     config = target.config
-    before = settings_of(config)
-    assert settings_of(config) == before
+    before = signature_of(target).kind
+    assert signature_of(target).kind == before
     for name, value in (("rms_norm_eps", 0.5), ("rope_parameters", {**config.rope_parameters, "rope_theta": 5.0})):
         kept = getattr(config, name)
-        with settings_read_once():
-            inside = settings_of(config)
-        setattr(config, name, value)
-        with settings_read_once():
-            assert settings_of(config) == settings_of(config) != inside == before
+        with looked_at_once():
+            inside = signature_of(target).kind
+            setattr(config, name, value)
+            assert signature_of(target).kind == inside == before
+            with looked_at_once():
+                assert signature_of(target).kind == signature_of(target).kind != before
+        assert signature_of(target).kind != before
         setattr(config, name, kept)
     config.rope_parameters["rope_theta"] += 1  # in place
-    assert settings_of(config) != before
+    assert signature_of(target).kind != before
+
+
+def test_what_a_check_looks_at_is_not_kept_for_the_call(target, monkeypatch):
+    """Its drafters have buffers of their own."""
+    monkeypatch.setattr(signature, "_facts", {})
+    with looked_at_once():
+        assert why_not_equivalent(target, "static") is None
+        assert list(signature._thread.signatures) == [target]
 
 
 @pytest.fixture
@@ -178,17 +184,15 @@ def test_classes_that_make_caches_in_their_own_way_get_one(target, caches):
 def test_rows_begin_as_they_are_admitted(batch):
     shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=True, draft_probs=False, num_ends=3)
     states = [DecodeState.allocate(shape, attention_layers(1), torch.device("cpu")) for _ in range(2)]
-    prompts, more, seeds, eos = [torch.arange(1, 5), torch.arange(3)], [4, 2], torch.tensor([7, 8]), torch.tensor([5])
-    for state in states:
-        for row, name in enumerate(("lengths", "limits", "seeds", "ahead", "row_top_k", "eos", "row_tail", "tokens")):
-            getattr(state, name).fill_(row + 9)  # of an earlier call
+    prompts, eos = [torch.arange(1, 5), torch.arange(3)], torch.tensor([5])
     one, other = states
-    one.begin(prompts, more, eos, seeds, 0.7, cached=[1, 0], ahead=[0, 1])
-    other.clear()
-    other.set_temperature(0.7)
-    other.admit([0, 1], prompts, more, seeds, eos)
-    other.cached[:2], other.ahead[:2] = torch.tensor([1, 0]), torch.tensor([0, 1])
-    other.live = 4
+    for row, name in enumerate(("lengths", "limits", "seeds", "prompt_length_gap", "row_top_k", "eos", "row_tail")):
+        getattr(other, name).fill_(row + 9)  # of an earlier call
+    for state, rows in ((one, range(2)), (other, [0, 1])):
+        state.set_temperature(0.7)
+        if batch > len(rows):
+            state.clear()
+        state.admit(rows, prompts, [4, 2], [7, 8], eos, cached=[1, 0], prompt_length_gap=[0, 1])
     names = [name for name, value in vars(one).items() if isinstance(value, torch.Tensor)]
     assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
-    assert one.live == other.live and one.lengths.tolist() == [4, 3, 1][:batch]
+    assert one.lengths.tolist() == [4, 3, 1][:batch] and one.limits.tolist() == [8, 5, 1][:batch]

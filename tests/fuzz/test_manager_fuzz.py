@@ -21,7 +21,7 @@ from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, session_prefill
-from hf_specdec.engine.continuous import ContinuousRun
+from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.integration import manager_thread
 
 END = [7, 23, 57]
@@ -45,7 +45,7 @@ class Faults:
 
     def __init__(self, chance, rng):
         self.chance, self.rng, self.count = chance, rng, 0
-        self._reserve, self._open = ContinuousRun.reserve, ContinuousRun._open
+        self._reserve, self._open = ContinuousRunner.reserve, ContinuousRunner._open
 
     def fails(self):
         failed = self.rng.random() < self.chance
@@ -57,12 +57,12 @@ class Faults:
             return not self.fails() and self._reserve(run, lengths)
 
         def open_session(run, num_rows, longest):
-            if run._rows is not None and self.fails():
+            if hasattr(run, "lease") and self.fails():
                 raise torch.OutOfMemoryError("out of memory, in a test")
             return self._open(run, num_rows, longest)
 
-        patch.setattr(ContinuousRun, "reserve", reserve)
-        patch.setattr(ContinuousRun, "_open", open_session)
+        patch.setattr(ContinuousRunner, "reserve", reserve)
+        patch.setattr(ContinuousRunner, "_open", open_session)
 
 
 class Session:

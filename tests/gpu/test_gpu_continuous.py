@@ -14,7 +14,7 @@ from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine import buckets, lease
-from hf_specdec.engine.continuous import ContinuousRun
+from hf_specdec.engine.continuous import ContinuousRunner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,7 +105,7 @@ def test_numbers_of_drafts_by_time(monkeypatch):
 def test_requests_move_to_fewer_rows(monkeypatch, kind):
     monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 1)
     monkeypatch.setattr(buckets, "ROWS_TO_FEWER", 2)
-    monkeypatch.setattr(ContinuousRun, "_is_worth_moving", lambda *args: True)
+    monkeypatch.setattr(ContinuousRunner, "_is_worth_moving", lambda *args: True)
     target = on_gpu("llama")
     drafter = KINDS[kind](target).configure(compile_rounds=False)
     for _ in range(2):

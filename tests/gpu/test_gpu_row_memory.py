@@ -11,7 +11,7 @@ from targets import on_gpu, set_policy, tiny_target
 from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import NoDrafter, ops
-from hf_specdec.engine.request_rows import RequestRows
+from hf_specdec.engine.run import Run
 from hf_specdec.virtual_memory import RowMemory, committed_bytes, slot_unit
 from hf_specdec.virtual_pages import driver_can
 
@@ -162,8 +162,8 @@ def test_requests_wait_for_memory(monkeypatch, kind):
     makers = {"none": NoDrafter, "copy": functools.partial(copy_of, noise=0.02), **RANDOM_DRAFTERS}
     target = on_gpu("llama")
     drafter = makers[kind](target).configure(compile_rounds=False)
-    lengths, waits, make_room = (5, 1, 9, 200, 3, 130, 7, 30), [], RequestRows.make_room
-    monkeypatch.setattr(RequestRows, "make_room", lambda self: (waits.append(self), make_room(self)))
+    lengths, waits, make_room = (5, 1, 9, 200, 3, 130, 7, 30), [], Run.preempt
+    monkeypatch.setattr(Run, "preempt", lambda self: (waits.append(self), make_room(self)))
     assert in_rows(target, drafter, lengths, 8, 40) == alone(lengths, 40)
     assert not waits
     drafter.release()

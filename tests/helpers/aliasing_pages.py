@@ -27,7 +27,7 @@ def _close(base, size, file):
 
 
 class AliasingPages:
-    """`virtual_pages.Pages` in a file of the memory, parts of which are mapped at several addresses.
+    """`virtual_pages.HostPages` in a file of the memory, parts of which are mapped at several addresses.
 
     Attributes:
         num_aliased: how often a piece was, over all ranges of addresses.

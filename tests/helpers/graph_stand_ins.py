@@ -8,11 +8,12 @@ from targets import set_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specdec.engine import cuda_graphs, lazy_target
+from hf_specdec.engine import cuda_graphs, hosted_target
+from hf_specdec.engine.equivalence import ScriptedDrafter
 from hf_specdec.patching.cache import RaggedCache
 from hf_specdec.patching.implementations import submodel_configs
 
-_hosted = lazy_target.patched_target
+_hosted = hosted_target.patched_target
 
 
 def in_place(result, new):
@@ -122,7 +123,7 @@ def traces(*models):
 def _watched(model, drafter, keep_hidden_states, known):
     untouched = traces(model, drafter)
     with _hosted(model, drafter, keep_hidden_states, known) as target:
-        Replay.hostings += not drafter.is_equivalence_check
+        Replay.hostings += not isinstance(drafter, ScriptedDrafter)
         before, Replay.host = Replay.host, (model, drafter, target, untouched)
         try:
             yield target
@@ -134,7 +135,7 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
     """Let calls on a CPU capture and replay; returns `Replay`, whose counts begin anew."""
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", stand_in)
-    monkeypatch.setattr(lazy_target, "patched_target", _watched)
+    monkeypatch.setattr(hosted_target, "patched_target", _watched)
     monkeypatch.setattr(Replay, "count", 0)
     monkeypatch.setattr(Replay, "hostings", 0)
     return Replay

@@ -43,10 +43,9 @@ from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import piecewise
 from hf_specdec.engine.equivalence import why_not_equivalent
-from hf_specdec.engine.fingerprint import fingerprint
 from hf_specdec.parallel import all_reduce
 from hf_specdec.patching import fused_linear
-from hf_specdec.patching.hidden_states import ModuleTree
+from hf_specdec.patching.signature import Fingerprint, Signature
 
 PROMPT_LENGTHS = [2, 13, 7]
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}
@@ -199,11 +198,11 @@ def check_weights(target: PreTrainedModel) -> None:
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
     assert type(drafter._shared_weights["embedding"].weight) in (torch.Tensor, torch.nn.Parameter)
-    before = fingerprint(ModuleTree.of(target, drafter), target.device)
-    assert fingerprint(ModuleTree.of(target, drafter), target.device) == before
+    before = Fingerprint.of(target.device, Signature(target, drafter))
+    assert Fingerprint.of(target.device, Signature(target, drafter)) == before
     head = target.lm_head.weight
     target.lm_head.weight = torch.nn.Parameter(torch.empty_like(head).copy_(head), requires_grad=False)
-    assert fingerprint(ModuleTree.of(target, drafter), target.device) != before, "a part of a weight moved unnoticed"
+    assert Fingerprint.of(target.device, Signature(target, drafter)) != before, "a part of a weight moved unnoticed"
 
 
 def errors_of_disagreeing_ranks(target: PreTrainedModel) -> dict[str, str]:

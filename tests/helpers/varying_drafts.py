@@ -1,7 +1,7 @@
 """Rounds with numbers of drafts that a test chooses."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -18,7 +18,7 @@ def vary_drafts(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]) -> list
             self.current = self._most = most
             self._numbers = itertools.cycle(numbers)
 
-        def next(self) -> int:
+        def next(self, tokens_left: Callable[[], float]) -> int:
             asked.append(min(next(self._numbers), self._most))
             return asked[-1]
 

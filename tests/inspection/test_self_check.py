@@ -21,24 +21,13 @@ from hf_specdec import AutoDrafter
 from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.peagle import PEagleDrafter
-from hf_specdec.inspection.self_check import (
-    SelfCheck,
-    interpretations_of,
-    self_check,
-    with_interpretation,
-)
+from hf_specdec.drafters.eagle3 import Eagle3Drafter, PEagleDrafter
+from hf_specdec.inspection.self_check import SelfCheck, interpretations_of, self_check, with_interpretation
 from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
 
 SPEC = Spec(vocab_size=64, draft_vocab_size=64, maps_vocabulary=False, own_embedding=True)
-TRUTH = {
-    "aux_hidden_state_layer_ids": [2, 4, 5],
-    "norm_before_residual": False,
-    "norm_output": True,
-    "final_norm": True,
-    "rope_theta": 10000.0,
-}
+TRUTH = {"norm_before_residual": False, "norm_output": True, "final_norm": True, "rope_theta": 10000.0}
+TRUTH["aux_hidden_state_layer_ids"] = [2, 4, 5]
 NUM_NEW_TOKENS = 8
 
 
@@ -287,8 +276,8 @@ def test_wrong_interpretation_of_blocks_is_corrected(wrong):
     prompt = torch.arange(40)[None] % COUNTED
     result = self_check(misread, target, prompt, num_new_tokens=60)
     assert result.current == truth | wrong
-    scores = [(score.interpretation == truth, score.mean) for score in result.scores]
-    assert dict(scores)[True] == max(mean for _, mean in scores) > 0.7
+    (mean,) = [score.mean for score in result.scores if score.interpretation == truth]
+    assert mean == result.best.mean > 0.7
     if "anchor_first" in wrong or "rope_theta" in wrong:
         assert result.conclusive and all(f"{name}=" in result.conclusion for name in wrong)
 

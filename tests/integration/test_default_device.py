@@ -6,8 +6,8 @@ from oracle import random_eagle3
 from targets import padded_prompts, tiny_target
 from transformers import StoppingCriteria
 
-from hf_specdec.engine import equivalence
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.patching import signature
 
 # From tensors on it nothing can be read, and they cannot be used beside others.
 DEFAULT = torch.device("meta")
@@ -30,7 +30,7 @@ def test_a_default_device_is_the_callers(monkeypatch):
     drafter, prompts = random_eagle3(target), [[3, 4, 5], [7, 8]]
     expected = target.generate(**inputs, **GREEDY)
     texts = [target.generate(torch.tensor([one]), **GREEDY)[0, len(one) :].tolist() for one in prompts]
-    monkeypatch.setattr(equivalence, "_outcomes", {})
+    monkeypatch.setattr(signature, "_facts", {})
     with DEFAULT:
         for options in (GREEDY, {**GREEDY, "do_sample": True, "top_k": 1}):
             assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)

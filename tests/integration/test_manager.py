@@ -26,11 +26,12 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, continuous, request_rows, session_prefill
-from hf_specdec.engine.continuous import ContinuousRun
-from hf_specdec.engine.rounds import RoundLoop
+from hf_specdec.engine import buckets, continuous, session_prefill
+from hf_specdec.engine.continuous import ContinuousRunner
+from hf_specdec.engine.lease import SessionLease
 from hf_specdec.engine.row_memory import allocating
 from hf_specdec.engine.row_request import RowRequest
+from hf_specdec.engine.run import Run
 from hf_specdec.integration import manager_requests, manager_thread
 from hf_specdec.integration.manager import SpeculativeBatchingManager
 from hf_specdec.integration.manager_results import Results
@@ -97,6 +98,14 @@ def test_requests_that_come_one_after_the_other(running, kind):
     assert texts_of(manager, names) == [alone(index) for index in range(len(prompts()))]
 
 
+def test_runs_draw_nothing_from_the_global_generator(running):
+    target = tiny_target("llama")
+    state = torch.get_rng_state()
+    manager = running(target, NoDrafter(target), config={"per_request_processors": True, "seed": 3})
+    texts_of(manager, [manager.add_request(prompts()[0], do_sample=True, temperature=1.3) for _ in range(2)])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("family", cases(STATIC_FAMILIES, ["gemma3", "qwen3-next"]))
 def test_every_family_of_targets(running, family):
     target = tiny_target(family)
@@ -157,18 +166,24 @@ def test_random_schedules(data):
 def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
     """Rounds between its chunks leave nothing in its row, and give other requests tokens meanwhile."""
     target, rounds, kept = tiny_target("llama"), [], []
-    prefill_next, finish = ContinuousRun.prefill_next, session_prefill.finish_prefill
+    prefill_next, finish = ContinuousRunner.prefill_next, session_prefill.finish_prefill
+    run_round, count = SessionLease.run_round, []
 
-    def counted(run):
-        rounds.append(run._rows.rounds_by_k.total())
-        return prefill_next(run)
+    def counted(runner):
+        rounds.append(len(count))
+        return prefill_next(runner)
+
+    def counting(lease, num_drafts):
+        count.append(num_drafts)
+        return run_round(lease, num_drafts)
 
     def noting(state, packed, rows):
         finish(state, packed, rows)
         row = state.lengths == 60
         kept.extend(zip(state.aux_hidden_states[row, :2].clone(), state.prompt_logits[row].clone(), strict=True))
 
-    monkeypatch.setattr(ContinuousRun, "prefill_next", counted)
+    monkeypatch.setattr(ContinuousRunner, "prefill_next", counted)
+    monkeypatch.setattr(SessionLease, "run_round", counting)
     monkeypatch.setattr(session_prefill, "finish_prefill", noting)
     long = torch.randint(3, 90, (1, 60), generator=torch.Generator().manual_seed(1))
     expected = target.generate(long, max_new_tokens=8, do_sample=False, eos_token_id=END)[0, 60:].tolist()
@@ -190,13 +205,13 @@ def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
 def test_many_requests_lose_nothing(monkeypatch):
     """Thousands from several threads, a part of them cancelled: every one ends once, and nothing is left."""
     rows = []
-    made = request_rows.RequestRows.__init__
+    made = Run.__init__
 
     def noted(self, *args):
         rows.append(self)
         made(self, *args)
 
-    monkeypatch.setattr(request_rows.RequestRows, "__init__", noted)
+    monkeypatch.setattr(Run, "__init__", noted)
     target = tiny_target("llama")
     manager = manager_of(target, copy_of(target, noise=0.05), rows=16)
     manager.start()
@@ -287,9 +302,9 @@ def test_many_results_are_found_at_once(running):
 
 
 def test_a_queue_is_counted_when_it_may_be_full(running, monkeypatch):
-    started, asked = manager_requests.ManagedRequest.has_started.fget, []
+    started, asked = RowRequest.has_started.fget, []
     noting = property(lambda self: asked.append(self) or started(self))
-    monkeypatch.setattr(manager_requests.ManagedRequest, "has_started", noting)
+    monkeypatch.setattr(RowRequest, "has_started", noting)
     monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 0.0)
     target = tiny_target("llama")
     manager = running(target, NoDrafter(target), config={"max_queue_size": 40})
@@ -514,7 +529,7 @@ def test_an_error_in_a_round_reaches_everybody(running, monkeypatch):
     drafter = copy_of(target, noise=0.01)
     before = traces(target)
     manager = running(target, drafter, rows=2)
-    launch, count = RoundLoop._launch, []
+    launch, count = Run._launch, []
 
     def fail(self):
         count.append(1)
@@ -522,7 +537,7 @@ def test_an_error_in_a_round_reaches_everybody(running, monkeypatch):
             raise ZeroDivisionError("a round fails, in a test")
         launch(self)
 
-    monkeypatch.setattr(RoundLoop, "_launch", fail)
+    monkeypatch.setattr(Run, "_launch", fail)
     found = []
 
     def ask(index):
@@ -556,9 +571,11 @@ def test_rows_and_slots_grow_with_the_requests(running, monkeypatch, grows):
     """Where rows have memory of their own, there are slots for all texts from the start."""
     set_policy(monkeypatch, "cpu", virtual_memory=grows)
     made = []
-    opened = ContinuousRun._open
+    opened = ContinuousRunner._open
     monkeypatch.setattr(
-        ContinuousRun, "_open", lambda self, rows, longest: made.append((rows, longest)) or opened(self, rows, longest)
+        ContinuousRunner,
+        "_open",
+        lambda self, rows, longest: made.append((rows, longest)) or opened(self, rows, longest),
     )
     target = tiny_target("llama")
     manager = running(target, copy_of(target, noise=0.01), rows=16)

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import AutoDrafter
-from hf_specdec.engine.fingerprint import fingerprint
 from hf_specdec.patching.fused_linear import fused_linears
-from hf_specdec.patching.hidden_states import ModuleTree, device_of_last_layer
+from hf_specdec.patching.hidden_states import device_of_last_layer
 from hf_specdec.patching.linear import patched_linear
+from hf_specdec.patching.signature import Fingerprint, Signature
 
 
 class RoundedWeight(torch.Tensor):
@@ -62,6 +62,10 @@ def quantised(kind):
     return target
 
 
+def fingerprint_of(target, drafter):
+    return Fingerprint.of(target.device, Signature(target, drafter))
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["tensors", "layers"])
 def test_quantised_target(kind, monkeypatch):
@@ -75,15 +79,15 @@ def test_quantised_target(kind, monkeypatch):
         drafter = random_eagle3(target, own_embedding=own, own_head=own)
         assert torch.equal(greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == "static"
     assert torch.equal(greedy(target, inputs, random_dspark(target), 3), plain)
-    before = fingerprint(ModuleTree.of(target, drafter), target.device)
-    assert fingerprint(ModuleTree.of(target, drafter), target.device) == before
+    before = fingerprint_of(target, drafter)
+    assert fingerprint_of(target, drafter) == before
     weights = {"embedding": target.model.embed_tokens.weight, "head": target.lm_head.weight}
     assert all(type(shared.weight) is torch.Tensor for shared in drafter._shared_weights.values())
     assert torch.equal(drafter._shared_weights["embedding"].weight, weights["embedding"].dequantize())
     assert torch.equal(drafter._shared_weights["head"].weight, weights["head"].dequantize()[drafter.target_ids])
     assert all(isinstance(weight, RoundedWeight) for weight in weights.values()), "the target has changed"
     target.lm_head.weight = nn.Parameter(RoundedWeight.of(weights["head"].dequantize()), requires_grad=False)
-    assert fingerprint(ModuleTree.of(target, drafter), target.device) != before
+    assert fingerprint_of(target, drafter) != before
 
 
 @pytest.mark.core

@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_serve_available
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import cli, serve
-from hf_specdec.engine.rounds import RoundLoop
+from hf_specdec.engine.run import Run
 from hf_specdec.integration.manager import SpeculativeBatchingManager
 from hf_specdec.sampling.logits import PenaltyLogitsProcessor
 
@@ -228,7 +228,7 @@ def test_a_round_that_fails(monkeypatch, folders):
         raise ZeroDivisionError("a round fails, in a test")
 
     def work(client):
-        monkeypatch.setattr(RoundLoop, "_launch", fail)
+        monkeypatch.setattr(Run, "_launch", fail)
         for _ in range(2):
             with pytest.raises(client.openai.InternalServerError) as refused:
                 client.ask([5, 6], max_tokens=5)

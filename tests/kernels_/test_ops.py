@@ -6,7 +6,7 @@ On a machine without a GPU the kernels run in Triton's interpreter.
 import pytest
 import torch
 
-from hf_specdec import state_ops
+from hf_specdec import op_choice, state_ops
 from hf_specdec.kernels.types import VerificationResult
 from hf_specdec.layer_ops import AnglesKind, NormKind
 
@@ -63,7 +63,7 @@ def test_schemas_and_fakes(name):
 
 @torch.no_grad()
 def test_compiled_code_sees_what_ops_write(monkeypatch):
-    monkeypatch.setattr(state_ops, "choose", lambda kernel, *_: kernel)
+    monkeypatch.setattr(op_choice, "choose", lambda kernel, *_: kernel)
     monkeypatch.setattr(state_ops, "is_for_triton", lambda _: True)
 
     def step(state, result, kept):

@@ -13,11 +13,9 @@ from torch import nn
 
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import target as engine_target
-from hf_specdec.engine.fingerprint import weights_of
-from hf_specdec.engine.lazy_target import LazyTarget
-from hf_specdec.engine.sessions import sessions_of
+from hf_specdec.engine.hosted_target import HostedTarget
 from hf_specdec.patching.fused_linear import FusedLinear
-from hf_specdec.patching.hidden_states import ModuleTree
+from hf_specdec.patching.signature import Signature
 
 FAMILIES = ["llama", "qwen3-moe"]
 
@@ -39,7 +37,7 @@ def own_target(family=FAMILIES[0]):
 
 def patched(target, drafter):
     """Which modules compute differently, which attention and experts run, and what fused layers compute with."""
-    with torch.no_grad(), LazyTarget(target, drafter) as lazy:
+    with torch.no_grad(), HostedTarget(target, drafter) as lazy:
         lazy()
         modules = [module for model in (target, drafter) for module in model.modules()]
         closures = [getattr(vars(module).get("forward"), "__closure__", None) for module in modules]
@@ -49,7 +47,7 @@ def patched(target, drafter):
         heard = [(len(after), len(before)) for after, before in hooks]
         kinds = [getattr(forward, "func", type(forward)) for forward in forwards]
         found = kinds, heard, chosen, [one and one._weight.data_ptr() for one in fused]
-    assert lazy.fingerprint.weights == weights_of(ModuleTree.of(target).with_model(drafter))
+    assert lazy.hosting.fingerprint.weights == (Signature(target).weights, Signature(drafter).weights)
     return found
 
 
@@ -148,8 +146,8 @@ def test_what_is_patched_meanwhile_is_neither_known_nor_kept(look_ups):
     other = type(target)(target.config).eval()  # of the same configuration
     drafter, others = random_eagle3(target), NoDrafter(other)
     before = patched(target, drafter)
-    with torch.no_grad(), LazyTarget(other, others) as lazy:
+    with torch.no_grad(), HostedTarget(other, others) as lazy:
         lazy()
         assert [patched(target, drafter) for _ in range(2)] == [before, before] and len(look_ups) == 4
-        assert sessions_of(others).looked_up(lazy.fingerprint).patches
+        assert lazy.hosting.patches
     assert patched(target, drafter) == before and len(look_ups) == 4

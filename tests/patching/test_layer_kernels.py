@@ -19,14 +19,13 @@ from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter, layer_ops, op_choice
 from hf_specdec.engine.equivalence import why_not_equivalent
-from hf_specdec.engine.fingerprint import behaviour_of
 from hf_specdec.layer_ops import NormKind, RotaryKind
 from hf_specdec.patching import rotary_functions as patched_functions
-from hf_specdec.patching.hidden_states import ModuleTree
 from hf_specdec.patching.layer_kernels import layer_kernels
 from hf_specdec.patching.layer_probes import GatedMlp, Norm, Probes
 from hf_specdec.patching.patch import engine
 from hf_specdec.patching.rotary_functions import rotary_functions
+from hf_specdec.patching.signature import Signature
 
 BUILT = {name: {} for name in ("gemma2", "phi3", "olmo2", "cohere", "glm4", "nemotron")}
 BUILT["gemma4_text"] = {"vocab_size_per_layer_input": 96, "global_head_dim": 16}
@@ -361,17 +360,16 @@ def test_a_replaced_rotary_function_is_noticed(monkeypatch):
         return torch.stack((-states[..., 1::2], states[..., ::2]), -1).flatten(-2)
 
     target = own_target()
-    tree = ModuleTree.of(target)
-    before = behaviour_of(tree)
+    before = Signature(target).behaviour
     with rotary_functions(target):
-        assert behaviour_of(tree) == before
+        assert Signature(target).behaviour == before
     own = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args: own(*args))
-    assert behaviour_of(tree) != before
+    assert Signature(target).behaviour != before
     monkeypatch.undo()
-    assert behaviour_of(tree) == before
+    assert Signature(target).behaviour == before
     monkeypatch.setattr(modeling_llama, "rotate_half", neighbours)  # which it calls
-    assert behaviour_of(tree) != before
+    assert Signature(target).behaviour != before
 
 
 def test_a_function_that_the_rotary_function_calls_is_replaced(used, monkeypatch):

@@ -12,12 +12,10 @@ from oracle import random_draft_model
 from targets import new_target, padded_prompts
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import equivalence, prefix_reuse
+from hf_specdec.engine import prefix_cache
 from hf_specdec.engine.equivalence import why_not_equivalent
-from hf_specdec.patching import variants
-from hf_specdec.patching.hidden_states import ModuleTree
+from hf_specdec.patching import signature
 from hf_specdec.patching.module_hooks import without_hooks
-from hf_specdec.patching.variants import note_variant
 
 greedy = functools.partial(greedy, max_new_tokens=4)
 
@@ -33,7 +31,7 @@ def steered(target, batch):
 @pytest.mark.core_for(family=["llama"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 def test_hooks_with_something_for_each_row(family, monkeypatch):
-    monkeypatch.setattr(prefix_reuse, "FEWEST_SAVED", 1)
+    monkeypatch.setattr(prefix_cache, "FEWEST_SAVED", 1)
     target = steered(new_target(family, num_layers=3), batch=3)
     drafter = random_draft_model(target)
     inputs = {name: tensor[[0, 1, 0]] for name, tensor in padded_prompts([9, 5]).items()}
@@ -124,9 +122,9 @@ def test_hooks_of_a_model_that_trains_in_mixed_precision():
 @pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_what_is_known_of_a_class_does_not_depend_on_hooks(engine, monkeypatch):
-    monkeypatch.setattr(equivalence, "_outcomes", {})
+    monkeypatch.setattr(signature, "_facts", {})
     target = new_target("llama", num_layers=2)
-    equivalence._outcomes.clear()
+    signature._facts.clear()
     heard, layer = [], target.model.layers[0]
     layer.register_forward_hook(lambda *_: heard.append(1))
     layer.self_attn.register_forward_pre_hook(lambda module, args, kwargs: 1 / 0, with_kwargs=True)
@@ -137,20 +135,19 @@ def test_what_is_known_of_a_class_does_not_depend_on_hooks(engine, monkeypatch):
 @pytest.mark.core
 def test_an_error_of_the_target_is_not_kept(monkeypatch):
     """Nor are results for every `forward` that modules ever had."""
-    monkeypatch.setattr(variants, "MOST_KEPT", 8)
+    monkeypatch.setattr(signature, "MOST_KEPT", 8)
     target = new_target("llama", num_layers=1)
     norm = target.model.norm
     forward = norm.forward
     for number in range(12):
         norm.forward = lambda states, number=number: forward(states) if number else 1 / 0
-        note_variant(target, ModuleTree.of(target))
         reason = why_not_equivalent(target, "static")
         assert (reason is None) == (number > 0)
         if number == 0:
             assert "plain generate() fails on a few tokens (ZeroDivisionError" in reason
             norm.forward.__defaults__ = (1,)
             assert why_not_equivalent(target, "static") is None
-    assert len(equivalence._outcomes) <= 8
+    assert len(signature._facts) <= 8
 
 
 def test_models_without_their_hooks():

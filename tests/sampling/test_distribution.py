@@ -28,7 +28,7 @@ from hf_specdec import Drafter, DrafterConfig, ops
 from hf_specdec.kernels import random_reference
 from hf_specdec.kernels.types import RandomStream
 from hf_specdec.ops import draw_draft, verify_block, verify_sampling
-from hf_specdec.patching.cache import attention_layers
+from hf_specdec.patching.key_layers import attention_layers
 from hf_specdec.sampling.logits import RowTemperature
 from hf_specdec.sampling.processors import BlockProcessor
 from hf_specdec.state import Shape
@@ -179,12 +179,14 @@ class Text:
         shape = Shape(num, width + 5, num_draft_tokens=width, is_sampling=True, draft_probs=False, num_ends=0)
         drafter = Silent(DrafterConfig(vocab_size=self.vocabulary))
         state = drafter.new_state(shape, layers=attention_layers(1), device=torch.device("cpu"))
-        seeds = torch.zeros(num, dtype=torch.int64)
         shared = [one.temperature for one in self.processors if isinstance(one, TemperatureLogitsWarper)]
         temperature = shared[0] if shared else 1.0
         factors = [one.temperatures for one in self.processors if isinstance(one, RowTemperature)]
         factors = factors[0].expand(num) if factors else None
-        state.begin([self.prompt[0]] * num, width + 1, None, seeds, temperature, factors)
+        state.set_temperature(temperature)
+        state.admit(range(num), [self.prompt[0]] * num, [width + 1] * num, [0] * num)
+        if factors is not None:
+            state.row_temperatures.copy_(factors)
         block, _ = state.block(drafts)
         logits = torch.stack(
             [torch.stack([self._logits[tuple(row[:step])] for step in range(width + 1)]) for row in drafts.tolist()]

@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..config import MtpConfig, default_chaining, mtp_block_settings
 from .checkpoint import Checkpoint
-from .decisions import Decisions, NormalizedConfig
 from .dialects import speculators_depth, speculators_target
+from .interpretation import Decisions
 from .mtp_layouts import (
     MtpFamily,
     find_family,
@@ -21,65 +21,46 @@ from .mtp_layouts import (
     stated_count,
     text_settings,
 )
-from .overrides import MTP_OVERRIDES
 from .rope import rope_by_layer_type
 
 # Draft tokens a round of a single module whose config.json does not state for how many it was trained.
 SINGLE_MODULE_DEPTH = 3
 
 
-def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> NormalizedConfig:
-    """Read the MTP modules of a checkpoint of any supported family.
+def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> MtpConfig:
+    """Read the MTP modules of a target's checkpoint, or one published on its own, of any supported family.
 
-    Args:
-        checkpoint: of a target, or of a module published on its own.
-        target: the target's text configuration, if there is a target. `bind` checks whether it fits.
-        overrides: see `Overrides`.
-
-    Raises:
-        ValueError: expected a config.json that agrees with itself and the tensors, and only overrides in
-            `MTP_OVERRIDES`, without parallel drafting.
+    Arguments and errors as of `LayersReader.read`; `bind` checks whether the target fits.
     """
-    name, config, decisions = checkpoint.name, checkpoint.config, Decisions(overrides)
-    decide = decisions.decide
-    unknown = overrides.keys() - MTP_OVERRIDES
-    if unknown or overrides.get("parallel_drafting"):
-        wrong = ", ".join(sorted(unknown)) or "parallel drafting"
-        raise ValueError(f"{name} holds MTP modules, which draft token by token from one hidden state: no {wrong}.")
+    config, decide = checkpoint.config, decisions.decide
     family, num_modules = find_family(config), _count_modules(checkpoint)
     text = _text_config(checkpoint, family, decisions)
     own, rule = own_copies(family, {}), f"as {family.title} publishes and runs them"
     output_rule = rule if family.norm_output else "as vLLM; transformers hands on the stream after the final norm"
-    hidden_first = decide("hidden_first", family.hidden_first, rule)
-    norm_offset = decide("norm_offset", family.norm_offset, rule)
-    norm_output = decide("norm_output", family.norm_output, output_rule)
-    share_embedding = decide("share_embedding", "embed_tokens" not in own, "the modules have copies of the target's")
     heads = "each module has a trained head" if "lm_head" in own else "the modules have copies of the target's, or none"
-    share_head = decide("share_head", "lm_head" not in own, heads)
-    chaining = decide("chaining", default_chaining(num_modules), f"{num_modules} module(s)")
-    zero_first_embedding = decide("zero_first_embedding", False, "as in training; vLLM zeroes it for some families")
-    normalized = MtpConfig.for_target(
+    copies = "the modules have copies of the target's"
+    return MtpConfig.for_target(
         text,
         _block_settings(text, text_settings(config), num_modules),
-        hidden_first=hidden_first,
-        norm_offset=norm_offset,
-        norm_output=norm_output,
-        own_embedding=not share_embedding,
-        own_head=not share_head,
-        chaining=chaining,
-        zero_first_embedding=zero_first_embedding,
+        hidden_first=decide("hidden_first", family.hidden_first, rule),
+        norm_offset=decide("norm_offset", family.norm_offset, rule),
+        norm_output=decide("norm_output", family.norm_output, output_rule),
+        own_embedding=not decide("share_embedding", "embed_tokens" not in own, copies),
+        own_head=not decide("share_head", "lm_head" not in own, heads),
+        chaining=decide("chaining", default_chaining(num_modules), f"{num_modules} module(s)"),
+        zero_first_embedding=decide("zero_first_embedding", False, "as in training; vLLM zeroes it for some families"),
         num_assistant_tokens=speculators_depth(config) or (num_modules if num_modules > 1 else SINGLE_MODULE_DEPTH),
         dialect=family.title,
         target_name_or_path=speculators_target(config),
     )
-    return NormalizedConfig(normalized, tuple(decisions.made))
 
 
 def _count_modules(checkpoint: Checkpoint) -> int:
     """The number of modules that the checkpoint holds; config.json and tensors must agree."""
     config, family = checkpoint.config, find_family(checkpoint.config)
-    stated = stated_count(config)
-    key, count = stated or ("no key", None)
+    key, count = stated_count(config) or ("no key", None)
+    if checkpoint.tensors is None:
+        return count or 1
     found = {tensor.index for tensor in module_tensors(config, checkpoint.tensors)} - {None}
     if not found:
         raise ValueError(

@@ -4,54 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain
 from types import TracebackType
 
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..patching.batch_invariance import batch_invariant
-from ..patching.hidden_states import ModuleTree
 from ..patching.module_hooks import has_hooks
-from ..patching.patch import Patch, engine, is_anything_replaced
+from ..patching.patch import engine, is_anything_replaced
+from ..patching.signature import Fingerprint, signature_of
 from .capture import why_not_captured
-from .fingerprint import Fingerprint, fingerprint, weights_of
 from .key_layout import KeyLayout
-from .sessions import sessions_of
+from .sessions import Hosting, sessions_of
 from .target import HiddenStates, Target, patched_target
 
 
-class LazyTarget:
+class HostedTarget:
     """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
 
     A context, outside of which it is not patched.
 
-    Args:
-        model: the target.
-        drafter: bound to it.
-        kept: names of what the caller gets of every step, such as scores.
-        tree: of the target, as it is now, if there is one.
+    `kept` names what the caller gets of every step, such as scores.
 
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
         eager_reason: why rounds are not captured; None if they are.
+        is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
         key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = (), tree: ModuleTree | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
         self.model, self.drafter = model, drafter
-        self._tree = (ModuleTree.of(model) if tree is None else tree).with_model(drafter)
-        self.has_hooks = has_hooks(self._tree.hooked)
+        self._signatures = signature_of(model), signature_of(drafter)
+        self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
+        self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None
         self._contexts, self._patches = ExitStack(), ExitStack()
         self._patched: Target | None = None
-        self._fingerprint: Fingerprint | None = None
+        self._hosting: Hosting | None = None
 
-    def __enter__(self) -> LazyTarget:
+    def __enter__(self) -> HostedTarget:
         if self.drafter.batch_invariant:
             # Also for what runs outside of the target's passes, and where these are replayed: the first tokens.
             self._contexts.enter_context(engine())
@@ -70,38 +66,29 @@ class LazyTarget:
         self._patches.close()
 
     def __call__(self) -> Target:
-        if self._patched is None:
-            # Hooks are not in a fingerprint.
-            self._patched = self._enter(()) if self.has_hooks else self._patch()
+        """The target, patched by what an earlier call has found is to be patched, or else by what is looked up now."""
+        if self._patched is not None:
+            return self._patched
+        before = None if self.has_hooks else self.hosting  # hooks are not in a fingerprint
+        # What other calls have replaced of a shared configuration, it does not tell either.
+        is_told = before is not None and not is_anything_replaced()
+        known = before.patches if is_told else ()
+        patched = patched_target(self.model, self.drafter, self.keeps_hidden_states, known)
+        self._patched = self._patches.enter_context(patched)
+        if before is not None and not known:  # looking it up may move weights
+            weights = tuple(one.weights for one in self._signatures)
+            self._hosting = sessions_of(self.drafter).hosting(before.fingerprint._replace(weights=weights))
+            if is_told:
+                self._hosting.patches = self._patched.patches
         return self._patched
 
-    def _enter(self, known: Sequence[Patch]) -> Target:
-        return self._patches.enter_context(patched_target(self.model, self.drafter, self.keeps_hidden_states, known))
-
-    def _patch(self) -> Target:
-        """Patch what an earlier call has found is to be patched, or else look it up and keep that for later calls."""
-        pool, before = sessions_of(self.drafter), self.fingerprint
-        # What other calls have replaced of a shared configuration, a fingerprint does not tell.
-        is_told = not is_anything_replaced()
-        known = pool.looked_up(before).patches if is_told else ()
-        patched = self._enter(known)
-        if not known:  # looking it up may move weights
-            self._fingerprint = before._replace(weights=weights_of(self._tree))
-            if is_told:
-                pool.looked_up(self._fingerprint).patches = patched.patches
-        return patched
-
     @property
-    def fingerprint(self) -> Fingerprint:
+    def hosting(self) -> Hosting:
         """Of target and drafter as they are unpatched, with the weights where they are now."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self._tree, self.model.device)
-        return self._fingerprint
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether rounds are to be captured; then sessions are kept for other calls."""
-        return self.eager_reason is None
+        if self._hosting is None:
+            fingerprint = Fingerprint.of(self.model.device, *self._signatures)
+            self._hosting = sessions_of(self.drafter).hosting(fingerprint)
+        return self._hosting
 
     @property
     def reads_hidden_states(self) -> bool:

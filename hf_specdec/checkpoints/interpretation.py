@@ -1,0 +1,80 @@
+"""How a checkpoint is to be interpreted: what the caller asks for, what it leaves open, and how that was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+
+class Overrides(TypedDict, total=False):
+    """Keywords of `AutoDrafter.from_pretrained`, which see; what is absent or None is decided by the checkpoint."""
+
+    aux_hidden_state_layer_ids: list[int] | None
+    norm_before_residual: bool | None
+    norm_output: bool | None
+    final_norm: bool | None
+    rope_theta: float | None
+    rope_parameters: dict[str, Any] | None
+    share_embedding: bool | None
+    share_head: bool | None
+    parallel_drafting: bool | None
+    mask_token_id: int | None
+    hidden_first: bool | None
+    norm_offset: bool | None
+    zero_first_embedding: bool | None
+    chaining: str | None
+    anchor_first: bool | None
+    causal: bool | list[bool] | None
+
+
+def without_none(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The overrides that were given: those with a value other than None."""
+    return {name: value for name, value in (overrides or {}).items() if value is not None}
+
+
+def check_rope_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless `rope_parameters` are complete, and given without `rope_theta`."""
+    rope = overrides.get("rope_parameters")
+    if rope is None:
+        return
+    if not isinstance(rope, Mapping) or not {"rope_type", "rope_theta"} <= rope.keys():
+        raise ValueError(
+            f"rope_parameters is {rope!r}; expected all RoPE parameters in transformers' form, such as "
+            '{"rope_type": "default", "rope_theta": 10000.0}.'
+        )
+    if "rope_theta" in overrides:
+        raise ValueError("rope_theta and rope_parameters are both given; expected one of them.")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One property that a checkpoint leaves open, and how it was decided.
+
+    Attributes:
+        name: a keyword of `AutoDrafter.from_pretrained` where there is one.
+        doubtful: whether published checkpoints are known for which the rule would be wrong.
+    """
+
+    name: str
+    value: Any
+    rule: str
+    doubtful: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value}: {self.rule}"
+
+
+class Decisions:
+    """The decisions made while one checkpoint is read, in order; `given` are those of the `Overrides` not None."""
+
+    def __init__(self, given: Mapping[str, Any]):
+        self.given = given
+        self.made: list[Decision] = []
+
+    def decide(self, name: str, value: Any, rule: str, doubtful: bool = False) -> Any:
+        """Record a decision and return its outcome: the caller's override if there is one, else `value`."""
+        if name in self.given:
+            value, rule, doubtful = self.given[name], "given by the caller", False
+        self.made.append(Decision(name, value, rule, doubtful))
+        return value

@@ -1,0 +1,862 @@
+"""Drafter configurations: the normal form that checkpoints of every dialect are read into and that is saved."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+from transformers import AutoConfig, PreTrainedConfig
+
+DEFAULT_ROPE_THETA = 10000.0
+
+# Draft tokens a round (K). Buffers and compute of a round grow with it; serving engines have far lower limits.
+MAX_ASSISTANT_TOKENS = 1024
+
+# In place of a number of draft tokens: chosen for every round, see `engine.auto_drafts`.
+AUTO = "auto"
+
+# Values of `DSparkConfig.markov_type` and of `MtpConfig.chaining`.
+MARKOV_TYPES = ("vanilla", "gated", "rnn")
+CHAININGS = ("modules", "target")
+
+# Models of one family may pad the same vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that
+# differ by this much or more belong to different tokenizers.
+MAX_PADDING = 1024
+
+# Names that fields of `DraftLayersConfig` have in files saved by earlier versions.
+_EARLIER_NAMES = {"aux_hidden_state_layer_ids": "taps", "num_aux_hidden_states": "num_taps"}
+
+_SHARE = frozenset({"share_embedding", "share_head"})
+_MASKS = frozenset({"mask_token_id", "parallel_drafting"})
+_LAYERS = _SHARE | {"aux_hidden_state_layer_ids", "rope_parameters", "rope_theta"}
+
+_SHOWN_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "target_hidden_size",
+)
+
+
+def _token_of_target(name: str) -> property:
+    """Property for the id of the special token `name`: the target's, or before `bind` that of config.json, if any."""
+
+    def read(self: DrafterConfig):
+        if self.target is None:
+            return vars(self).get(name)
+        return getattr(self.target.get_text_config(), name, None)
+
+    def write(self: DrafterConfig, value) -> None:
+        vars(self)[name] = value
+
+    return property(read, write)
+
+
+class DrafterConfig(PreTrainedConfig):
+    """Settings that drafters of every family have.
+
+    Args:
+        vocab_size: size of the target's vocabulary; `generate()` compares it with the target's.
+        draft_vocab_size: number of tokens the draft head scores; at most `vocab_size`.
+        num_assistant_tokens: draft tokens a round (K) unless a call of `generate()` sets it.
+        dialect: publisher whose layout the checkpoint was read from; `"hf_specdec"` for the normal form.
+        target_name_or_path: name of the target that the drafter was trained for, if the checkpoint states it.
+        parallel_drafting: whether all K tokens are drafted in one pass, the last K - 1 of them at mask tokens.
+        mask_token_id: the token that such a pass embeds at positions without a token.
+
+    Attributes:
+        target: configuration of the target that the drafter is bound to; None before `bind`. Not saved.
+        bos_token_id, eos_token_id, pad_token_id: of the target, since pipelines compare them with an assistant's. Not
+            saved.
+        keywords: those of `AutoDrafter.from_pretrained` that the family has.
+        description: what a checkpoint of the family is, if that says more than the name of the family.
+        least: the least value of fields that have one.
+    """
+
+    # In a slot, since transformers compares and saves the instance's `__dict__`.
+    __slots__ = ("target",)
+
+    model_type = "hf_specdec"
+    family = "base"
+    keywords = frozenset()
+    description = None
+    least = {}
+
+    vocab_size: int = 32000
+    draft_vocab_size: int | None = None
+    num_assistant_tokens: int = 5
+    dialect: str = "hf_specdec"
+    target_name_or_path: str | None = None
+    parallel_drafting: bool = False
+    mask_token_id: int | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        _check_types(self)
+        for name, least in self.least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+        self.target: PreTrainedConfig | None = None
+        self._complete()
+        super().__post_init__(**kwargs)
+
+    def _complete(self) -> None:
+        """Fill in what depends on other fields, and raise `ValueError` for fields that contradict each other."""
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size = {self.vocab_size}."
+            )
+        check_num_assistant_tokens(self.num_assistant_tokens)
+        if self.mask_token_id is None:
+            if self.parallel_drafting:
+                raise ValueError(
+                    "parallel_drafting is True, but mask_token_id is None; expected the id of the mask token."
+                )
+        elif not 0 <= self.mask_token_id < self.num_embeddings:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}; expected one of the {self.num_embeddings} tokens that the "
+                "drafter embeds."
+            )
+
+    bos_token_id = _token_of_target("bos_token_id")
+    eos_token_id = _token_of_target("eos_token_id")
+    pad_token_id = _token_of_target("pad_token_id")
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of tokens that the drafter can embed."""
+        return self.vocab_size
+
+    def _get_generation_parameters(self) -> dict:
+        """Generation parameters that transformers refuses to save in a configuration: none.
+
+        `num_assistant_tokens` is such a parameter by name, but is a field of this class. Older versions of transformers
+        look for them in a configuration built without arguments, which some families cannot build.
+        """
+        return {}
+
+    @classmethod
+    def check_keywords(cls, given: Mapping[str, Any], name: str) -> None:
+        """Check that the checkpoint called `name` is interpreted by keywords that the family has.
+
+        Raises:
+            ValueError: expected only `keywords` in `given`, or `parallel_drafting` as it always is.
+        """
+        unknown = given.keys() - cls.keywords
+        if given.get("parallel_drafting") is False and not cls.parallel_drafting:
+            unknown -= {"parallel_drafting"}
+        if unknown:
+            raise ValueError(
+                f"{name} {cls.description or f'is a {cls.family} drafter'}: it has no {', '.join(sorted(unknown))}."
+            )
+
+    def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int] | None:
+        """Check that the drafter called `name` was made for a target of this configuration, with `num_layers` layers.
+
+        Returns:
+            layer ids of the hidden states that it reads, 0 to `num_layers`; None for a family that reads none by id.
+
+        Raises:
+            ValueError: expected a target of the sizes that the drafter was made for.
+        """
+        _check_sizes(None, self.vocab_size, target, name)
+
+    def report(self) -> dict[str, Any]:
+        """What `hf-specdec inspect` shows of the family beyond what all have, as JSON values."""
+        return {}
+
+
+def _check_types(config: DrafterConfig) -> None:
+    """Raise `ValueError` if a field of `config` that is annotated here has a value of another type."""
+    for name, expected in _annotations(type(config)).items():
+        value = getattr(config, name)
+        if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
+            wanted = getattr(expected, "__name__", str(expected))
+            raise ValueError(f"{name} is {value!r}; expected {wanted}.")
+
+
+@functools.cache
+def _annotations(config_class: type[DrafterConfig]) -> dict[str, Any]:
+    """Annotations of a class and its bases in this module; classes of others may have annotations of any kind."""
+    found: dict[str, Any] = {}
+    for one in reversed(config_class.__mro__):
+        if one.__module__ == __name__:
+            found |= inspect.get_annotations(one, eval_str=True)
+    return found
+
+
+def _is_of(value: Any, expected: Any) -> bool:
+    """Whether `value` has a type, or is a list or tuple of it; integers count as floats, bools not as integers."""
+    if get_origin(expected) is list:
+        return isinstance(value, list | tuple) and all(_is_of(one, get_args(expected)[0]) for one in value)
+    if isinstance(value, bool):
+        return expected is bool
+    return isinstance(value, int | float if expected is float else expected)
+
+
+def check_num_or_auto(value: int | str) -> int | str:
+    """As `check_num_assistant_tokens`, but `value` may also be `AUTO`."""
+    if isinstance(value, str) and value == AUTO:
+        return value
+    return check_num_assistant_tokens(value)
+
+
+def check_num_assistant_tokens(value: int) -> int:
+    """Return `value` if it is a valid number of draft tokens a round, else raise `ValueError`."""
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_number or not 1 <= value <= MAX_ASSISTANT_TOKENS:
+        raise ValueError(
+            f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
+            f"{MAX_ASSISTANT_TOKENS} (draft tokens a round)."
+        )
+    return int(value)
+
+
+def _check_sizes(hidden_size: int | None, vocab_size: int | None, target: PreTrainedConfig, name: str) -> None:
+    """Raise `ValueError` unless `target` has the sizes that the drafter called `name` was made for; None for any."""
+    text, target_name = target.get_text_config(), target.name_or_path or target.model_type
+    if hidden_size not in (None, text.hidden_size):
+        raise ValueError(
+            f"{name} was made for a target with hidden_size {hidden_size}, but {target_name} has "
+            f"hidden_size {text.hidden_size}: it is a drafter for another model."
+        )
+    if vocab_size not in (None, text.vocab_size):
+        raise ValueError(
+            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
+            f"{text.vocab_size}: it is a drafter for another model."
+        )
+
+
+def default_aux_layer_ids(num_layers: int) -> list[int]:
+    """Layer ids of the auxiliary hidden states that EAGLE-3 reads by default: 2, n // 2 and n - 3, ascending, distinct.
+
+    Layer id `b` is the residual stream that enters layer `b` (0-based) of a target with n = `num_layers` layers, which
+    is `hidden_states[b]` in transformers; id n is the stream that leaves the last layer, before the final norm.
+    """
+    return sorted({min(max(layer_id, 0), num_layers) for layer_id in (2, num_layers // 2, num_layers - 3)})
+
+
+def default_block_layer_ids(num_layers: int, num_draft_layers: int) -> list[int]:
+    """Layer ids of the auxiliary hidden states that DFlash reads by default: one for each draft layer, evenly spread.
+
+    It is z-lab's rule (`build_target_layer_ids`), which counts outputs of layers, for a target with `num_layers`.
+    """
+    if num_draft_layers == 1:
+        return [num_layers // 2 + 1]
+    step = (num_layers - 4) / (num_draft_layers - 1)
+    return sorted({min(max(round(1 + index * step) + 1, 0), num_layers) for index in range(num_draft_layers)})
+
+
+class DraftLayersConfig(DrafterConfig):
+    """Settings of drafters with decoder layers of their own that read hidden states of the target.
+
+    Args:
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+            hidden_act, rms_norm_eps, attention_bias, mlp_bias: the draft layers, named as in `LlamaConfig`.
+        qk_norm: Qwen3-style RMSNorm on every query and key head.
+        rope_parameters: RoPE in transformers 5's form, `{"rope_type": ..., "rope_theta": ...}`.
+        max_position_embeddings: used by some RoPE types; positions are never clamped to it.
+        sliding_window: window of the layers that `layer_types` calls `"sliding_attention"`.
+        layer_types: `"full_attention"` or `"sliding_attention"` for each layer; all full when None.
+        initializer_range: standard deviation of random weights.
+        target_hidden_size: hidden size of the target, width of an auxiliary hidden state; `hidden_size` when None.
+        aux_hidden_state_layer_ids: layer ids of the auxiliary hidden states, as `default_aux_layer_ids` counts them;
+            stored ascending and distinct. None: `default_layer_ids` of the target, set by `bind`.
+        use_aux_hidden_state: False for drafters that read the target's last hidden state, after the final norm, and
+            have no `fc`.
+        fc_bias: bias on `fc`.
+        logit_scale: factor on the draft logits.
+        own_embedding, own_head: whether the drafter has an embedding and a head of its own; otherwise it shares the
+            target's. A shared head is restricted to the draft vocabulary.
+        num_aux_hidden_states: how many there are; 3 when neither it nor `aux_hidden_state_layer_ids` is given.
+    """
+
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    initializer_range: float = 0.02
+
+    target_hidden_size: int | None = None
+    aux_hidden_state_layer_ids: list[int] | None = None
+    use_aux_hidden_state: bool = True
+    fc_bias: bool = False
+    logit_scale: float = 1.0
+    own_embedding: bool = True
+    own_head: bool = True
+    num_aux_hidden_states: int | None = None
+
+    def __post_init__(self, **kwargs):
+        for name, earlier in _EARLIER_NAMES.items():
+            value = kwargs.pop(earlier, None)
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        super().__post_init__(**kwargs)
+
+    def _complete(self) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        check_windows("layer_types is", self.layer_types, self.num_hidden_layers, self.sliding_window)
+        if self.use_aux_hidden_state and self.aux_hidden_state_layer_ids == []:
+            raise ValueError(
+                "aux_hidden_state_layer_ids is []; expected at least one layer id, or None for the default ones."
+            )
+        if self.aux_hidden_state_layer_ids is not None:
+            self.aux_hidden_state_layer_ids = sorted(set(self.aux_hidden_state_layer_ids))
+            self.num_aux_hidden_states = len(self.aux_hidden_state_layer_ids)
+        elif self.num_aux_hidden_states is None:
+            self.num_aux_hidden_states = 3
+        if not self.use_aux_hidden_state and self.target_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"use_aux_hidden_state is False, so the drafter reads the target's hidden states as they are, but "
+                f"hidden_size is {self.hidden_size} and target_hidden_size is {self.target_hidden_size}."
+            )
+        super()._complete()
+
+    @property
+    def aux_hidden_size(self) -> int:
+        """Width of `aux_hidden_states` at one position: all of them concatenated, or the last hidden state."""
+        return (self.num_aux_hidden_states if self.use_aux_hidden_state else 1) * self.target_hidden_size
+
+    def default_layer_ids(self, num_layers: int) -> list[int]:
+        """Layer ids of the auxiliary hidden states of a target with `num_layers` layers where none are given."""
+        return default_aux_layer_ids(num_layers)
+
+    def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
+        _check_sizes(self.target_hidden_size, self.vocab_size, target, name)
+        if not self.use_aux_hidden_state:
+            return []
+        layer_ids = self.aux_hidden_state_layer_ids or self.default_layer_ids(num_layers)
+        if layer_ids[-1] > num_layers or layer_ids[0] < 0:
+            raise ValueError(
+                f"{name} reads the auxiliary hidden states {layer_ids}, but {target.name_or_path or target.model_type} "
+                f"has {num_layers} layers, so ids 0 to {num_layers}: it is a drafter for another model, or "
+                "`aux_hidden_state_layer_ids=` must be given."
+            )
+        if len(layer_ids) != self.num_aux_hidden_states:
+            raise ValueError(
+                f"{name} reads {self.num_aux_hidden_states} auxiliary hidden states, but the rule for {num_layers} "
+                f"layers gives the ids {layer_ids}; pass `aux_hidden_state_layer_ids=` with "
+                f"{self.num_aux_hidden_states} different ones."
+            )
+        return layer_ids
+
+    def readings(self) -> dict[str, list[Any]]:
+        """What a checkpoint of the family may have been trained with, by keyword, as it is read first; layer ids and
+        RoPE are tried in every family. `hf-specdec inspect --self-check` scores all of it."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        layer_ids = self.aux_hidden_state_layer_ids if self.use_aux_hidden_state else "last hidden state"
+        sizes = {name: getattr(self, name) for name in _SHOWN_SIZES}
+        return {"aux_hidden_state_layer_ids": layer_ids, "rope_parameters": self.rope_parameters, "sizes": sizes}
+
+
+def check_windows(what: str, types: list[str], num_layers: int, window: int | None) -> None:
+    """Raise `ValueError` unless `types` has the attention of each of the draft layers, and a window if one needs it."""
+    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f'{what} {types}; expected "full_attention" or "sliding_attention" for each of its {num_layers} draft '
+            "layers."
+        )
+    if "sliding_attention" in types and (window is None or window < 1):
+        raise ValueError(f"{what} {types}, but sliding_window {window}; expected a size.")
+
+
+class Eagle3Config(DraftLayersConfig):
+    """EAGLE-3 drafter (arXiv 2503.01840): decoder layers that read auxiliary hidden states of the target.
+
+    Args:
+        norm_before_residual: the first layer's residual is the normed hidden state instead of the raw one.
+        norm_before_fc: one RMSNorm over the concatenated auxiliary hidden states before `fc`.
+        fc_norm: one RMSNorm for each auxiliary hidden state before `fc`.
+        norm_output: the hidden state fed back to the next draft step is taken after the final norm (EAGLE 3.1).
+        final_norm: whether a norm precedes the draft head.
+    """
+
+    model_type = "hf_specdec_eagle3"
+    family = "eagle3"
+    keywords = _LAYERS | {"norm_before_residual", "norm_output", "final_norm"}
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    final_norm: bool = True
+
+    def _complete(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both set; a checkpoint has at most one of them.")
+        super()._complete()
+
+    @classmethod
+    def check_keywords(cls, given: Mapping[str, Any], name: str) -> None:
+        if cls.keywords >= _MASKS:
+            return super().check_keywords(given, name)
+        if given.get("parallel_drafting"):
+            raise ValueError(
+                f"{name} is to draft in parallel, but it is an EAGLE-3 drafter: it has no tensor mask_hidden for "
+                "positions without a token. Expected a P-EAGLE drafter, or no `parallel_drafting=True`."
+            )
+        if "mask_token_id" in given:
+            raise ValueError(
+                f"{name} was given mask_token_id {given['mask_token_id']}, but it is an EAGLE-3 drafter, which drafts "
+                "token by token and has no mask token. Drop `mask_token_id=`."
+            )
+        super().check_keywords(given, name)
+
+    def readings(self) -> dict[str, list[Any]]:
+        # In parallel drafting no hidden state is fed back.
+        feedbacks = [self.norm_output, not self.norm_output][: 1 if self.parallel_drafting else 2]
+        # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
+        is_optional = self.final_norm and self.dialect == "SpecForge" and self.family == "eagle3"
+        return {
+            "norm_before_residual": [self.norm_before_residual, not self.norm_before_residual],
+            "norm_output": feedbacks,
+            "final_norm": [True, False] if is_optional else [self.final_norm],
+        }
+
+
+class PEagleConfig(Eagle3Config):
+    """P-EAGLE drafter (arXiv 2602.01469): EAGLE-3 that drafts all K tokens in one pass.
+
+    The K - 1 positions that have no token yet embed `mask_token_id` and read a learned hidden state.
+
+    Args:
+        parallel_drafting: when None, True if there is a mask token.
+        mask_hidden_shape: shape of the tensor `mask_hidden`, which replaces the auxiliary hidden states of a position;
+            publishers differ in the number of leading ones. `[1, 1, aux_hidden_size]` when None.
+    """
+
+    model_type = "hf_specdec_peagle"
+    family = "p-eagle"
+    keywords = Eagle3Config.keywords | _MASKS
+    has_no_defaults_at_init = True  # `mask_token_id` has no default.
+
+    parallel_drafting: bool | None = None
+    mask_hidden_shape: list[int] | None = None
+
+    def _complete(self) -> None:
+        if self.parallel_drafting is None:
+            self.parallel_drafting = self.mask_token_id is not None
+        super()._complete()
+        if self.mask_hidden_shape is None:
+            self.mask_hidden_shape = [1, 1, self.aux_hidden_size]
+
+
+class DFlashConfig(DraftLayersConfig):
+    """DFlash drafter (arXiv 2602.06036): one pass over a block of tokens, whose layers also attend to the context.
+
+    The block is the newest token, called the anchor, and mask tokens after it. Context positions have keys and values
+    only, made of the auxiliary hidden states of the target.
+
+    Args:
+        block_size: tokens of a block in training, the anchor included.
+        anchor_first: whether a token of the block drafts the token after it, the anchor the first; otherwise a mask
+            token drafts the token at its own position (fill-in), and the anchor drafts none.
+        causal: whether the tokens of a block see no later ones, for each layer, or for all. None: windowed layers do
+            not, full ones do.
+        output_bias: bias on `o_proj` of the draft layers.
+        embedding_scale: factor on the embeddings.
+        logit_softcap: if given, logits x become logit_softcap * tanh(x / logit_softcap), after `logit_scale`.
+        num_assistant_tokens: at most `depth`, which it is when None.
+    """
+
+    model_type = "hf_specdec_dflash"
+    family = "dflash"
+    keywords = _LAYERS | {"anchor_first", "causal", "mask_token_id"}
+    has_no_defaults_at_init = True  # `mask_token_id` has no default.
+
+    num_assistant_tokens: int | None = None
+    parallel_drafting: bool = True
+    qk_norm: bool = True
+    own_embedding: bool = False
+    own_head: bool = False
+    block_size: int = 16
+    anchor_first: bool = False
+    causal: bool | list[bool] | None = None
+    output_bias: bool = False
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def _complete(self) -> None:
+        if not self.parallel_drafting or not self.use_aux_hidden_state:
+            found = "parallel_drafting" if not self.parallel_drafting else "use_aux_hidden_state"
+            raise ValueError(
+                f"{found} is False; expected True: {self.family} drafters draft a block at a time, from auxiliary "
+                "hidden states of the target."
+            )
+        if not 1 <= self.depth <= MAX_ASSISTANT_TOKENS:
+            raise ValueError(
+                f"block_size is {self.block_size}; expected {2 - self.anchor_first} to "
+                f"{MAX_ASSISTANT_TOKENS + 1 - self.anchor_first}."
+            )
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit_softcap is {self.logit_softcap}; expected more than 0, or None.")
+        if self.num_assistant_tokens is None:
+            self.num_assistant_tokens = self.depth
+        if self.num_aux_hidden_states is None:
+            self.num_aux_hidden_states = self.num_hidden_layers
+        super()._complete()
+        if self.causal is None:
+            self.causal = [kind == "sliding_attention" for kind in self.layer_types]
+        elif isinstance(self.causal, bool):
+            self.causal = [self.causal] * self.num_hidden_layers
+        if len(self.causal) != self.num_hidden_layers:
+            raise ValueError(
+                f"causal is {self.causal}; expected True or False for each of the {self.num_hidden_layers} draft "
+                "layers, or for all."
+            )
+        self.check_depth(self.num_assistant_tokens)
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens of a block in training, the largest K."""
+        return self.block_size if self.anchor_first else self.block_size - 1
+
+    def check_depth(self, num_assistant_tokens: int) -> int:
+        """Return `num_assistant_tokens` if it is at most `depth`, else raise `ValueError`."""
+        if num_assistant_tokens > self.depth:
+            raise ValueError(
+                f"num_assistant_tokens is {num_assistant_tokens}, but this {self.family} drafter was trained to draft "
+                f"{self.depth} tokens a block, and drafts worse beyond that; expected at most {self.depth}."
+            )
+        return num_assistant_tokens
+
+    def default_layer_ids(self, num_layers: int) -> list[int]:
+        return default_block_layer_ids(num_layers, self.num_hidden_layers)
+
+    def readings(self) -> dict[str, list[Any]]:
+        windowed = [kind == "sliding_attention" for kind in self.layer_types]
+        ways = [self.causal, windowed, [False] * len(windowed), [True] * len(windowed)]
+        return {
+            "anchor_first": [self.anchor_first, not self.anchor_first],
+            "causal": [way for index, way in enumerate(ways) if way not in ways[:index]],
+        }
+
+    def report(self) -> dict[str, Any]:
+        block = {name: getattr(self, name) for name in ("block_size", "anchor_first", "causal")}
+        return {"block": block} | super().report()
+
+
+class DFlash2Config(DFlashConfig):
+    """DFlash-2 drafter (z-lab): DFlash with convolutions in its layers, and a selector of candidates.
+
+    Args:
+        conv_kernel_size: tokens of the block that a convolution reads, the token's own included.
+        conv_group_size: channels that share the part of a kernel that depends on the token.
+        selector_rank: width of the selector.
+        selector_top_k: candidates of each draft token: the most likely ones by the head. It is one of them.
+    """
+
+    model_type = "hf_specdec_dflash2"
+    family = "dflash-2"
+    least = {"conv_kernel_size": 1, "conv_group_size": 1, "selector_rank": 1, "selector_top_k": 1}
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+    def _complete(self) -> None:
+        if self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size is {self.conv_group_size}; expected a divisor of hidden_size {self.hidden_size}."
+            )
+        if self.conv_kernel_size > self.block_size:
+            raise ValueError(
+                f"conv_kernel_size is {self.conv_kernel_size}; expected at most block_size {self.block_size}."
+            )
+        super()._complete()
+        if self.draft_vocab_size != self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, but {self.family} drafters select among all "
+                f"{self.vocab_size} tokens of the target; expected that number."
+            )
+        if self.selector_top_k > self.vocab_size:
+            raise ValueError(f"selector_top_k is {self.selector_top_k}; expected at most {self.vocab_size} tokens.")
+
+
+class DominoConfig(DFlashConfig):
+    """Domino drafter (arXiv 2605.29707): DFlash with a correction by a GRU over the draft tokens before.
+
+    Args:
+        gru_hidden_dim: width of the GRU's state.
+        emb_dim: width between the two layers of the correction.
+        pure_draft_prefix_len: draft tokens at the beginning of a round that are not corrected.
+    """
+
+    model_type = "hf_specdec_domino"
+    family = "domino"
+    least = {"gru_hidden_dim": 1, "emb_dim": 1, "pure_draft_prefix_len": 0}
+
+    gru_hidden_dim: int = 1024
+    emb_dim: int = 256
+    pure_draft_prefix_len: int = 1
+
+
+class DSparkConfig(DFlashConfig):
+    """DSpark drafter (arXiv 2607.05147): DFlash with a Markov head, which makes a draft depend on the one before it.
+
+    Args:
+        markov_rank: width of the Markov head.
+        markov_type: `"vanilla"`, `"gated"` or `"rnn"`; see `MarkovHead`.
+    """
+
+    model_type = "hf_specdec_dspark"
+    family = "dspark"
+    least = {"markov_rank": 1}
+
+    anchor_first: bool = True
+    markov_rank: int = 256
+    markov_type: str = "vanilla"
+
+    def _complete(self) -> None:
+        if self.markov_type not in MARKOV_TYPES:
+            raise ValueError(
+                f"markov_type is {self.markov_type!r}; expected one of {', '.join(map(repr, MARKOV_TYPES))}."
+            )
+        super()._complete()
+
+
+class DraftModelConfig(DrafterConfig):
+    """A causal language model as drafter, sequential (arXiv 2211.17192) or parallel (PARD, arXiv 2504.18583).
+
+    Args:
+        model: settings of the model's own configuration, with its `model_type`.
+    """
+
+    model_type = "hf_specdec_draft_model"
+    family = "draft model"
+    keywords = _MASKS
+    description = "is a draft model, which reads tokens only"
+
+    model: dict | None = None
+
+    @property
+    def model_config(self) -> PreTrainedConfig:
+        """The model's own configuration, as transformers' class."""
+        return AutoConfig.for_model(**(self.model or {}))
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.vocab_size if self.model is None else self.model_config.get_text_config().vocab_size
+
+    def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int] | None:
+        size = target.get_text_config().vocab_size
+        if abs(size - self.num_embeddings) >= MAX_PADDING:
+            raise ValueError(
+                f"{name} has a vocabulary of {self.num_embeddings} tokens, but "
+                f"{target.name_or_path or target.model_type} has {size}; expected sizes that differ by padding only "
+                f"(less than {MAX_PADDING}): it was made for another tokenizer."
+            )
+
+    def report(self) -> dict[str, Any]:
+        return _report_of_model(self.model)
+
+
+def _report_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    text = AutoConfig.for_model(**model).get_text_config().to_dict()
+    sizes = {name: text[name] for name in _SHOWN_SIZES if name in text}
+    return {"model_type": model["model_type"], "rope_parameters": text.get("rope_parameters"), "sizes": sizes}
+
+
+class CacheReaderConfig(DraftModelConfig):
+    """A drafter whose layers attend to the target's keys and values: Google's assistants of Gemma 4."""
+
+    model_type = "hf_specdec_cache_reader"
+    family = "Gemma 4 assistant"
+    keywords = frozenset()
+    description = None
+
+    def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> None:
+        _check_sizes(self.model_config.backbone_hidden_size, self.vocab_size, target, name)
+
+
+class Pard2Config(DraftModelConfig):
+    """PARD-2 drafter (arXiv 2605.08632): PARD whose input embeddings have a projection of hidden states added.
+
+    Args:
+        hidden_state_ids: which of the target's hidden states are read, in the order in which `target_proj` reads them:
+            indices of transformers' `hidden_states`, negative ones counted from its end. The last one, -1, is after
+            the final norm.
+        target_hidden_size: hidden size of the target.
+        hidden_state_scale: factor on the projection.
+        projection_bias: bias of the projection.
+    """
+
+    model_type = "hf_specdec_pard2"
+    family = "pard-2"
+    keywords = frozenset({"mask_token_id"})
+    description = None
+    has_no_defaults_at_init = True  # `mask_token_id` and `hidden_state_ids` have no default.
+
+    parallel_drafting: bool = True
+    hidden_state_ids: list[int] | None = None
+    target_hidden_size: int = 4096
+    hidden_state_scale: float = 0.02
+    projection_bias: bool = False
+
+    def _complete(self) -> None:
+        if not self.parallel_drafting:
+            raise ValueError("parallel_drafting is False; expected True: PARD-2 drafts all tokens of a round at once.")
+        ids = self.hidden_state_ids
+        if not ids or len(set(ids)) != len(ids):
+            raise ValueError(
+                f"hidden_state_ids is {ids}; expected a list of different indices of the target's hidden states."
+            )
+        super()._complete()
+
+    def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
+        """As of every family; ids are in the order in which `target_proj` reads the hidden states."""
+        super().check_fit(target, num_layers, name)
+        _check_sizes(self.target_hidden_size, None, target, name)
+        ids = [index + num_layers + 1 if index < 0 else index for index in self.hidden_state_ids]
+        if min(ids) < 0 or max(ids) > num_layers or len(set(ids)) != len(ids):
+            raise ValueError(
+                f"{name} reads the hidden states {self.hidden_state_ids}, but the target has {num_layers} layers, so "
+                f"{num_layers + 1} hidden states; expected indices of different ones: it is a drafter for another "
+                "model."
+            )
+        return ids
+
+    def report(self) -> dict[str, Any]:
+        return {"aux_hidden_state_layer_ids": self.hidden_state_ids} | super().report()
+
+
+class MtpConfig(DrafterConfig):
+    """Multi-token-prediction modules of a target (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    They are part of the target's own checkpoint, or trained for it; `for_target` makes a configuration of the latter.
+
+    Args:
+        block: settings of the modules' decoder layers: like the target's, with one layer for each module.
+        num_modules: how many modules there are; module k % num_modules drafts token k of a round.
+        hidden_size, rms_norm_eps, initializer_range: of the target.
+        hidden_first: whether a module's projection reads `[hidden | embedding]` instead of `[embedding | hidden]`.
+        norm_offset: whether the modules' norms scale by 1 + weight (Gemma's) instead of by the weight.
+        norm_output: whether the next step reads a module's output after its final norm instead of before.
+        own_embedding, own_head: whether each module has an embedding or a head of its own; otherwise the target's.
+        zero_first_embedding: whether slot 0 reads zeros instead of an embedding, as vLLM runs some families.
+        chaining: which hidden states modules after the first read, and so what their caches hold. `"modules"`: the
+            outputs of the module before, as in training. `"target"`: the target's hidden states, as far as they are
+            known. None: `default_chaining`.
+    """
+
+    model_type = "hf_specdec_mtp"
+    family = "mtp"
+    keywords = _SHARE | {"chaining", "hidden_first", "norm_offset", "norm_output", "zero_first_embedding"}
+    description = "holds MTP modules, which draft token by token from one hidden state"
+
+    block: dict | None = None
+    num_modules: int = 1
+    hidden_size: int = 4096
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    hidden_first: bool = False
+    norm_offset: bool = False
+    norm_output: bool = True
+    own_embedding: bool = False
+    own_head: bool = False
+    zero_first_embedding: bool = False
+    chaining: str | None = None
+
+    def _complete(self) -> None:
+        if self.chaining is None:
+            self.chaining = default_chaining(self.num_modules)
+        if self.chaining not in CHAININGS:
+            raise ValueError(f"chaining is {self.chaining!r}; expected one of {', '.join(map(repr, CHAININGS))}.")
+        if self.parallel_drafting:
+            raise ValueError("parallel_drafting is True, but MTP modules have no mask token; expected False.")
+        super()._complete()
+
+    @classmethod
+    def for_target(cls, text: PreTrainedConfig, block: dict[str, Any], **settings: Any) -> MtpConfig:
+        """The configuration of modules for a target.
+
+        Args:
+            text: the target's text configuration.
+            block: settings of the decoder layers: `mtp_block_settings` of the target, or the same with other MLPs.
+            settings: other fields.
+        """
+        return cls(
+            block=block,
+            num_modules=block["num_hidden_layers"],
+            hidden_size=text.hidden_size,
+            rms_norm_eps=getattr(text, "rms_norm_eps", cls.rms_norm_eps),
+            initializer_range=getattr(text, "initializer_range", cls.initializer_range),
+            vocab_size=text.vocab_size,
+            **settings,
+        )
+
+    def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> None:
+        _check_sizes(self.hidden_size, self.vocab_size, target, name)
+
+    def report(self) -> dict[str, Any]:
+        return {"modules": self.num_modules, "chaining": self.chaining} | _report_of_model(self.block)
+
+
+def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, Any]:
+    """The settings of a decoder that has one layer for each of `num_modules` modules and is otherwise like `text`.
+
+    A module's layer has full attention, and experts where the target has any, unless the configuration states
+    otherwise (`mtp_layer_types`, `mtp_mlp_layer_types`).
+
+    Raises:
+        ValueError: expected `text` to have `num_hidden_layers`.
+    """
+    settings = text.to_dict()
+    if "num_hidden_layers" not in settings:
+        raise ValueError(
+            f"Layers of model_type {text.model_type!r} cannot be those of MTP modules: its configuration has no "
+            "num_hidden_layers."
+        )
+    changes: dict[str, Any] = {
+        "num_hidden_layers": num_modules,
+        "layer_types": getattr(text, "mtp_layer_types", None) or ["full_attention"] * num_modules,
+        "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or ["sparse"] * num_modules,
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+        # Neither an embedding nor a head is built.
+        "vocab_size": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    # Per-layer settings are derived again from the layers' types; quantised modules are dequantised when they are read.
+    for name in ("per_layer_config", "num_nextn_predict_layers", "num_mtp_layers", "architectures", "auto_map"):
+        settings.pop(name, None)
+    settings.pop("quantization_config", None)
+    return settings | {name: value for name, value in changes.items() if name in settings}
+
+
+def default_chaining(num_modules: int) -> str:
+    """`MtpConfig.chaining` where a checkpoint does not state it, as serving engines run `num_modules` modules."""
+    return "modules" if num_modules > 1 else "target"

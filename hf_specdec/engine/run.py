@@ -1,0 +1,524 @@
+"""A run: requests are admitted to rows, rounds give them tokens, and they retire.
+
+`generate()`, `generate_batch()` and managers make requests, and a `Runner` with rows for them. A call in lockstep is
+one whose rows are admitted together before the first round, and whose transcript is told of all tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..device_policy import policy_of
+from ..kernels.types import NO_TOKEN
+from ..patching.patch import user_code
+from ..stats import Counters, SpeculationStats
+from .cuda_graphs import RoundClock
+from .prefix_cache import Plan, Prefix, RowPrefixes
+from .request import Request, no_positions
+from .rounds import RoundReport
+from .row_request import Arrivals, ContinuousBatching, RowRequest, end
+from .runner import Runner
+from .transcript import Transcript, no_distribution
+
+# Tokens that a request has memory for when it is admitted, besides those of its text.
+TOKENS_AHEAD = 64
+
+# Waiting requests are admitted when this share of the rows is free: prefilling few rows takes about as long as many.
+SHARE_TO_ADMIT = 1 / 8
+
+Occupied = list[tuple[int, RowRequest]]
+
+
+@dataclass
+class _Launched:
+    """A round whose results have not been read, or first tokens, which have no `start` and no `end`."""
+
+    occupied: Occupied
+    report: RoundReport
+    records: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    num_drafts: int = 0
+    is_typical: bool = False
+    start: Any = None
+    end: Any = None
+
+
+class Run:
+    """The requests that wait for rows and those that run in them, and the loop over rounds.
+
+    Results are read one round late on a GPU, which therefore never waits for the host.
+
+    Args:
+        runner: has the rows, prefills them and runs rounds.
+        requests: that wait, in the order in which they are admitted.
+        counters: of the requests, by their `index`.
+        settings: who is told of what, and whether further requests arrive.
+        transcript: of a call in lockstep, which may stop rows; None for others.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        requests: Sequence[RowRequest],
+        counters: Counters,
+        settings: ContinuousBatching,
+        transcript: Transcript | None = None,
+    ):
+        self._runner, self._settings, self.transcript = runner, settings, transcript
+        self._counters, self.rounds_by_k = counters, Counter()
+        self._occupants: list[RowRequest | None] = [None] * runner.num_rows
+        # The least recently used first.
+        self._free = list(range(runner.num_rows))
+        self._prefixes = RowPrefixes(runner.prefix_margin, runner.merges_equal)
+        # Rows that are being prefilled, and the requests that are to occupy them.
+        self._entering: Occupied = []
+        self._waiting = deque(requests)
+        self._tokens_waiting = sum(one.remaining for one in requests)
+        self._is_open = settings.arrivals is not None
+        # Of a call in lockstep, rows whose limit is that of the target.
+        self._cut = [one for one in requests if one.is_cut] if transcript is not None else []
+        device = runner.state.tokens.device
+        self._clock, self._rounds_ahead = RoundClock(device), policy_of(device).rounds_ahead
+        self._launched: deque[_Launched] = deque()
+        # K of the last round, and when it ended; None if something else came after it.
+        self._last: tuple[int, Any] | None = None
+        self.seconds = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._is_open and not self._waiting and self._is_empty
+
+    @property
+    def _is_empty(self) -> bool:
+        return len(self._free) == len(self._occupants)
+
+    @property
+    def _occupied(self) -> Occupied:
+        return [(row, one) for row, one in enumerate(self._occupants) if one is not None]
+
+    def run(self) -> None:
+        """Run rounds until all requests have ended. Rounds that the device began after that are ignored."""
+        if self.transcript is not None:  # a call for one token needs no round
+            self._read_results(0)
+        start = time.perf_counter()
+        while self.round():
+            pass
+        self.seconds = time.perf_counter() - start
+
+    def round(self) -> bool:
+        """Admit requests, and run a round, or move to another session; returns False if the run is complete."""
+        if self.admit():
+            self._last = None
+        if self.is_complete:
+            return False
+        if self._is_to_move:
+            self._read_results(0)
+            if self._is_to_move:
+                self._move()
+                self._last = None
+        elif self._reserve_next():
+            self._launch()
+            self._read_results(self._rounds_ahead)
+        return True
+
+    def stats(self, request: Request, draft_probs: bool) -> SpeculationStats:
+        """The statistics of the call, which are also the drafter's."""
+        rounds = self.rounds_by_k
+        request.drafter._last_stats = stats = self._counters.summary(
+            num_assistant_tokens=request.num_draft_tokens,
+            engine="static",
+            reason=request.reason,
+            execution=self._runner.execution,
+            batch_invariant=request.drafter.batch_invariant,
+            draft_probs=draft_probs,
+            num_rounds=rounds.total(),
+            rounds_by_k=dict(rounds),
+            seconds=self.seconds,
+        )
+        return stats
+
+    # Admission.
+
+    def admit(self) -> bool:
+        """Put waiting requests into free rows: all that fit at first, then whenever enough rows are free.
+
+        It may wait for requests where no row needs another round. Returns whether it has taken time.
+        """
+        has_waited = self._settings.arrivals is not None and self._receive(self._settings.arrivals)
+        if self._entering:
+            self._enter()
+            return True
+        num_admitted = min(len(self._free), len(self._waiting))
+        enough = max(1, round(len(self._occupants) * SHARE_TO_ADMIT))
+        if not num_admitted or (not self._is_empty and num_admitted < min(enough, len(self._waiting))):
+            return has_waited
+        while self._free and self._waiting and not self._entering:
+            prefixes, group = self._place_group(self._next_group())
+            if not group:
+                if not self._is_empty or self._waiting[0].longest > self._runner.capacity:
+                    break
+                self._withdraw(self._waiting[0], _no_memory(self._waiting[0]))
+                self._waiting.popleft()
+                continue
+            self._runner.prefill(prefixes, group, [one for one in self._occupants if one is not None])
+            self._enter()
+            has_waited = True
+        return has_waited
+
+    def _next_group(self) -> list[RowRequest]:
+        """The next waiting requests: as many as rows are free, and as may be prefilled together."""
+        group: list[RowRequest] = []
+        longest, room, runner = 0, 0.0, self._runner
+        if self._waiting and runner.memory is not None:
+            room = self._room()
+            if runner.bytes_for(_at_first(self._waiting[0])) > room:
+                runner.free_others()
+                room = self._room()
+        while self._waiting and len(group) < len(self._free):
+            one = self._waiting[0]
+            if runner.memory is not None:
+                room -= runner.bytes_for(_at_first(one))
+            longest = max(longest, one.num_prefilled)
+            if one.longest > runner.capacity or room < 0 or not runner.fits_group(len(group) + 1, longest):
+                break
+            group.append(self._waiting.popleft())
+            self._tokens_waiting -= one.left
+        return group
+
+    def _room(self) -> float:
+        """Bytes for requests that enter rows; the ones that are there may grow by a step each."""
+        num_occupied = len(self._occupants) - len(self._free)
+        return self._runner.room(self._free) - num_occupied * self._runner.bytes_for(1)
+
+    def _place_group(self, group: list[RowRequest]) -> tuple[list[Prefix], list[RowRequest]]:
+        """The requests of `group` that are prefilled now, none if there is no memory, with the row of each and what it
+        reuses; the others wait on.
+        """
+        for row, request in self._occupied:
+            self._prefixes.advance(row, request)
+        runner, has_memory = self._runner, self._runner.memory is not None
+        plan = self._prefixes.plan(group, self._free, is_lockstep=self.transcript is not None)
+        if has_memory:
+            plan = self._without_conflicts(plan)
+        now, later = ([group[number] for number in numbers] for numbers in (plan.now, plan.later))
+        prefixes = runner.share(plan.prefixes) if has_memory else plan.prefixes
+        if has_memory:
+            lengths = {prefix.row: _at_first(one) for prefix, one in zip(prefixes, now, strict=True)}
+            if not self._reserve(lengths, {one.source for one in prefixes if one.source != one.row}):
+                self._prefixes.leave(lengths)
+                self._requeue(group)
+                if runner.room(self._free) <= runner.room(()):
+                    return [], []
+                # What other rows, or longer texts, have left behind is too much.
+                self._empty(list(self._free))
+                return self._place_group(self._next_group())
+        if later:
+            self._requeue(later)
+        for prefix, request in zip(prefixes, now, strict=True):
+            self._free.remove(prefix.row)
+            self._counters.count_cached(request.index, prefix.length)
+        self._entering = [(prefix.row, request) for prefix, request in zip(prefixes, now, strict=True)]
+        return prefixes, now
+
+    def _without_conflicts(self, plan: Plan) -> Plan:
+        """`plan` without requests that would write to shared memory in rows that others of the group copy from."""
+        # Of a row that gets the same prompt they copy what is prefilled now, not what it holds.
+        sources = {one.source for one in plan.prefixes if one.source != one.row and not one.is_whole}
+        kept = {one.row: one.length if one.row == one.source else 0 for one in plan.prefixes if one.row in sources}
+        held_up = {row for row, length in kept.items() if self._runner.shares(row, length)}
+        return self._prefixes.hold_up(plan, held_up) if held_up else plan
+
+    def _enter(self) -> None:
+        """Run a chunk of the prefill, or all if no other row is occupied; then let requests occupy the rows.
+
+        Requests that arrive while rounds run are prefilled chunk by chunk, one before each round, so that a long prompt
+        does not hold up the others. Where all are there from the start, no one waits for a single text. Between two
+        chunks requests may be withdrawn; a prefill of such alone is given up.
+        """
+        is_alone = all(one is None for one in self._occupants)
+        arrivals = self._settings.arrivals
+        while (first := self._runner.prefill_next()) is None and (is_alone or arrivals is None):
+            if arrivals is not None:
+                self._receive(arrivals)
+                if not self._entering:
+                    return
+        if first is None:
+            return
+        now = time.perf_counter()
+        for row, request in self._entering:
+            self._prefixes.enter(row)
+            if request.is_over:  # withdrawn
+                self._runner.finish([row])
+                self._free_row(row)
+            else:
+                if request.lifespan[0] < 0:
+                    request.lifespan = (now, -1.0)
+                self._occupants[row] = request
+        self._launched.append(_Launched(self._entering, *first))
+        self._entering = []
+
+    def _receive(self, arrivals: Arrivals) -> bool:
+        """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
+        has_waited = False
+        while True:
+            arrived = arrivals.next(self._is_empty and not self._waiting, self._runner.leave_target)
+            self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
+            if arrived.must_restart:
+                self._leave_all()
+                return has_waited
+            if arrived.is_changed:
+                self._prefixes.forget()
+            self._waiting.extend(arrived.requests)
+            self._tokens_waiting += sum(one.remaining for one in arrived.requests)
+            for request, error in arrived.withdrawn:
+                self._withdraw(request, error)
+            if arrived.withdrawn:
+                self._waiting = deque(one for one in self._waiting if not one.is_over)
+                self._give_up()
+            self._refuse()
+            if self._waiting or not self._is_empty or not self._is_open:
+                return has_waited
+
+    def _give_up(self) -> None:
+        """Give up the prefill of requests that are all withdrawn."""
+        if self._entering and all(one.is_over for _, one in self._entering):
+            rows = [row for row, _ in self._entering]
+            self._runner.finish(rows)
+            for row in rows:
+                self._free_row(row)
+            self._empty(rows)
+            self._entering = []
+
+    def _leave_all(self) -> None:
+        """Let the run be complete, as if it had never had its requests."""
+        self._waiting.clear()
+        self._launched.clear()
+        self._is_open, self._entering = False, []
+        self._occupants = [None] * len(self._occupants)
+        self._free = list(range(len(self._occupants)))
+
+    def _refuse(self) -> None:
+        """End the next waiting requests if there is no room for them."""
+        while self._waiting and (error := self._runner.why_refused(self._waiting[0])) is not None:
+            self._withdraw(self._waiting[0], error)
+            self._waiting.popleft()
+
+    def _requeue(self, requests: Sequence[RowRequest]) -> None:
+        """Let `requests` be the next ones that are admitted."""
+        self._waiting.extendleft(reversed(requests))
+        self._tokens_waiting += sum(one.left for one in requests)
+
+    # Other sessions, and memory.
+
+    @property
+    def _is_to_move(self) -> bool:
+        if self._entering or (self._is_empty and not self._waiting):
+            return False
+        return self._runner.is_to_move(len(self._occupants) - len(self._free), self._waiting, self.tokens_left)
+
+    def _move(self) -> None:
+        """Go on in a session with another number of rows, or of slots; the results of all rounds have been read."""
+        rows = {row: one.length for row, one in self._occupied}
+        kept = {row: self._prefixes.size(row) for row in self._prefixes.kept(self._free)} if self._is_open else {}
+        count = self._runner.move(rows, kept, self._waiting)
+        if count is None:
+            return
+        num_rows = self._runner.num_rows
+        self._prefixes.move([*rows, *kept][:count])
+        self._occupants = [self._occupants[row] for row in rows] + [None] * (num_rows - len(rows))
+        self._free = [*range(count, num_rows), *reversed(range(len(rows), count))]
+
+    def tokens_left(self) -> float:
+        """How many tokens a row may still add, for all requests that occupy it from now on."""
+        running = [one.left for one in self._occupants if one is not None]
+        return (sum(running) + self._tokens_waiting) / max(len(running), 1)
+
+    def _reserve_next(self) -> bool:
+        """Let rows have memory for the next round; else fewer rows are left."""
+        if self._runner.memory is None or self.reserve(self._tokens_ahead()):
+            return True
+        self._read_results(0)
+        if not self.reserve(self._tokens_ahead()):
+            self.preempt()
+        return False
+
+    def _tokens_ahead(self) -> int:
+        """Most tokens that a row writes after those whose results are read, with the next round."""
+        return sum(one.num_drafts + 1 for one in self._launched) + 2 * (self._runner.state.most_draft_tokens + 1)
+
+    def reserve(self, ahead: int) -> bool:
+        """Let rows have memory for `ahead` tokens more than are read; returns whether there is enough."""
+        return self._reserve({row: min(one.length + ahead, one.longest) for row, one in self._occupied})
+
+    def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
+        """Let rows have memory for texts of `lengths`; what others than `sources` hold is given back if need be."""
+        if self._runner.reserve(lengths):
+            return True
+        self._runner.give_back({row: length for row, length in lengths.items() if row not in sources})
+        for row in [row for row in self._free if row not in lengths and row not in sources]:
+            self._empty([row])
+            if self._runner.reserve(lengths):
+                return True
+        self._runner.free_others()
+        return self._runner.reserve(lengths)
+
+    def _empty(self, rows: Sequence[int]) -> None:
+        """Let free rows hold nothing."""
+        self._prefixes.leave(rows)
+        if self._runner.memory is not None:
+            self._runner.give_back(dict.fromkeys(rows, 0))
+
+    def preempt(self) -> None:
+        """Preempt the youngest request, to be prefilled again later; end it if it is the only one."""
+        if self._is_empty:
+            return
+        _, row = max((one.lifespan[0], row) for row, one in self._occupied)
+        request = self._occupants[row]
+        if len(self._occupied) == 1 and not self._entering:
+            self._withdraw(request, _no_memory(request))
+            return
+        self._runner.finish([row])
+        self._free_row(row)
+        self._empty([row])
+        self._requeue([request])
+
+    # Rounds.
+
+    def _launch(self) -> None:
+        runner, last = self._runner, self._last
+        occupied, drafts = self._occupied, runner.drafts
+        num_drafts = drafts.next(self.tokens_left)
+        # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
+        before = max((one.length for _, one in occupied), default=1)
+        before += sum(one.num_drafts + 1 for one in self._launched)
+        runner.state.live = before + num_drafts
+        while not runner.lease.prepare(num_drafts):
+            drafts.refuse(num_drafts)
+            num_drafts = drafts.next(self.tokens_left)
+            runner.state.live = before + num_drafts
+        is_typical = last is not None and last[0] == num_drafts
+        start = last[1] if is_typical else self._clock.mark()
+        result, scores, logits = runner.lease.run_round(num_drafts)
+        end = self._clock.mark()
+        records = {"scores": scores, "logits": logits}
+        self._launched.append(_Launched(occupied, RoundReport(result), records, num_drafts, is_typical, start, end))
+        self._last = num_drafts, end
+
+    def _read_results(self, rounds_ahead: int) -> None:
+        """Read the results of all rounds but the last `rounds_ahead`."""
+        while len(self._launched) > rounds_ahead:
+            one = self._launched.popleft()
+            self._take(one)
+            if one.start is not None:
+                milliseconds = self._clock.milliseconds(one.start, one.end)
+                self._runner.drafts.ran(one.num_drafts, milliseconds, one.is_typical)
+
+    def _take(self, launched: _Launched) -> None:
+        """Give requests the tokens of a round, or their first ones."""
+        tokens, accepted, committed = launched.report.read()
+        running = [(row, one) for row, one in launched.occupied if not one.is_over]
+        if launched.start is None:
+            running = [(row, one) for row, one in running if not one.tokens]  # preempted ones know their first token
+        else:
+            self.rounds_by_k[launched.num_drafts] += 1
+            for row, request in running:
+                drafted = min(request.left, launched.num_drafts)
+                self._counters.count(request.index, accepted[row], committed[row], drafted)
+                request.num_settled = len(request.tokens)
+                request.num_drafted += drafted
+                request.num_accepted += min(accepted[row], drafted)
+        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running])
+        if self.transcript is not None:
+            self._tell_transcript(running, tokens, committed, launched.records)
+
+    def _tell_transcript(
+        self,
+        running: Occupied,
+        tokens: list[list[int]],
+        committed: list[int],
+        records: dict[str, torch.Tensor | None],
+    ) -> None:
+        """Tell the transcript what `running` rows have got, and let those end that it stops."""
+        transcript = self.transcript
+        counts = [0] * len(transcript.stopped)
+        for row, _ in running:
+            counts[row] = committed[row]
+        transcript.add(tokens[: len(counts)], counts, **records)
+        for one in self._cut:
+            if not transcript.stopped[one.index] and transcript.steps >= one.remaining:
+                raise ValueError(no_positions(f"Row {one.index} of the batch", one))
+        is_complete = transcript.is_complete
+        ended = [(row, one) for row, one in running if not one.is_over and (is_complete or transcript.done[row])]
+        if ended:
+            self._runner.finish([row for row, _ in ended])
+            for row, one in ended:
+                self._retire(row, one, time.perf_counter())
+
+    def _add(self, found: list[tuple[int, RowRequest, list[int]]]) -> None:
+        """Add new tokens to the requests of rows; those that end by them leave their rows."""
+        now, going_on, stopped = time.perf_counter(), [], []
+        for row, request, new in found:
+            has_failed = new[-1:] == [NO_TOKEN]
+            if not request.tokens:
+                request.first_token = now
+            is_ended = request.add(new[:-1] if has_failed else new, now)
+            if is_ended and request.criteria is not None:  # the device knows of tokens only
+                stopped.append(row)
+            elif not is_ended and has_failed:
+                request.error = no_distribution("The request", len(request.tokens))
+            elif not is_ended and request.left <= 0 and request.is_cut:
+                request.error = no_positions("The request", request)
+            if is_ended or has_failed or request.left <= 0:
+                self._retire(row, request, now)
+            else:
+                going_on.append(request)
+        if stopped:
+            self._runner.finish(stopped)
+        if going_on and self._settings.on_tokens is not None:
+            with user_code():
+                self._settings.on_tokens(going_on)
+
+    # The end of requests.
+
+    def _withdraw(self, request: RowRequest, error: str) -> None:
+        """End `request`, wherever it is; if it waits, the one who calls takes it from those that do."""
+        if request.is_over:
+            return
+        request.error = error
+        now = time.perf_counter()
+        if request in self._occupants:
+            row = self._occupants.index(request)
+            self._runner.finish([row])
+            self._retire(row, request, now)
+        else:
+            if not any(one is request for _, one in self._entering):
+                self._tokens_waiting -= request.left
+            end(request, now, self._settings)
+
+    def _retire(self, row: int, request: RowRequest, now: float) -> None:
+        """Let `request`, which has ended, leave its row."""
+        self._prefixes.advance(row, request)
+        self._free_row(row)
+        end(request, now, self._settings)
+
+    def _free_row(self, row: int) -> None:
+        self._occupants[row] = None
+        self._free.append(row)
+        self._runner.retire(row)
+
+
+def _at_first(request: RowRequest) -> int:
+    """Tokens that `request` has memory for when it is admitted."""
+    return min(request.length + TOKENS_AHEAD, request.longest)
+
+
+def _no_memory(request: RowRequest) -> str:
+    return (
+        f"There is no memory for a text of {request.length} tokens and more, even alone; expected a shorter prompt or "
+        "fewer new tokens (max_new_tokens), or more memory."
+    )

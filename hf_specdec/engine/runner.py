@@ -1,0 +1,198 @@
+"""What a run runs on: a session, whose rows requests occupy, with the memory of these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..row_buffers import set_rows, upload
+from ..sampling.processors import BlockProcessor
+from ..state import DecodeState
+from ..stats import Counters
+from ..virtual_memory import RowMemory, available_bytes
+from .auto_drafts import Acceptance, Drafts
+from .hosted_target import HostedTarget
+from .lease import SessionLease, first_k
+from .prefix_cache import Prefix
+from .request import Request
+from .rounds import RoundReport, commit_first_token
+from .row_request import RowRequest
+from .sessions import Session, sessions_of
+
+# First tokens, with the scores and logits that a round would have kept.
+FirstTokens = tuple[RoundReport, dict[str, torch.Tensor | None]]
+
+
+class Runner:
+    """A session on which a `Run` prefills requests and runs rounds. It knows rows, not which request is in which.
+
+    Args:
+        process: logits, of rounds and of first tokens.
+
+    Attributes:
+        lease, session, state: where the rows are.
+        memory: of the rows, which follows their texts; None if they have buffers of fixed size.
+        num_rows, capacity: of the session; most tokens of a text, prompt included.
+        drafts: decides how many drafts a round has.
+        acceptance: of the drafts of the call.
+        prefix_margin: see `Drafter.prefix_margin`; None if rows reuse nothing of others.
+        merges_equal: whether requests with the same prompt that are prefilled together are prefilled as one.
+    """
+
+    lease: SessionLease
+    session: Session
+    state: DecodeState
+    memory: RowMemory | None
+    num_rows: int
+    capacity: int
+    drafts: Drafts
+    prefix_margin: int | None = None
+    merges_equal = False
+
+    def __init__(self, request: Request, target: HostedTarget, process: BlockProcessor):
+        self._request, self._target, self._process = request, target, process
+        self.acceptance = Acceptance(request.num_draft_tokens)
+        self.execution = "no rounds"
+
+    def counters(self, count: int) -> Counters:
+        """For `count` requests."""
+        request = self._request
+        return Counters(count, request.num_draft_tokens, self.acceptance.observe if request.is_auto else None)
+
+    def _use(self, lease: SessionLease, num_drafts: int | None = None) -> None:
+        """Let rounds run on the session of `lease`; arguments as of its `drafts`."""
+        self.lease, self.session, self.state = lease, lease.session, lease.session.state
+        self.drafts = lease.drafts(self.acceptance, num_drafts)
+        self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
+        self.capacity = self.state.slots - 1 if self.memory is None else self.memory.capacity
+
+    def _note_execution(self) -> None:
+        self.execution = self.lease.execution(first_k(self._request, self.lease.shape))
+
+    # Requests.
+
+    def fits_group(self, count: int, longest: int) -> bool:
+        """Whether so many requests, of texts of up to so many tokens, may be prefilled together."""
+        return True
+
+    def prefill(
+        self, prefixes: Sequence[Prefix], requests: Sequence[RowRequest], running: Sequence[RowRequest]
+    ) -> None:
+        """Begin to let each of `requests` occupy a row, with what is reused of its beginning, beside `running` ones."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement prefill.")
+
+    def prefill_next(self) -> FirstTokens | None:
+        """Go on with the prefill that was begun, for a limited time.
+
+        A prefill may be given up: the next one begins anew.
+
+        Returns:
+            the first tokens, if it has ended.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
+
+    def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
+        result, scores, logits = commit_first_token(self.state, self._process, rows, known)
+        return RoundReport(result), {"scores": scores, "logits": logits}
+
+    def finish(self, rows: Sequence[int]) -> None:
+        """Let `rows` be finished ones, which no later round gives tokens."""
+        set_rows(self.state.finished, upload(rows, self.state.lengths), True)
+
+    def retire(self, row: int) -> None:
+        """The request of `row` has ended, or waits again."""
+
+    def why_refused(self, request: RowRequest) -> str | None:
+        """Why there is no room for `request`; None if there may be."""
+        return None
+
+    # Other sessions.
+
+    def is_to_move(self, num_occupied: int, waiting: Sequence[RowRequest], tokens_left: Callable[[], float]) -> bool:
+        """Whether the requests of the occupied rows should go on in another session.
+
+        Args:
+            waiting: requests for which it is to have room.
+            tokens_left: see `Run.tokens_left`.
+        """
+        return False
+
+    def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[RowRequest]) -> int | None:
+        """Let the requests of `rows` go on in the first rows of another session; None if they stay.
+
+        Args:
+            rows: occupied ones, and the tokens of their texts.
+            kept: others, likewise; what they hold goes to the rows after those, as far as there is room.
+            waiting: requests for which the session is to have room.
+
+        Returns:
+            how many rows hold what was moved.
+        """
+        return None
+
+    def leave_target(self) -> None:
+        """Let the target be as it was, until it is used again."""
+        self._target.unpatch()
+
+    # Memory; all but the first of these are called only where there is one that follows the texts.
+
+    def free_others(self) -> None:
+        """Free what is kept for other calls."""
+        sessions_of(self._request.drafter).clear()
+        torch.cuda.empty_cache()
+
+    def shares(self, row: int, length: int) -> bool:
+        """Whether `row` shares memory with others from so many tokens on."""
+        return self.memory.is_shared(row, length)
+
+    def share(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
+        """Let rows share memory of the beginnings that they reuse, and no other memory; before `reserve`.
+
+        Returns:
+            `prefixes`; those of rows that keep what they hold may be shorter.
+        """
+        memory, margin = self.memory, self.prefix_margin or 0
+        kept = {one.row: one.length if one.row == one.source else 0 for one in prefixes}
+        # What the rows of the group hold may be given back before others have copied it.
+        copies = [
+            one for one in prefixes if one.source not in kept and memory.can_share(one.row, one.source, one.length)
+        ]
+        if copies or any(memory.is_shared(*one) for one in kept.items()):
+            self._wait_for_device()
+        shared = {one.row for one in copies if memory.share(one.row, one.source, one.length)}
+        found = []
+        for one in prefixes:
+            left = one.length if one.row in shared else memory.unshare(one.row, kept[one.row])
+            is_shorter = one.row == one.source and left < one.length
+            found.append(one._replace(length=max(left - margin, 0)) if is_shorter else one)
+        return found
+
+    def room(self, rows: Sequence[int]) -> int:
+        """Bytes that rows may get, those that `rows` hold included."""
+        return available_bytes(self.state.tokens.device) + self.memory.held(rows)
+
+    def bytes_for(self, slots: int) -> int:
+        """Bytes that a row with so many tokens holds."""
+        return self.memory.bytes_for(min(slots, self.memory.capacity))
+
+    def reserve(self, lengths: Mapping[int, int]) -> bool:
+        """Let rows have memory for so many tokens each; returns whether there is enough."""
+        try:
+            for row, length in lengths.items():
+                if length > self.memory.committed_slots(row):
+                    self.memory.commit(row, min(length, self.memory.capacity))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def give_back(self, lengths: Mapping[int, int]) -> None:
+        """Let rows give back the memory that they hold beyond so many tokens each."""
+        self._wait_for_device()
+        for row, length in lengths.items():
+            self.memory.trim(row, length)
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device uses nothing any more that rows have held."""
+        self.session.fence.set()
+        self.session.fence.synchronize()

@@ -1,0 +1,178 @@
+"""Layers with keys and values by slot, for attention to all tokens, to windows and to chunks; and layers with nothing.
+
+What attention sees of the slots is a rule of attention, see `mask_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..host.caches import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from ..host.modeling import LAYER_TYPES
+from .deferred import store_kv
+from .layer_kinds import LayerKind, LayerKinds, LayerMemory, register
+
+
+class RaggedLayer(LayerMemory, CacheLayerMixin):
+    """Keys and values of one layer, `[B, slots, kv_heads, head_dim]`, allocated at the first write."""
+
+    is_sliding = False
+
+    def __init__(self, cache: Cache, kind: LayerKind):
+        CacheLayerMixin.__init__(self)
+        LayerMemory.__init__(self, cache, kind)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate as many rows as the states `[B, kv_heads, any, head_dim]` have."""
+        self.allocate(key_states, value_states, len(key_states), key_states.device)
+
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, batch: int, device: torch.device) -> None:
+        """Allocate `batch` rows on `device`; the states `[any, kv_heads, any, head_dim]` tell the rest."""
+        # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
+        self.place(
+            *[
+                states.new_zeros(batch, self._cache.slots, states.shape[1], states.shape[3], device=device)
+                for states in (key_states, value_states)
+            ]
+        )
+
+    def place(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.is_initialized
+
+    @property
+    def slot_buffers(self) -> Sequence[torch.Tensor]:
+        return (self.keys, self.values) if self.is_initialized else ()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new states, `[B, kv_heads, n, head_dim]`, at the cache's `positions`.
+
+        Returns:
+            the keys and values to attend to, `[B, kv_heads, span, head_dim]`: views of the cache, or copies where
+            attention takes a mask. That of modeling files copies others to multiply them, or requires contiguous ones.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        store_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
+        shown = self.shown()
+        if not self._cache.keeps_keys:
+            self.keys, self.values, self.is_initialized = None, None, False
+        return (shown[0].contiguous(), shown[1].contiguous()) if self._cache.takes_mask else shown
+
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views."""
+        span = self._cache.span
+        return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
+
+    def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
+        if slots and source.is_initialized:  # not where no attention uses the layer
+            self.keys[rows, :slots] = source.keys[taken, :slots]
+            self.values[rows, :slots] = source.values[taken, :slots]
+
+    def packed(self, cache: Cache, batch: int) -> PackedLayer:
+        return PackedLayer(cache, self, batch)
+
+    def read_slots(self, layer: Any, padding: Sequence[int], columns: int, batch: int, device: torch.device) -> None:
+        if getattr(layer, "keys", None) is None:  # a layer without keys, or one that no attention uses
+            return
+        length = int(layer.get_seq_length())
+        count = min(length, layer.keys.shape[2])  # a window holds the last columns only
+        if not self.is_initialized:
+            self.allocate(layer.keys, layer.values, batch, device)
+        for pad in dict.fromkeys(padding):
+            rows = [row for row, other in enumerate(padding) if other == pad]
+            begin = max(length - count, pad)
+            if begin < columns:
+                held = slice(begin - length + count, columns - length + count)
+                self._read(layer, rows, held, slice(begin - pad, columns - pad))
+
+    def _read(self, layer: Any, rows: list[int], held: slice, slots: slice) -> None:
+        """Copy what `layer` has at `held` of its keys' columns in `rows` to `slots`."""
+        for theirs, buffer in ((layer.keys, self.keys), (layer.values, self.values)):
+            buffer[rows, slots] = theirs[rows, :, held].transpose(1, 2).to(buffer)
+
+    def write_slots(self, cache: Any, index: int, slots: torch.Tensor) -> None:
+        if self.is_initialized:  # not where no attention uses the layer
+            rows = torch.arange(len(slots), device=slots.device)[:, None]
+            cache.update(*(buffer[rows, slots].transpose(1, 2) for buffer in (self.keys, self.values)), index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.span, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._cache.slots
+
+
+class PackedLayer(RaggedLayer):
+    """Keys and values of a layer of another cache as those of one row, `[1, B * slots, kv_heads, head_dim]`.
+
+    Args:
+        cache: of this layer.
+        layer: of the other cache.
+        batch: rows of the other cache.
+    """
+
+    def __init__(self, cache: Cache, layer: RaggedLayer, batch: int):
+        super().__init__(cache, Keys())
+        self._layer, self._batch = layer, batch
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if not self._layer.is_initialized:
+            self._layer.allocate(key_states, value_states, self._batch, key_states.device)
+        self.place(*[one.flatten(0, 1)[None] for one in self._layer.slot_buffers])
+
+
+@register
+@dataclass(frozen=True)
+class Empty(LayerKind):
+    """Layers that compute without memory, or read the keys and values of another one."""
+
+    layer_types = frozenset(LAYER_TYPES["empty"])
+    obstacles = {}
+    is_empty = True
+    layer_class = RaggedLayer  # which nothing is written to
+
+    @classmethod
+    def detect(cls, layer: Any) -> Empty:
+        return cls()
+
+
+@register
+@dataclass(frozen=True)
+class Keys(LayerKind):
+    """Keys and values by slot."""
+
+    layer_types = frozenset(LAYER_TYPES["keys"])
+    sources = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+    obstacles = {}
+    stores_keys = True
+    layer_class = RaggedLayer
+
+    @classmethod
+    def detect(cls, layer: Any) -> Keys | None:
+        return cls() if isinstance(layer, CacheLayerMixin) else None
+
+
+def attention_layers(count: int) -> LayerKinds:
+    """The kinds of `count` layers that store keys and values only."""
+    return LayerKinds((Keys(),) * count)

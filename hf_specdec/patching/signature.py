@@ -1,0 +1,496 @@
+"""What a model is now: whether what was found out about it earlier still holds.
+
+A `Signature` reads a model from one walk over its modules, part by part as it is asked. What was found out by running a
+model is kept by its `kind`, which other models of its class and configuration share; patches, layouts of keys and
+captured graphs by its `Fingerprint`; keys and values of prompts by that and by its `versions`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain, compress
+from operator import attrgetter, contains, itemgetter
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, NO_SETTINGS, UNREAD_ATTRIBUTES
+from .hidden_states import modules_of
+from .linear import PLAIN_WEIGHTS, local_shard
+from .patch import is_anything_replaced, original
+
+_T = TypeVar("_T")
+
+# They compute token by token, whatever their class, unless it has a `forward` of its own: parametrised ones are of
+# classes of their own.
+_OF_ONE_TOKEN = (nn.Linear, nn.Embedding)
+
+# Attributes of every module. Children, parameters and buffers are compared separately; modules with forward hooks are
+# not captured; other hooks are not called in a forward pass without gradients.
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+# Values that are compared as they are.
+PLAIN_VALUES = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size}
+)
+
+# Larger or more deeply nested containers are compared by kind and length only; objects nested half as deep by identity.
+_MOST_ENTRIES, _DEEPEST = 1024, 6
+
+# Kinds of which facts are kept, and facts of each: modules may get another `forward`, or hooks, for every call.
+MOST_KEPT = 256
+
+# What was found out about models, by their `Signature.kind`.
+_facts: dict[Hashable, dict[Hashable, Any]] = {}
+_keeping = threading.Lock()
+
+
+class _Signatures(dict):
+    def __missing__(self, model: nn.Module) -> Signature:
+        self[model] = found = Signature(model)
+        return found
+
+
+class _Thread(threading.local):
+    signatures: _Signatures | None = None  # None outside of `looked_at_once`
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def looked_at_once() -> Iterator[None]:
+    """Context in which this thread looks once at what each model is: a call. It ignores changes meanwhile."""
+    before, _thread.signatures = _thread.signatures, _Signatures()
+    try:
+        yield
+    finally:
+        _thread.signatures = before
+
+
+# Steps of torch's optimizers, which fused ones make without counting them in the versions of the weights.
+_step_numbers, _last_step, _watching = itertools.count(1), 0, None
+
+
+def watch_optimizers(is_on: bool) -> None:
+    """Note the steps of all optimizers of this process from now on, or no longer; twice is once."""
+    global _watching
+
+    def note(*_: Any) -> None:
+        global _last_step
+        _last_step = next(_step_numbers)
+
+    if is_on and _watching is None:
+        _watching = register_optimizer_step_post_hook(note)
+    elif not is_on and _watching is not None:
+        _watching.remove()
+        _watching = None
+
+
+def last_step() -> int:
+    """A number that is another one after each step, of whatever optimizer."""
+    return _last_step
+
+
+def signature_of(model: nn.Module) -> Signature:
+    """The signature of `model` as it is now, or was when `looked_at_once` first asked."""
+    known = _thread.signatures
+    return Signature(model) if known is None else known[model]
+
+
+def fact(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Decorator: `function` finds something out about a model, which holds for all of the same `Signature.kind`; it may
+    have further arguments, which are hashable.
+    """
+
+    @functools.wraps(function)
+    def known(model: PreTrainedModel, *args: Hashable) -> _T:
+        signatures, key = _thread.signatures, (function, *args)
+        facts = (Signature(model) if signatures is None else signatures[model]).facts
+        return facts[key] if key in facts else keep(facts, key, function(model, *args))
+
+    return known
+
+
+def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
+    """Put `result` into `results`, of which the oldest beyond `MOST_KEPT` are dropped; returns it."""
+    with _keeping:
+        results[key] = result
+        while len(results) > MOST_KEPT:
+            del results[next(iter(results))]
+    return result
+
+
+class Identity:
+    """Equals another one of the same object, and nothing that comes later. The object is not kept alive, unless it
+    cannot have weak references.
+    """
+
+    def __init__(self, value: Any):
+        self._id = id(value)
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._get = lambda: value
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Identity) or self._id != other._id:
+            return False
+        value = self._get()
+        return value is not None and value is other._get()
+
+
+def _identities(values: Iterable[Any]) -> tuple[Hashable, ...]:
+    values = list(values)
+    # Functions are equal only if they are identical.
+    are_functions = {types.FunctionType}.issuperset(map(type, values))
+    return tuple(map(weakref.ref if are_functions else Identity, values))
+
+
+class _Code(NamedTuple):
+    """What modules compute with besides weights and attributes, of which nothing is kept alive.
+
+    Attributes:
+        classes: of the modules, by first appearance.
+        forwards, calls: `forward` and `__call__` of each class.
+        own: each `forward` that a module has as an attribute.
+        functions: globals of the files that define the classes.
+        attention: each implementation that a configuration names, and its function if it has one.
+    """
+
+    classes: tuple[weakref.ref[type], ...]
+    forwards: tuple[Hashable, ...]
+    calls: tuple[Hashable, ...]
+    own: tuple[Hashable, ...]
+    functions: frozenset[weakref.ref]
+    attention: frozenset[tuple[Any, Hashable]]
+
+
+class Signature:
+    """What models are at one moment. Parts are read when they are first asked for, while nothing is patched.
+
+    Args:
+        models: to look at; parts that name one are of the first.
+
+    Attributes:
+        modules: of all models, each once.
+        attributes: their `__dict__`, not copied.
+    """
+
+    def __init__(self, *models: nn.Module):
+        self.modules = modules_of(*models)
+        self.attributes: list[dict[str, Any]] = list(map(vars, self.modules))
+
+    def having(self, name: str) -> list[nn.Module]:
+        """The modules with an attribute `name` of their own, not of their class."""
+        return list(compress(self.modules, map(contains, self.attributes, itertools.repeat(name))))
+
+    @cached_property
+    def hooked(self) -> list[nn.Module]:
+        """The modules with forward hooks, whoever has registered them."""
+        before, after = (
+            compress(self.modules, map(itemgetter(name), self.attributes))
+            for name in ("_forward_pre_hooks", "_forward_hooks")
+        )
+        return list(dict.fromkeys([*before, *after]))
+
+    @property
+    def configs(self) -> list[PreTrainedConfig]:
+        """The configurations that modules have, each once."""
+        found = {id(config): config for config in map(dict.get, self.attributes, itertools.repeat("config"))}
+        return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
+
+    @cached_property
+    def code(self) -> _Code:
+        classes = dict.fromkeys(map(type, self.modules))
+        own = [original(module, "forward") for module in self.having("forward")]
+        names = {original(config, ATTENTION_ENTRY) for config in self.configs}
+        chosen = [(name, ALL_ATTENTION_FUNCTIONS.get(name)) for name in names]
+        return _Code(
+            tuple(map(weakref.ref, classes)),
+            _identities(map(attrgetter("forward"), classes)),
+            _identities(map(attrgetter("__call__"), classes)),
+            _identities([forward for forward in own if forward is not None]),
+            frozenset(map(weakref.ref, functions_of(files_of(classes)))),
+            frozenset([(name, None if found is None else Identity(found)) for name, found in chosen]),
+        )
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """Class, configuration and code of the model: equal for models that are made of the same.
+
+        It does not tell weights, nor the order and number of modules.
+        """
+        model, code = self.modules[0], self.code
+        pairs = zip(code.classes, code.forwards, strict=True)
+        return (
+            type(model),
+            _settings_of(model.config),
+            frozenset([forward if issubclass(one(), _OF_ONE_TOKEN) else (one, forward) for one, forward in pairs]),
+            code.own,
+            code.functions,
+            code.attention,
+        )
+
+    @cached_property
+    def facts(self) -> dict[Hashable, Any]:
+        """What was found out about models of the same `kind`, for others to add to by `keep`."""
+        with _keeping:
+            facts = _facts[self.kind] = _facts.pop(self.kind, {})  # the least recently used kinds are dropped
+            while len(_facts) > MOST_KEPT:
+                del _facts[next(iter(_facts))]
+        return facts
+
+    @property
+    def behaviour(self) -> tuple:
+        """How modules compute except for their weights: code, names of children and attributes, values of attributes.
+
+        Compared by value are numbers, strings and the like, containers of them, and the attributes of objects such as
+        configurations; functions (a `forward` set on a module) are compared by identity. A class may list attributes
+        that no forward pass reads in `unread_attributes`.
+        """
+        contents, kinds = _Contents(), list(map(type, self.modules))
+        by_kind: defaultdict[type, list[dict]] = defaultdict(list)
+        for kind, one in zip(kinds, self.attributes, strict=True):
+            by_kind[kind].append(one)
+        values = [_values_of(kind, alike, contents) for kind, alike in by_kind.items()]
+        children = list(map(itemgetter("_modules"), self.attributes))
+        names = list(chain.from_iterable(children))
+        # A child is among `modules`, which a fingerprint compares by references: the same `id` is the same module.
+        ids = [id(child) for some in children if some for child in some.values()]
+        return self.code, kinds, values, list(map(len, children)), names, ids, contents.of_objects
+
+    @property
+    def weights(self) -> tuple:
+        """Addresses, shapes, strides and dtypes of parameters and buffers: all that a graph has baked in."""
+        owned = [one for one in self._owned if one]
+        names = list(chain.from_iterable(owned))
+        tensors = list(chain.from_iterable([one.values() for one in owned]))
+        has_tensor = [tensor is not None for tensor in tensors]
+        return names, has_tensor, _places(list(compress(tensors, has_tensor)))
+
+    @property
+    def versions(self) -> tuple:
+        """How often parameters and buffers were written to in place; None for tensors of inference mode, which do not
+        count it. Writes through `.data` are not counted; those of fused optimizers are by `last_step`.
+        """
+        tensors = chain.from_iterable(one.values() for one in self._owned if one)
+        return last_step(), [None if one.is_inference() else one._version for one in tensors if one is not None]
+
+    @property
+    def _owned(self) -> Iterable[dict[str, torch.Tensor | None]]:
+        return chain.from_iterable(map(itemgetter("_parameters", "_buffers"), self.attributes))
+
+
+class Fingerprint(NamedTuple):
+    """What a captured graph has baked in; equal to a later one if none of it has changed.
+
+    It keeps no module, function or weight alive. What is compared by identity never equals an object created later.
+
+    Attributes:
+        modules, behaviour, weights: of each signature; weak references to modules.
+        settings: see `torch_settings`.
+    """
+
+    modules: tuple[tuple[weakref.ref, ...], ...]
+    behaviour: tuple
+    weights: tuple
+    settings: tuple
+
+    @classmethod
+    def of(cls, device: torch.device, *signatures: Signature) -> Fingerprint:
+        """The fingerprint of modules that compute on `device`.
+
+        To be taken while they are not patched: patching changes how they compute, and may move weights for good.
+        """
+        return cls(
+            tuple([tuple(map(weakref.ref, one.modules)) for one in signatures]),
+            tuple([one.behaviour for one in signatures]),
+            tuple([one.weights for one in signatures]),
+            torch_settings(device),
+        )
+
+    def is_past(self, now: Fingerprint) -> bool:
+        """Whether no future fingerprint can equal this one: a module is gone, or the same modules have other weights
+        `now`.
+        """
+        if any(module() is None for module in chain.from_iterable(self.modules)):
+            return True
+        return self.modules == now.modules and self.weights != now.weights
+
+
+def torch_settings(device: torch.device) -> tuple:
+    """Global and thread-local settings of torch that decide which kernels an operation on `device` launches."""
+    return (
+        torch.is_autocast_enabled(device.type),
+        torch.get_autocast_dtype(device.type),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        # Also what `torch.set_float32_matmul_precision` sets; its own getter fails where this one was set.
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_fp16_accumulation,
+    )
+
+
+def _settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
+    """The entries of `config` that determine how its model computes."""
+    settings: list[Hashable] = [type(config)]
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            settings.append((name, _settings_of(value)))
+        elif name not in NO_SETTINGS:
+            settings.append((name, value if type(value) in PLAIN_VALUES else repr(value)))
+    return tuple(settings)
+
+
+def files_of(kinds: Iterable[type]) -> list[ModuleType]:
+    """The files that define the classes `kinds`, but for torch's."""
+    names = dict.fromkeys([kind.__module__ for kind in kinds])
+    return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+
+
+def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
+    """The functions that `files` have as globals, without what engines replace."""
+    is_patched, found = is_anything_replaced(), []
+    for file in files:
+        for name, value in list(vars(file).items()):
+            value = original(file, name) if is_patched else value
+            if type(value) is types.FunctionType:
+                found.append(value)
+    return found
+
+
+def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Contents) -> list[Any]:
+    """Names and values of the attributes of modules of class `kind` that a forward pass may read: of each module, or of
+    each attribute where all modules have the same ones, as is so with most classes.
+    """
+    count, names, values_of = _layout(kind, *attributes[0])
+    # If the number is the same and all names are there, there are no others.
+    try:
+        if set(map(len, attributes)) != {count}:
+            raise KeyError
+        values = list(map(values_of, attributes))
+    except KeyError:
+        layouts = [_layout(kind, *one) for one in attributes]
+        values = [layout[2](one) for layout, one in zip(layouts, attributes, strict=True)]
+        if any(layout[1] != names for layout in layouts):
+            return [(layout[1], contents.of_column(one)) for layout, one in zip(layouts, values, strict=True)]
+    if PLAIN_VALUES.issuperset(map(type, chain.from_iterable(values))):
+        return [names, values]
+    columns = zip(*values, strict=True)
+    return [names, *[one if PLAIN_VALUES.issuperset(map(type, one)) else contents.of_column(one) for one in columns]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ...], Callable[[dict], tuple]]:
+    """How to read modules of class `kind` with these `attributes`: their number, the sorted names of those that a
+    forward pass may read, and a function that takes their values from a module's `__dict__` or raises `KeyError`.
+    """
+    unread = OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
+    if issubclass(kind, PreTrainedModel):
+        unread |= UNREAD_ATTRIBUTES
+    names = sorted(set(attributes) - unread)
+    # Of a single name `itemgetter` would make no tuple.
+    return len(attributes), tuple(names), itemgetter(*(names or ["training"]), "training")
+
+
+class _Contents:
+    """Comparable stand-ins for values that are not plain.
+
+    Attributes:
+        of_objects: identities of the objects that were met, and their attributes; many modules share a configuration.
+    """
+
+    def __init__(self) -> None:
+        self.of_objects: list[Any] = []
+        self._numbers: dict[int, tuple] = {}  # by `id`, which is unique as modules keep these objects alive
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """A stand-in that is equal later if `value` has not changed; `depth` is the level of nesting."""
+        kind = type(value)  # `isinstance` is slow for some objects
+        if kind in PLAIN_VALUES or issubclass(kind, type):
+            return value
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return number
+        if issubclass(kind, torch.Tensor):
+            return kind, _places([value])
+        if issubclass(kind, (dict, list, tuple, set, frozenset)):
+            return kind, self._of_entries(value, depth)
+        if issubclass(kind, functools.partial):
+            return kind, self._of_entries((value.func, value.args, value.keywords), depth)
+        if issubclass(kind, types.MethodType):
+            return kind, Identity(value.__self__), Identity(value.__func__)
+        if issubclass(kind, (int, float, str, bytes)):  # such as the members of some enumerations
+            return kind, value
+        if kind is types.FunctionType:
+            return weakref.ref(value)
+        if issubclass(kind, nn.Module) or depth > _DEEPEST // 2:
+            return Identity(value)
+        self._numbers[id(value)] = number = (kind, len(self._numbers))
+        self.of_objects += (Identity(value), self.of(getattr(value, "__dict__", None), depth + 1))
+        return number
+
+    def of_column(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Stand-ins for the values that one attribute has in several modules, some of which are not plain."""
+        if len(set(map(id, values))) == 1:  # such as a configuration
+            return (self.of(values[0]),) * len(values)
+        return tuple([value if type(value) in PLAIN_VALUES else self.of(value) for value in values])
+
+    def _of_entries(self, values: Any, depth: int) -> Any:
+        if len(values) > _MOST_ENTRIES or depth == _DEEPEST:
+            return len(values)
+        entries = [*values, *values.values()] if isinstance(values, dict) else list(values)
+        if not PLAIN_VALUES.issuperset(map(type, entries)):
+            entries = [value if type(value) in PLAIN_VALUES else self.of(value, depth + 1) for value in entries]
+        return frozenset(entries) if isinstance(values, (set, frozenset)) else entries
+
+
+def _places(tensors: list[torch.Tensor]) -> tuple:
+    others: list[Any] = []
+    if not PLAIN_WEIGHTS.issuperset(map(type, tensors)):
+        tensors, others = _plain_parts(tensors)
+    return (
+        [tensor.data_ptr() for tensor in tensors],
+        [tensor.shape for tensor in tensors],
+        [tensor.stride() for tensor in tensors],
+        [tensor.dtype for tensor in tensors],
+        others,
+    )
+
+
+def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+    """The plain tensors that `tensors`, quantised or split ones, consist of; and the rest of what they are."""
+    plain: list[torch.Tensor] = []
+    others: list[Any] = []
+    for tensor in tensors:
+        part = local_shard(tensor)
+        if is_traceable_wrapper_subclass(part):
+            names, settings = part.__tensor_flatten__()
+            inner, more = _plain_parts([getattr(part, name) for name in names])
+            plain += inner
+            others += (type(part), len(inner), _Contents().of(settings), *more)
+            continue
+        plain.append(part)
+        if part.data_ptr() == 0 and part.numel() > 0:
+            others.append(Identity(part))
+    return plain, others
