@@ -192,3 +192,27 @@ def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str
         return f"{alone} in plain generate(), of a few tokens by {difference:.2g}"
 
     return outcome_of(model, ("separate rows", is_padded), find, references=False)
+
+
+def why_not_padded_rows(model: PreTrainedModel) -> str | None:
+    """The reason why plain `generate()` of a padded batch differs from that of its rows, each with its padding; None if
+    it does not.
+
+    A row without padding has no mask alone, but one in a padded batch, which a class may treat differently.
+    """
+
+    def find() -> str | None:
+        checked = without_hooks(model)
+        padded, *_ = few_tokens(checked, True)
+        rows = [{name: tensor[row : row + 1] for name, tensor in padded.items()} for row in range(len(PROMPT_LENGTHS))]
+        equal, first, _ = few_tokens(checked, False)
+        batch, unpadded, alone, *apart = plain_texts(checked, NUM_NEW_TOKENS["stock"], padded, equal, first, *rows)
+        is_exact = is_exact_arithmetic(checked, batch.logits)
+        pairs = [(text, batch.row(row)) for row, text in enumerate(apart)]
+        difference = max(difference_of(text, together, is_exact) for text, together in pairs)
+        if difference <= limit_of(alone, unpadded, is_exact):
+            return None
+        what = "a row has other logits in a padded batch than alone"
+        return f"{what} in plain generate(), of a few tokens by {difference:.2g}"
+
+    return outcome_of(model, "padded rows", find, references=False)

@@ -26,7 +26,7 @@ from ..patching.patch import user_code
 from ..patching.support import parts
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
-from .compared_texts import why_not_separate_rows
+from .compared_texts import why_not_padded_rows, why_not_separate_rows
 from .prompts import Prompts
 from .request import Request
 from .transcript import DECIDED_BY_TOKENS, Transcript
@@ -65,6 +65,7 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
         obstacle = first_reason(part.why_not_alone(model, longest) for part in parts(model))
         if obstacle is not None:
             return f"{obstacle}; expected prompts of the same length, or fewer new tokens"
+        return why_not_padded_rows(model)
     return why_not_separate_rows(model, is_padded=False)
 
 
