@@ -35,7 +35,10 @@ def readable_weight(module: nn.Module | None, what: str, width: int, name: str) 
             "FSDP): load all of the target in every process, or use a drafter that has its own."
         )
     elif weight.shape[1] != width:
-        reason = f"that is {weight.shape[1]} wide where the drafter needs {width}."
+        raise ValueError(
+            f"{name} has no {what} of its own, and the target's is {weight.shape[1]} wide where the drafter needs "
+            f"{width}, so it cannot be shared."
+        )
     else:
         return plain_weight(weight)
     raise ValueError(f"{name} has no {what} of its own and must share the target's, but {reason}")
