@@ -71,6 +71,10 @@ REPLACED_METHODS: dict[tuple[Any, str], Any] = {
 }
 
 
+# The loop of transformers' own assisted generation.
+assisted_decoding = REPLACED_METHODS[GenerationMixin, "_assisted_decoding"]
+
+
 @uses("transformers:GenerationConfig", "_get_default_generation_params", why="tells what a caller has asked for")
 def default_settings(config: GenerationConfig | type[GenerationConfig]) -> dict[str, Any]:
     """The settings that `GenerationConfig` has if nobody sets them."""
