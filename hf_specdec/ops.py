@@ -199,7 +199,7 @@ verify_block = kernel_op(
 best_draft = kernel_op(
     "draft_sampling.best_draft",
     "(Tensor logits, Tensor? target_ids=None) -> Tensor",
-    lambda logits, target_ids: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+    lambda logits, target_ids=None: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
 )
 draw_draft = kernel_op(
     "draft_sampling.draw_draft",

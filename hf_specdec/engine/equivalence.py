@@ -22,7 +22,7 @@ from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
 from ..errors import first_line
 from ..host.caches import OUTPUT_NAME, given_cache, is_of_caller
-from ..host.generation import ASSISTED_DECODING, GenerateOutput, mask_length
+from ..host.generation import GenerateOutput, assisted_decoding, mask_length
 from ..kernels.types import Proposal, VerificationResult
 from ..patching.layer_kinds import Use, first_reason
 from ..patching.mask_rules import ordinary_prompts, why_not_kept, why_not_rules
@@ -157,7 +157,7 @@ def _run(
     )
     with on_device(model.device), running_engine(), looked_at_once():
         if engine == "stock":
-            return assist(ASSISTED_DECODING, inputs_tensor, model_kwargs, request)
+            return assist(assisted_decoding, inputs_tensor, model_kwargs, request)
         prepared = for_static_engine(request, model_kwargs, by_target)
         if isinstance(prepared, str):
             raise ValueError(prepared)

@@ -69,7 +69,8 @@ REPLACED_METHODS: dict[tuple[Any, str], Any] = {
     )
     for name, method in methods.items()
 }
-ASSISTED_DECODING = REPLACED_METHODS[GenerationMixin, "_assisted_decoding"]
+# The loop of transformers' own assisted generation.
+assisted_decoding = REPLACED_METHODS[GenerationMixin, "_assisted_decoding"]
 
 
 @uses("transformers:GenerationConfig", "_get_default_generation_params", why="tells what a caller has asked for")
